@@ -1,0 +1,55 @@
+"""graphplan: a whole PyTorch training step as one CUDA-graph replay, and never a wrong one."""
+
+from typing import TYPE_CHECKING, Any
+
+from graphplan.errors import BackendError as BackendError
+from graphplan.errors import CaptureError as CaptureError
+from graphplan.errors import CarryError as CarryError
+from graphplan.errors import ClosedError as ClosedError
+from graphplan.errors import ControlFlowError as ControlFlowError
+from graphplan.errors import FeedError as FeedError
+from graphplan.errors import GeneratorSeekError as GeneratorSeekError
+from graphplan.errors import GraphPlanError as GraphPlanError
+from graphplan.errors import GuardError as GuardError
+from graphplan.errors import HostEffectError as HostEffectError
+from graphplan.errors import HostScalarError as HostScalarError
+from graphplan.errors import HostSyncError as HostSyncError
+from graphplan.errors import NotCapturedError as NotCapturedError
+from graphplan.errors import OptimizerError as OptimizerError
+from graphplan.errors import OptionError as OptionError
+from graphplan.errors import OutputError as OutputError
+from graphplan.errors import OwnersError as OwnersError
+from graphplan.errors import PolicyError as PolicyError
+from graphplan.errors import RefusalError as RefusalError
+from graphplan.errors import SkipReason as SkipReason
+from graphplan.errors import TemporaryCopyError as TemporaryCopyError
+from graphplan.errors import UncoveredRoleError as UncoveredRoleError
+from graphplan.errors import UnownedTensorError as UnownedTensorError
+from graphplan.optimizers import prepare_optimizer as prepare_optimizer
+from graphplan.plan import Plan as Plan
+from graphplan.policy import Policy as Policy
+from graphplan.program import Program as Program
+from graphplan.report import report as report
+from graphplan.roles import External as External
+from graphplan.roles import Role as Role
+from graphplan.roles import TensorSpec as TensorSpec
+from graphplan.stats import Stats as Stats
+from graphplan.step import GraphedStep as GraphedStep
+from graphplan.step import capture as capture
+from graphplan.step import compile_cached as compile_cached
+from graphplan.step import compile_plan as compile_plan
+from graphplan.step import graph_step as graph_step
+
+if TYPE_CHECKING:
+    from graphplan.callback import GraphPlanCallback as GraphPlanCallback
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the Lightning callback only when somebody asks for it: the core needs torch alone."""
+    if name == "GraphPlanCallback":
+        from graphplan.callback import GraphPlanCallback
+
+        return GraphPlanCallback
+    raise AttributeError(f"module 'graphplan' has no attribute {name!r}")

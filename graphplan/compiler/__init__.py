@@ -1,0 +1,6 @@
+"""From two traces and the owners to a :class:`Plan`."""
+
+from graphplan.compiler.build import build_plan as build_plan
+from graphplan.compiler.build import find_device as find_device
+from graphplan.compiler.difference import check_difference as check_difference
+from graphplan.compiler.effects import is_allowed as is_allowed

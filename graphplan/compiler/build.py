@@ -1,0 +1,128 @@
+"""Putting a plan together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.compiler.classify import classify
+from graphplan.compiler.difference import check_difference
+from graphplan.compiler.effects import find_appends, find_counters, find_rebindings
+from graphplan.errors import OutputError
+from graphplan.optimizers import LearningRates
+from graphplan.owners import Walk, walk_owners
+from graphplan.plan import Output, Plan, frozen
+from graphplan.signature import Feed, FeedSpec
+from graphplan.tracer import Trace
+from graphplan.tracer.changes import place_of, same_value
+from graphplan.tracer.records import OutputTensor
+
+
+def find_device(owners: Mapping[str, Any], feed: Feed) -> torch.device:
+    """Where a step computes: the first accelerator among its owners' and its feed's tensors, else the CPU."""
+    walk = walk_owners(owners)
+    held = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
+    fed = [tensor for _, tensor in feed.tensors()]
+    for tensor in [*held, *fed]:
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def build_plan(
+    first: Trace,
+    second: Trace,
+    feed: Feed,
+    *,
+    owners: Callable[[], Mapping[str, Any]],
+    function: Callable[[], Callable[..., Any]],
+    allow: Sequence[str] = (),
+    rates: LearningRates,
+) -> Plan:
+    """Compile two traces of consecutive real steps. ``feed`` is the second one's.
+
+    Raises:
+        RefusalError: a subclass for every way in which a replay could differ from the step.
+    """
+    check_difference(first, second)
+    walk = walk_owners(owners())
+    counters = find_counters(first, second, allow)
+    appends = find_appends(first, second, allow)
+    carries, rebinds = find_rebindings(first, second, allow)
+    externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
+    fn = function()
+    assert second.device is not None
+    return Plan(
+        name=getattr(fn, "__qualname__", type(fn).__name__),
+        feed=FeedSpec(feed),
+        externals=externals,
+        carries=carries,
+        rebinds=rebinds,
+        counters=counters,
+        appends=appends,
+        outputs=tuple(_outputs(first, second, {*carries, *rebinds})),
+        output_structure=second.output_structure,
+        entry_grads=frozen(_entry_grads(second, walk)),
+        launches=second.launches,
+        generators=tuple(second.generators),
+        device=second.device,
+        host_facts=(),
+        keep_alive=tuple(_shared_storages(first, second)),
+        rates=rates,
+        owners=owners,
+        function=function,
+    )
+
+
+def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
+    if first.output_structure != second.output_structure:
+        raise OutputError(
+            f"the step returns {first.output_structure} on one call and {second.output_structure} on the next; a replay "
+            "returns one structure: return the same one each time"
+        )
+    outputs = []
+    for number, (old, new) in enumerate(zip(first.output_leaves, second.output_leaves, strict=True)):
+        if isinstance(new, OutputTensor):
+            # What a slot is rebound to is a new tensor in each eager step, so the caller gets a copy of it.
+            owned = new.path is not None and new.path not in rebound
+            kind = "input" if new.leaf is not None else "owned" if owned else "tensor"
+            outputs.append(Output(kind, index=new.leaf, path=new.path if owned else None))
+        elif not same_value(old, new):
+            raise OutputError(
+                f"leaf {number} of what the step returns is {old!r} on one call and {new!r} on the next; a replay would "
+                "return the first for ever. Return a tensor, or compute it outside the step"
+            )
+        else:
+            outputs.append(Output("literal", value=new))
+    return outputs
+
+
+def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
+    """What gradients must be on entry. A gradient that the step replaces unread may be anything."""
+    needed: dict[str, str] = {}
+    for path, parameter in walk.parameters.values():
+        slot = f"{path}.grad"
+        rebinding = trace.changes.rebindings.get(slot)
+        if rebinding is not None:
+            before = rebinding.before
+        else:
+            before = tuple(_grad_places(parameter))
+        if not before:
+            if parameter.requires_grad:
+                needed[path] = "none"
+        elif any(place[0] in trace.externals for place in before):
+            needed[path] = "kept"
+    return needed
+
+
+def _grad_places(parameter: Tensor) -> list[Any]:
+    return [] if parameter.grad is None else [place_of(parameter.grad)]
+
+
+def _shared_storages(first: Trace, second: Trace) -> list[Tensor]:
+    """Leaves that are views of one storage in both traces: the step may also read that storage by another name."""
+    shared = set(first.leaf_storages.values()) & set(second.leaf_storages.values())
+    return [second.externals[storage].tensor for storage in shared if storage in second.externals]

@@ -1,0 +1,116 @@
+"""Sorting externals into input, param and state: exclusive and exhaustive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphplan.errors import HostSyncError, UnownedTensorError
+from graphplan.owners import Slot, Walk, storage_id
+from graphplan.roles import External, Role, TensorSpec
+from graphplan.signature import Feed
+from graphplan.tracer import Trace, TracedExternal
+
+
+def classify(
+    first: Trace,
+    second: Trace,
+    feed: Feed,
+    walk: Walk,
+    *,
+    carries: Sequence[str],
+    shadows: frozenset[int] = frozenset(),
+) -> tuple[External, ...]:
+    """Externals of the second trace with their roles.
+
+    A leaf of the feed is an input whatever its identity does. What an owner's slot holds is a param (parameters, and
+    buffers that are only read) or state. For the rest identity decides. ``shadows`` are the storages of device learning
+    rates.
+
+    Raises:
+        UnownedTensorError: a tensor that nobody feeds or owns is mutated, or is another one in each step.
+        HostSyncError: an external on the host in a step that computes elsewhere.
+    """
+    found = [_input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages]
+    slots = walk.by_storage()
+    earlier = list(first.externals)
+    fed = set(second.leaf_storages.values())
+    unowned = 0
+    for position, (storage, external) in enumerate(second.externals.items()):
+        owned = _distinct(slots.get(storage, ()))
+        for slot in owned:
+            owned_external = _owned(slot, storage, external, carried=slot.path in carries)
+            # A shadow is in its slot only while the step runs: the program keeps the tensor, not the slot.
+            found.append(replace(owned_external, path=None, tensor=external.tensor) if storage in shadows else owned_external)
+        if not owned and storage not in fed:
+            unchanged = position < len(earlier) and earlier[position] == storage
+            found.append(_unowned(external, unowned, unchanged=unchanged))
+            unowned += 1
+    _check_devices(found, second.device)
+    return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
+
+
+def _distinct(slots: Iterable[Slot]) -> list[Slot]:
+    """Slots without the second names of one tensor (tied weights)."""
+    kept: dict[int, Slot] = {}
+    for slot in slots:
+        kept.setdefault(id(slot.get()), slot)
+    return list(kept.values())
+
+
+def _input(index: int, name: str, feed: Feed, trace: Trace) -> External:
+    tensor = feed.leaves[index]
+    traced = trace.externals.get(trace.leaf_storages[index])
+    mutated = traced is not None and traced.mutated
+    return External(name, Role.INPUT, TensorSpec.of(tensor), mutated, leaf=index)
+
+
+def _owned(slot: Slot, storage: int, traced: TracedExternal, *, carried: bool) -> External:
+    tensor = next(t for t in slot.tensors() if storage_id(t) == storage)
+    if slot.is_parameter:
+        role = Role.PARAM
+    elif traced.mutated or carried or slot.param is not None or _is_optimizer_path(slot.path):
+        role = Role.STATE
+    else:
+        role = Role.PARAM
+    where = str(traced.source)
+    return External(
+        slot.path, role, TensorSpec.of(tensor), traced.mutated, carried, path=slot.path, where=where
+    )
+
+
+def _is_optimizer_path(path: str) -> bool:
+    return ".state[" in path or ".param_groups[" in path
+
+
+def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
+    spec = TensorSpec.of(traced.tensor)
+    if traced.mutated:
+        raise UnownedTensorError(
+            f"a {spec} tensor that nobody owns is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
+            "change it where nothing can guard or restore it. Name the object that holds it in owners=, or feed it",
+            component=traced.source.component,
+        )
+    if not unchanged:
+        raise UnownedTensorError(
+            f"a {spec} tensor that nobody feeds or owns reaches {traced.operator} at {traced.source}, and it is another "
+            "tensor in each step; a replay would go on reading the old one. Feed it as an argument of the step, or "
+            "name the object that holds it in owners=",
+            component=traced.source.component,
+        )
+    where = str(traced.source)
+    return External(f"unowned[{number}]", Role.PARAM, spec, False, tensor=traced.tensor, where=where)
+
+
+def _check_devices(externals: Sequence[External], device: torch.device | None) -> None:
+    if device is None or device.type == "cpu":
+        return
+    for external in externals:
+        if external.role is not Role.INPUT and external.spec.device.type != device.type:
+            raise HostSyncError(
+                f"{external.name} lies on {external.spec.device} while the step computes on {device} (first used at "
+                f"{external.where}); a graph would keep the value it had at capture. Move it to {device}",
+                component="optimizer" if ".state[" in external.name else "step",
+            )

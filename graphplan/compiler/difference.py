@@ -1,0 +1,92 @@
+"""The difference of two consecutive traces: whatever differs would be frozen by a replay, so it is refused here."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+
+from graphplan.errors import ControlFlowError, HostScalarError
+from graphplan.tracer import Operator, Trace
+from graphplan.tracer.changes import same_value
+
+
+def check_difference(first: Trace, second: Trace) -> None:
+    """Refuse two traces that do not run the same operators on the same operands with the same numbers.
+
+    Raises:
+        RefusalError: what either trace noted by itself (a host read, a copy from a temporary, a seek).
+        HostScalarError: a Python number, or a constant made from one, that differs.
+        ControlFlowError: another operator, or other operands.
+    """
+    for trace in (first, second):
+        if trace.violation is not None:
+            raise trace.violation
+    for number, (a, b) in enumerate(zip_longest(first.operators, second.operators)):
+        if a is None or b is None:
+            _refuse_length(a or b, number, first, second)
+        if a.name != b.name:
+            raise ControlFlowError(
+                f"operator {number} is {a.name} at {a.source} on one step and {b.name} at {b.source} on the next: "
+                "the step's control flow changes, and a replay repeats one path. Use torch.where, give each path a "
+                "step of its own, or pass eager_if=",
+                component=b.source.component,
+            )
+        if a is not None and b is not None:
+            _check_numbers(a, b)
+            _check_operands(a, b, number)
+
+
+def _refuse_length(extra: Operator, number: int, first: Trace, second: Trace) -> NoReturn:
+    raise ControlFlowError(
+        f"one step runs {len(first.operators)} operators and the next {len(second.operators)}; the first extra one is "
+        f"operator {number}, {extra.name} at {extra.source}. Give each path a step of its own, or pass eager_if=",
+        component=extra.source.component,
+    )
+
+
+def _check_numbers(a: Operator, b: Operator) -> None:
+    for (name, old), (other, new) in zip_longest(a.scalars, b.scalars, fillvalue=("", None)):
+        if name != other or not same_value(old, new):
+            _refuse_scalar(b, name or other, old, new)
+    if a.constant is not None and b.constant is not None and not _same_tensor(a.constant, b.constant):
+        _refuse_scalar(b, "value", _short(a.constant), _short(b.constant))
+
+
+def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoReturn:
+    if operator.source.component == "optimizer":
+        fix = (
+            "It comes from the optimizer's Python code: use capturable=True or fused=True where the optimizer has "
+            "them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer outside"
+        )
+    else:
+        fix = "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step"
+    made = "a tensor made from a Python value" if operator.constant is not None else f"{operator.name}"
+    raise HostScalarError(
+        f"{made} at {operator.source} gets {name}={old!r} on one step and {name}={new!r} on the next; a replay would "
+        f"freeze the first. {fix}",
+        component=operator.source.component,
+    )
+
+
+def _check_operands(a: Operator, b: Operator, number: int) -> None:
+    if a.operands != b.operands:
+        raise ControlFlowError(
+            f"operator {number}, {b.name} at {b.source}, works on other tensors than one step before "
+            f"({_operand_text(a)} then {_operand_text(b)}): the step chooses between tensors, and a replay repeats one "
+            "choice. Use torch.where or index with a tensor, or pass eager_if=",
+            component=b.source.component,
+        )
+
+
+def _operand_text(operator: Operator) -> str:
+    return ", ".join(f"{kind} {number}" for kind, number in operator.operands)
+
+
+def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def _short(tensor: torch.Tensor) -> Any:
+    return tensor.item() if tensor.numel() == 1 else tensor.flatten()[:8].tolist()

@@ -1,0 +1,132 @@
+"""Python effects of a step, from two traces: understood and repeated, allowed by name, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from graphplan.errors import CarryError, HostEffectError
+from graphplan.plan import Append, Counter
+from graphplan.tracer import Trace
+from graphplan.tracer.changes import Rebinding
+
+
+def is_allowed(path: str, allow: Iterable[str]) -> bool:
+    """Whether ``path`` was declared harmless, by its name or by a pattern such as ``model.stats.*``."""
+    return any(fnmatchcase(path, pattern) for pattern in allow)
+
+
+def find_counters(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Counter, ...]:
+    """Numbers that grew by the same amount in both traces.
+
+    Raises:
+        HostEffectError: for any other changed Python value that ``allow`` does not name.
+    """
+    counters = []
+    for path in {**first.changes.scalars, **second.changes.scalars}:
+        if is_allowed(path, allow):
+            continue
+        old, new = first.changes.scalars.get(path), second.changes.scalars.get(path)
+        delta = _constant_delta(old, new)
+        if delta is None:
+            raise HostEffectError(
+                f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no Python. "
+                f"Expected a number that grows by the same amount each time. Keep it in a tensor, update it outside "
+                f"the step, or, if replays may leave it alone, pass allow=({path!r},)"
+            )
+        counters.append(Counter(path, delta))
+    return tuple(counters)
+
+
+def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> int | float | None:
+    if old is None or new is None:
+        return None
+    values = (*old, *new)
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return None
+    delta: int | float = old[1] - old[0]
+    repeats = old[0] + delta == old[1] and new[0] + delta == new[1]
+    return delta if repeats else None
+
+
+def _change(pair: tuple[Any, Any] | None) -> str:
+    return "unchanged" if pair is None else f"{pair[0]!r} to {pair[1]!r}"
+
+
+def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Append, ...]:
+    """Lists that grew alike in both traces.
+
+    Raises:
+        HostEffectError: for a list that shrank, or grew differently.
+    """
+    appends = []
+    for path, (old, new) in {**first.changes.shrunk, **second.changes.shrunk}.items():
+        if not is_allowed(path, allow):
+            raise HostEffectError(
+                f"the step shortens the list {path} from {old} to {new} items, which a replay cannot repeat: clear it "
+                f"outside the step, or pass allow=({path!r},)"
+            )
+    for path in {**first.changes.appended, **second.changes.appended}:
+        if is_allowed(path, allow):
+            continue
+        before, after = first.changes.appended.get(path), second.changes.appended.get(path)
+        if before is None or after is None or len(before) != len(after) or _literals(before) != _literals(after):
+            raise HostEffectError(
+                f"the step appends {_items(before)} and then {_items(after)} to {path}; expected the same kind of items "
+                f"each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
+            )
+        appends.append(Append(path, len(after)))
+    return tuple(appends)
+
+
+def _literals(items: list[Any]) -> list[Any]:
+    return [item if not type(item).__name__ == "OutputTensor" else None for item in items]
+
+
+def _items(items: list[Any] | None) -> str:
+    return "nothing" if items is None else f"{len(items)} item(s) ({', '.join(type(i).__name__ for i in items)})"
+
+
+def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """``(carries, rebinds)``: rebound slots whose old value the step reads, and the others.
+
+    Raises:
+        CarryError: if a carried slot changes shape or dtype.
+        HostEffectError: if only one of the steps rebinds a slot.
+    """
+    carries, rebinds = [], []
+    for path in {**first.changes.rebindings, **second.changes.rebindings}:
+        if is_allowed(path, allow):
+            continue
+        one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
+        if two is None or (one is None and not path.endswith(".grad")):
+            raise HostEffectError(
+                f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it on "
+                f"every call, or update it in place"
+            )
+        if _is_read(two, second):
+            _check_carry(two)
+            carries.append(path)
+        elif two.after is not None or two.before is not None:
+            rebinds.append(path)
+    return tuple(carries), tuple(rebinds)
+
+
+def _is_read(rebinding: Rebinding, trace: Trace) -> bool:
+    return any(place[0] in trace.externals for place in rebinding.before or ())
+
+
+def _check_carry(rebinding: Rebinding) -> None:
+    before, after = rebinding.before or (), rebinding.after or ()
+    old, new = [(p[2], p[4]) for p in before], [(p[2], p[4]) for p in after]
+    if old != new:
+        raise CarryError(
+            f"the step rebinds {rebinding.path} from {_shapes(old)} to {_shapes(new)}; a replay copies the new value into "
+            "the old storage, so shape and dtype must stay. Give it its final shape before the first step, and cast "
+            "the new value"
+        )
+
+
+def _shapes(specs: list[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in specs) or "no tensor"

@@ -1,0 +1,161 @@
+"""The CUDA-graph backend: stream capture of a whole step into one graph.
+
+One capture stream and one memory pool serve all recordings of a backend. Capture runs with
+``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. A capture that
+fails leaves torch's default generator registered with a dead graph, which makes every later random operator raise; giving
+the generator a fresh copy of its state heals that.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from graphplan.errors import BackendError, CaptureError, ClosedError, HostSyncError, RefusalError
+from graphplan.tracer import HostReads
+
+
+class GraphRecording:
+    """One instantiated CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, nbytes: int) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._device = device
+        self.nbytes = nbytes
+        self.launches = 1
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream.
+
+        Raises:
+            ClosedError: after :meth:`reset`.
+        """
+        if self._graph is None:
+            raise ClosedError("this recording was reset; capture the step again")
+        self._graph.replay()
+
+    def reset(self) -> None:
+        """Destroy the graph and let its pool's memory go, once no other recording of the pool is left."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)
+            self._graph.reset()
+            self._graph = None
+
+
+def _runtime() -> Any | None:
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    return runtime
+
+
+def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Send the executable graph to the device now, so that the first replay does not pay for it."""
+    runtime, handle = _runtime(), getattr(graph, "raw_cuda_graph_exec", None)
+    if runtime is None or handle is None:
+        return
+    # A failed upload costs the first replay some microseconds and nothing else.
+    runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
+
+
+class CUDAGraphBackend:
+    """Captures on one device. Capturing does not execute: the first replay is the captured step.
+
+    Raises:
+        BackendError: where torch has no CUDA device.
+    """
+
+    name = "cudagraph"
+    executes = False
+
+    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+        if not torch.cuda.is_available():
+            raise BackendError("backend='cudagraph' needs a CUDA device and this machine has none; pass backend='tape'")
+        self.device = device
+        self.generators = list(generators)
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Run ``body`` on the capture stream, ordered after and before the current one.
+
+        Autograd's accumulators remember the stream they were made on; warming up here keeps a capture from having to
+        wait on another stream.
+        """
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = body()
+        current.wait_stream(self._stream)
+        return result
+
+    def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
+        """See :meth:`graphplan.backend.Backend.record`."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        reads: list[str] = []
+        collecting = gc.isenabled()
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        # A collection in the middle could free another graph's memory, which is illegal during capture.
+        gc.disable()
+        try:
+            result = self._capture(graph, body, reads)
+        finally:
+            if collecting:
+                gc.enable()
+        if reads:
+            graph.reset()
+            raise HostSyncError(f"{reads[0]} reads values on the host while the step is captured")
+        _upload(graph, self._stream)
+        self._stream.synchronize()
+        return GraphRecording(graph, self.device, torch.cuda.memory_reserved(self.device) - before), result
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], reads: list[str]) -> Any:
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                with HostReads(reads.append, self.device):
+                    result = body()
+            except Exception as error:
+                self._abandon(graph)
+                if isinstance(error, RefusalError):
+                    raise
+                raise CaptureError(f"the step failed while it was captured: {_first_line(error)}") from error
+            except BaseException:
+                self._abandon(graph)
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                self._abandon(graph)
+                raise CaptureError(f"CUDA refused the captured step: {_first_line(error)}") from error
+        current.wait_stream(self._stream)
+        return result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that cannot be used, and leave the process as able to train as before it."""
+        # CUDA reports an invalidated capture a second time here; the caller already has the first report.
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError):
+            graph.reset()
+        for generator in [*torch.cuda.default_generators, *self.generators]:
+            generator.graphsafe_set_state(generator.clone_state())
+        self._pool = None
+        self._stream = torch.cuda.Stream(self.device)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,158 @@
+"""What can go wrong, one class each.
+
+Every class derives from :class:`GraphPlanError` and from the builtin that a caller would catch anyway. Those that a
+step refuses with carry a :class:`SkipReason`, so that statistics can count why a step stayed eager.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class SkipReason(Enum):
+    """Why a call was run eagerly instead of being replayed."""
+
+    HOST_SCALAR = "a Python number that a replay would freeze"
+    HOST_SYNC = "the step reads device values on the host"
+    HOST_EFFECT = "the step changes Python state in a way that a replay cannot repeat"
+    CONTROL_FLOW = "the step does not run the same operators each time"
+    UNOWNED_TENSOR = "the step depends on a tensor that nobody feeds or owns"
+    TEMPORARY_COPY = "the step copies from memory that does not outlive it"
+    GENERATOR_SEEK = "the step sets a random generator's state"
+    CARRY = "a tensor that the step rebinds changes its shape, dtype or device"
+    OUTPUT = "the step returns a Python value that changes"
+    OPTIMIZER = "the optimizer cannot be captured"
+    UNCOVERED_ROLE = "the policy gives a role no storage"
+    FEED = "the fed values cannot be copied into static buffers"
+    CAPTURE = "the backend could not record the step"
+    EAGER_IF = "eager_if asked for an eager step"
+    BACKEND_EAGER = "backend='eager'"
+    MAX_GRAPHS = "the limit on the number of programs is reached"
+    GUARD = "state moved in a way that a replay cannot follow"
+    SHAPE = "a feed signature that has no program yet"
+
+
+class GraphPlanError(Exception):
+    """Root of all errors raised by graphplan."""
+
+
+class PolicyError(GraphPlanError, ValueError):
+    """A mode, role or policy that does not exist or contradicts itself."""
+
+
+class BackendError(GraphPlanError, ValueError):
+    """A backend that does not exist, or that this machine or these tensors cannot use."""
+
+
+class OwnersError(GraphPlanError, TypeError):
+    """``owners=`` is neither a mapping nor a sequence."""
+
+
+class OptionError(GraphPlanError, ValueError):
+    """An option has a value that makes no sense."""
+
+
+class ClosedError(GraphPlanError, RuntimeError):
+    """A step, program or recording was used after ``close()`` or ``reset()``."""
+
+
+class NotCapturedError(GraphPlanError, RuntimeError):
+    """Capture was due and did not happen."""
+
+
+class RefusalError(GraphPlanError):
+    """Root of the refusals: the step as written cannot be replayed correctly.
+
+    ``reason`` is the class's own :class:`SkipReason`; ``component`` names the part of the step that is to blame
+    (``"optimizer"`` if the operator ran inside an optimizer's ``step``, else ``"step"``).
+    """
+
+    reason: SkipReason = SkipReason.CAPTURE
+
+    def __init__(self, message: str, *, component: str = "step") -> None:
+        super().__init__(message)
+        self.component = component
+
+
+class FeedError(RefusalError, ValueError):
+    """What was fed does not fit: structure, shape, dtype, device, ``grad_fn``, or a leaf that cannot be copied."""
+
+    reason = SkipReason.FEED
+
+
+class UncoveredRoleError(RefusalError, ValueError):
+    """An external's role is in neither ``static_roles`` nor ``copy_roles``."""
+
+    reason = SkipReason.UNCOVERED_ROLE
+
+
+class OptimizerError(RefusalError, ValueError):
+    """An optimizer whose step cannot be captured on this device."""
+
+    reason = SkipReason.OPTIMIZER
+
+
+class HostScalarError(RefusalError, RuntimeError):
+    """An operator gets a Python number, or a constant made from one, that differs from step to step."""
+
+    reason = SkipReason.HOST_SCALAR
+
+
+class HostSyncError(RefusalError, RuntimeError):
+    """The step reads a tensor's values, or a shape that depends on them, on the host."""
+
+    reason = SkipReason.HOST_SYNC
+
+
+class HostEffectError(RefusalError, RuntimeError):
+    """The step changes a Python value in a way that a replay could not repeat."""
+
+    reason = SkipReason.HOST_EFFECT
+
+
+class ControlFlowError(RefusalError, RuntimeError):
+    """Two consecutive steps ran different operators, or the same ones on different operands."""
+
+    reason = SkipReason.CONTROL_FLOW
+
+
+class UnownedTensorError(RefusalError, RuntimeError):
+    """A tensor that nobody feeds or owns is mutated, or is another one in each step."""
+
+    reason = SkipReason.UNOWNED_TENSOR
+
+
+class TemporaryCopyError(RefusalError, RuntimeError):
+    """The step copies host memory to the device."""
+
+    reason = SkipReason.TEMPORARY_COPY
+
+
+class GeneratorSeekError(RefusalError, RuntimeError):
+    """The step sets a generator's state or seed, or draws from a generator that a replay cannot advance."""
+
+    reason = SkipReason.GENERATOR_SEEK
+
+
+class CarryError(RefusalError, RuntimeError):
+    """A rebound tensor's new value does not fit the old one's storage."""
+
+    reason = SkipReason.CARRY
+
+
+class OutputError(RefusalError, RuntimeError):
+    """The step returns a Python value that differs from step to step."""
+
+    reason = SkipReason.OUTPUT
+
+
+class CaptureError(RefusalError, RuntimeError):
+    """The backend failed while recording, or recorded something other than the plan."""
+
+    reason = SkipReason.CAPTURE
+
+
+class GuardError(RefusalError, RuntimeError):
+    """A program was replayed although something that it depends on is no longer where it was."""
+
+    reason = SkipReason.GUARD

@@ -1,0 +1,96 @@
+"""Is what a program depends on still where it was? Checked before every replay.
+
+Two flat comparisons, done by C loops over prebuilt lists: what containers hold (links to containers, slots to tensors:
+by identity, read from the owners' own dicts), and where the adopted tensors' memory lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, getitem, is_not
+from typing import Any
+
+from torch import Tensor
+
+from graphplan.owners import Slot, Walk, tensor_leaves
+from graphplan.plan import Plan
+
+_get_grad = attrgetter("grad")
+_get_training = attrgetter("training")
+_get_requires_grad = attrgetter("requires_grad")
+
+
+class Guards:
+    """Identity and address checks of one program.
+
+    Args:
+        slots: the slots that the program adopted.
+        walk: the walk they come from; its links are checked too.
+        entry_grads: ``"none"`` or ``"kept"`` per parameter path, from the plan.
+    """
+
+    def __init__(self, slots: Iterable[Slot], walk: Walk, plan: Plan, extra: Sequence[Tensor] = ()) -> None:
+        held = [slot for slot in slots if slot.param is None]
+        self._containers = [slot.container for slot in held] + [link[0] for link in walk.links]
+        self._keys = [slot.key for slot in held] + [link[1] for link in walk.links]
+        self._expected = [slot.get() for slot in held] + [link[2] for link in walk.links]
+        tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
+        by_path = {path: param for path, param in walk.parameters.values()}
+        wanted = [(by_path[path], need) for path, need in plan.entry_grads.items() if path in by_path]
+        self._grad_params = [param for param, _ in wanted]
+        self._grads = [param.grad if need == "kept" else None for param, need in wanted]
+        tensors += [grad for grad in self._grads if grad is not None]
+        self._tensors = tensors
+        self._pointers = [tensor.data_ptr() for tensor in tensors]
+
+    def hold(self) -> bool:
+        """Whether everything is where it was."""
+        try:
+            if any(map(is_not, map(getitem, self._containers, self._keys), self._expected)):
+                return False
+        except (KeyError, IndexError):
+            return False
+        if any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
+            return False
+        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+
+
+class Fingerprint:
+    """The Python values that a program bakes in: training flags, ``requires_grad``, hyper-parameters, memberships.
+
+    A learning rate that a device tensor shadows is not among them.
+    """
+
+    def __init__(self, walk: Walk, shadowed: Iterable[int] = ()) -> None:
+        shadowed = set(shadowed)
+        self._modules = list(walk.modules)
+        self._parameters = [param for _, param in walk.parameters.values()]
+        self._containers: list[Any] = []
+        self._keys: list[str] = []
+        self.labels: list[str] = []
+        self._sized: list[list[Any]] = []
+        for path, optimizer in walk.optimizers.items():
+            self._sized.append(optimizer.param_groups)
+            for index, group in enumerate(optimizer.param_groups):
+                self._sized.append(group["params"])
+                for key, value in group.items():
+                    if key == "params" or isinstance(value, Tensor) or (key == "lr" and id(group) in shadowed):
+                        continue
+                    self._containers.append(group)
+                    self._keys.append(key)
+                    self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
+
+    def values(self) -> tuple[Any, ...]:
+        """The values now: hyper-parameters first, in the order of :attr:`labels`; hashable unless a user made it not."""
+        hypers = tuple(map(getitem, self._containers, self._keys))
+        flags = (
+            *map(_get_training, self._modules),
+            *map(_get_requires_grad, self._parameters),
+            *map(len, self._sized),
+        )
+        return hypers + flags
+
+    def changed(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+        """Descriptions of the hyper-parameters that differ."""
+        pairs = zip(self.labels, old, new, strict=False)
+        return [f"{label}: {a!r} then {b!r}" for label, a, b in pairs if a != b]

@@ -1,0 +1,252 @@
+"""Making optimizers capturable, and keeping their learning rates in device memory while a step runs.
+
+On CUDA an optimizer is capturable when its step counter and learning rate live on the device (``capturable=True``, or
+``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. What is changed
+is reported, put back on :meth:`Preparation.undo`, stripped from ``state_dict`` and set again after ``load_state_dict``,
+so that checkpoints stay those of the unprepared optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import OptimizerError
+
+_REFUSED = {
+    "LBFGS": "it evaluates its closure a data-dependent number of times; use Adam or SGD, or step it eagerly",
+    "SparseAdam": "its update has the shape of the sparse gradient's indices; use dense embeddings with AdamW",
+}
+_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_FUSED_ON_CUDA = (torch.optim.SGD,)
+_WARNED = "_warned_capturable_if_run_uncaptured"
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers that no preparation can make capturable.
+
+    Raises:
+        OptimizerError: naming the optimizer and what to do.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in _REFUSED:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} cannot be captured: {_REFUSED[kind.__name__]}", component="optimizer"
+            )
+
+
+def _device_of(group: Mapping[str, Any]) -> torch.device:
+    params = group["params"]
+    return params[0].device if params else torch.device("cpu")
+
+
+def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags that make this group's update read its step and learning rate from tensors."""
+    plain = all(p.is_floating_point() and not p.is_complex() for p in group["params"])
+    if not plain or group.get("differentiable") or not group["params"]:
+        return {}
+    device = _device_of(group).type
+    if device == "cuda" and "capturable" in group:
+        return {"capturable": True}
+    fusable = _FUSED_ON_CPU if device == "cpu" else _FUSED_ON_CUDA if device == "cuda" else ()
+    if isinstance(optimizer, fusable) and "fused" in group:
+        return {"fused": True, "foreach": False}
+    return {}
+
+
+class Preparation:
+    """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.changes: list[str] = []
+        self._originals: dict[int, dict[str, Any]] = {}
+        self._moved: set[str] = set()
+        self._had_warned = vars(optimizer).get(_WARNED)
+        self.apply()
+        self._handles = [
+            optimizer.register_state_dict_post_hook(self._strip),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.apply()),
+        ]
+
+    def apply(self) -> None:
+        """Set the flags on every group (again), and move step counters to their parameters' device."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            original = self._originals.setdefault(index, {})
+            for key, value in _wanted_flags(self.optimizer, group).items():
+                if bool(group.get(key)) != value:
+                    original[key] = group.get(key)
+                    group[key] = value
+                    self._note(index, key, original[key], value)
+            if group.get("capturable") or group.get("fused"):
+                self._move_scalars(group)
+        if self._originals:
+            # torch would warn that warm-up steps run a capturable optimizer without a capture, which is intended.
+            vars(self.optimizer)[_WARNED] = True
+
+    def _note(self, index: int, key: str, old: Any, new: Any) -> None:
+        text = f"{type(self.optimizer).__name__}.param_groups[{index}]['{key}']: {old!r} -> {new!r}"
+        if text not in self.changes and not (key == "foreach" and not old):
+            self.changes.append(text)
+
+    def _move_scalars(self, group: Mapping[str, Any]) -> None:
+        for param in group["params"]:
+            state = self.optimizer.state.get(param, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim == 0 and value.device != param.device:
+                    state[key] = value.to(param.device)
+                    self._moved.add(key)
+
+    def _strip(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for index, group in enumerate(state_dict["param_groups"]):
+            group.update(self._originals.get(index, {}))
+        stock_on_host = any("capturable" in original for original in self._originals.values())
+        if stock_on_host:
+            state_dict["state"] = {key: _step_to_host(values) for key, values in state_dict["state"].items()}
+        return state_dict
+
+    def undo(self) -> None:
+        """Put the flags back, step counters to the host where the stock optimizer keeps them, and drop the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            original = self._originals.get(index, {})
+            group.update(original)
+            if "capturable" in original:
+                for param in group["params"]:
+                    state = self.optimizer.state.get(param)
+                    if state:
+                        state.update(_step_to_host(state))
+        if self._had_warned is None:
+            vars(self.optimizer).pop(_WARNED, None)
+
+
+def _step_to_host(values: Any) -> Any:
+    step = values.get("step") if isinstance(values, Mapping) else None
+    return {**values, "step": step.cpu()} if isinstance(step, Tensor) else values
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Make ``optimizer`` capturable where torch can on its parameters' device, for good.
+
+    Example:
+        >>> prepare_optimizer(torch.optim.AdamW([torch.zeros(2, requires_grad=True)]))
+        ["AdamW.param_groups[0]['fused']: None -> True"]
+
+    Returns:
+        What was changed, one line per flag; empty if nothing had to be.
+
+    Raises:
+        OptimizerError: for optimizers that cannot be captured at all (LBFGS, SparseAdam).
+    """
+    return Preparation(optimizer).changes
+
+
+def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of a device learning rate that this group's kernel takes; None if it takes only Python floats.
+
+    The fused CPU kernels and the capturable foreach ones take float64, which equals the Python float bitwise; the fused
+    CUDA kernels take float32 only.
+    """
+    device = _device_of(group).type
+    if group.get("fused"):
+        return torch.float64 if device == "cpu" else torch.float32
+    return torch.float64 if group.get("capturable") and device != "cpu" else None
+
+
+class Shadow:
+    """A device tensor that stands in for one group's Python learning rate while a step runs."""
+
+    __slots__ = ("_replaced", "_version", "group", "last", "tensor")
+
+    def __init__(self, group: dict[str, Any], dtype: torch.dtype) -> None:
+        self.group = group
+        self.last: Any = float(group["lr"])
+        with torch.inference_mode(False):
+            self.tensor = torch.tensor(self.last, dtype=dtype).to(_device_of(group))
+        self._version = 0
+        self._replaced: Any = self.last
+
+    def push(self) -> None:
+        """Copy the group's value to the device if it changed (a tensor, which a checkpoint may bring, always)."""
+        value = self.group["lr"]
+        if isinstance(value, Tensor):
+            with torch.no_grad():
+                self.tensor.copy_(value)
+            self.last = None
+        elif value != self.last:
+            with torch.no_grad():
+                self.tensor.fill_(value)
+            self.last = value
+
+    def enter(self) -> None:
+        """Put the tensor in place of the number."""
+        self.push()
+        self._version = self.tensor._version
+        self._replaced = self.group["lr"]
+        self.group["lr"] = self.tensor
+
+    def leave(self) -> None:
+        """Put the number back: the one from before, or what the step itself made of it."""
+        if self.group["lr"] is not self.tensor:
+            return
+        if self.tensor._version != self._version:
+            self._replaced = self.last = self.tensor.item()
+        self.group["lr"] = self._replaced
+
+
+class LearningRates:
+    """Shadows of every managed optimizer's groups, entered around each managed step."""
+
+    def __init__(self) -> None:
+        self._shadows: dict[tuple[int, int], Shadow] = {}
+        self._entered = False
+
+    def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
+        for optimizer in optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                key = (id(optimizer), index)
+                shadow = self._shadows.get(key)
+                if shadow is None:
+                    self._add(key, group)
+                else:
+                    shadow.group = group
+
+    def _add(self, key: tuple[int, int], group: dict[str, Any]) -> None:
+        dtype = shadow_dtype(group)
+        if dtype is not None and not isinstance(group.get("lr"), Tensor) and "lr" in group:
+            shadow = self._shadows[key] = Shadow(group, dtype)
+            if self._entered:
+                shadow.enter()
+
+    @property
+    def shadowed(self) -> set[int]:
+        """Identities of the groups that have a shadow."""
+        return {id(shadow.group) for shadow in self._shadows.values()}
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Storages of the shadows."""
+        return frozenset(shadow.tensor.untyped_storage()._cdata for shadow in self._shadows.values())
+
+    def push(self) -> None:
+        """Bring every shadow up to its group's Python value (before a replay)."""
+        for shadow in self._shadows.values():
+            shadow.push()
+
+    def __enter__(self) -> LearningRates:
+        self._entered = True
+        for shadow in self._shadows.values():
+            shadow.enter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered = False
+        for shadow in self._shadows.values():
+            shadow.leave()

@@ -1,0 +1,12 @@
+"""Owners: walking them, naming them, finding them, and putting them back as they were."""
+
+from graphplan.owners.discovery import Discovery as Discovery
+from graphplan.owners.naming import free_name as free_name
+from graphplan.owners.naming import name_owners as name_owners
+from graphplan.owners.snapshot import Snapshot as Snapshot
+from graphplan.owners.snapshot import default_generators as default_generators
+from graphplan.owners.walk import Slot as Slot
+from graphplan.owners.walk import Walk as Walk
+from graphplan.owners.walk import storage_id as storage_id
+from graphplan.owners.walk import tensor_leaves as tensor_leaves
+from graphplan.owners.walk import walk_owners as walk_owners

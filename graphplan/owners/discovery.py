@@ -1,0 +1,84 @@
+"""Finding the modules and optimizers that a step uses without being told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from graphplan.owners.naming import free_name
+from graphplan.owners.walk import Walk
+
+
+class Discovery:
+    """Finds the modules and optimizers that a step uses, through torch's global forward and step hooks.
+
+    ``on_optimizer`` is called with each optimizer before its step runs, so that one that nobody named is prepared in
+    time. ``on_first_sight`` is called once with each module and optimizer, before it runs.
+    """
+
+    def __init__(
+        self,
+        on_optimizer: Callable[[torch.optim.Optimizer], None],
+        on_first_sight: Callable[[Any], None] = lambda thing: None,
+    ) -> None:
+        self._on_optimizer = on_optimizer
+        self._on_first_sight = on_first_sight
+        self._modules: dict[int, nn.Module] = {}
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Discovery:
+        forward = nn.modules.module.register_module_forward_pre_hook(self._saw_module)
+        step = register_optimizer_step_pre_hook(self._saw_optimizer)
+        self._handles = [forward, step]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _saw_module(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self._modules:
+            self._modules[id(module)] = module
+            self._on_first_sight(module)
+
+    def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._on_optimizer(optimizer)
+        if id(optimizer) not in self._optimizers:
+            self._optimizers[id(optimizer)] = optimizer
+            self._on_first_sight(optimizer)
+
+    def unknown(self, walk: Walk, fn: Callable[..., Any]) -> dict[str, Any]:
+        """What was seen and no owner holds, top modules only, under the names that ``fn`` knows it by."""
+        known = {id(module) for module in walk.modules} | {id(opt) for opt in walk.optimizers.values()}
+        fresh = {key: module for key, module in self._modules.items() if key not in known}
+        inner = {id(child) for module in fresh.values() for child in module.modules() if child is not module}
+        found: list[Any] = [module for key, module in fresh.items() if key not in inner]
+        found += [opt for key, opt in self._optimizers.items() if key not in known]
+        names = dict(_names_in(fn))
+        named: dict[str, Any] = {}
+        for thing in found:
+            named[free_name(names.get(id(thing), type(thing).__name__.lower()), named)] = thing
+        return named
+
+
+def _names_in(fn: Callable[..., Any]) -> Iterator[tuple[int, str]]:
+    """Identities of what ``fn`` reaches by a name: globals it uses, its closure, its ``self``'s attributes."""
+    inner = getattr(fn, "__func__", fn)
+    code = getattr(inner, "__code__", None)
+    if code is not None:
+        for name in code.co_names:
+            if name in inner.__globals__:
+                yield id(inner.__globals__[name]), name
+        for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=False):
+            try:
+                yield id(cell.cell_contents), name
+            except ValueError:
+                continue
+    owner = getattr(fn, "__self__", None)
+    for name, value in getattr(owner, "__dict__", {}).items():
+        yield id(value), name

@@ -1,0 +1,36 @@
+"""Names for owners that were given without one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from graphplan.errors import OwnersError
+
+
+def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, Any]:
+    """Owners by name: a mapping as it is, a sequence under its types' names, nothing as nothing.
+
+    Raises:
+        OwnersError: for anything else.
+    """
+    if owners is None:
+        return {}
+    if isinstance(owners, Mapping):
+        return dict(owners)
+    if isinstance(owners, Sequence) and not isinstance(owners, str):
+        named: dict[str, Any] = {}
+        for owner in owners:
+            named[free_name(type(owner).__name__.lower(), named)] = owner
+        return named
+    raise OwnersError(f"owners is a {type(owners).__name__}; expected a mapping from name to object, or a sequence")
+
+
+def free_name(name: str, taken: Mapping[str, Any]) -> str:
+    """``name``, or ``name_2``, ``name_3``, … if it is taken."""
+    if name not in taken:
+        return name
+    number = 2
+    while f"{name}_{number}" in taken:
+        number += 1
+    return f"{name}_{number}"

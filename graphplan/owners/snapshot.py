@@ -1,0 +1,65 @@
+"""Copies of all that owners hold, to put back after a rehearsal or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.owners.walk import Container, Walk
+
+
+class Snapshot:
+    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``."""
+
+    def __init__(self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = ()) -> None:
+        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c)) for c in walk.containers]
+        self._grads = [(param, param.grad) for _, param in walk.parameters.values()]
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        if values:
+            slots = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
+            with torch.no_grad():
+                for tensor in [*slots, *extra]:
+                    if tensor.layout is torch.strided and id(tensor) not in self._tensors:
+                        self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
+            self._generators = [(gen, gen.get_state()) for gen in default_generators()]
+
+    def restore(self) -> None:
+        """Put everything back. Tensors keep their identity and storage; new dict keys and list items go."""
+        for container, copy in self._copies:
+            _put_back(container, copy)
+        for param, grad in self._grads:
+            if param.grad is not grad:
+                param.grad = grad
+        with torch.no_grad():
+            for tensor, value in self._tensors.values():
+                tensor.detach().copy_(value)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def _shallow(container: Container) -> Any:
+    return list(container) if isinstance(container, list) else dict(container)
+
+
+def _put_back(container: Container, copy: Any) -> None:
+    if isinstance(container, list):
+        if len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True)):
+            container[:] = copy
+        return
+    for key in [key for key in container if key not in copy]:
+        del container[key]
+    for key, value in copy.items():
+        if key not in container or container[key] is not value:
+            container[key] = value
+
+
+def default_generators() -> list[torch.Generator]:
+    """The CPU's default generator, and those of the CUDA devices in use."""
+    generators = [torch.default_generator]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        generators += list(torch.cuda.default_generators)
+    return generators

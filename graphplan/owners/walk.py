@@ -1,0 +1,256 @@
+"""The objects whose tensors and scalars make up a step's state, and every place in them that holds one.
+
+Walking the owners gives each *slot* (a container and a key that hold a tensor) a path, such as
+``model.bn.running_mean`` or ``optimizer.state[model.fc.weight].exp_avg``. It also gives *links*, the chain of
+containers that leads to a slot: a guard that checks links and slots sees a replaced layer or a reloaded optimizer, which
+a kept list of tensors would not.
+
+Walking knows modules, optimizers, and plain objects, dicts, lists and tuples; it does not enter objects of torch or
+Lightning that it was not given by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+Container = MutableMapping[Any, Any] | list[Any]
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "builtins", "threading", "logging")
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_MAX_DEPTH = 6
+_MAX_ITEMS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots."""
+
+    path: str
+    container: Any
+    key: Any
+    is_parameter: bool = False
+    param: Tensor | None = None
+
+    def get(self) -> Any:
+        """What the slot holds now; None if it is gone."""
+        if self.param is not None:
+            return self.param.grad
+        try:
+            return self.container[self.key]
+        except (KeyError, IndexError):
+            return None
+
+    def set(self, value: Any) -> None:
+        """Bind ``value`` here."""
+        if self.param is not None:
+            self.param.grad = value
+        else:
+            self.container[self.key] = value
+
+    def tensors(self) -> list[Tensor]:
+        """The tensor leaves of what the slot holds now."""
+        return tensor_leaves(self.get())
+
+
+def tensor_leaves(value: Any) -> list[Tensor]:
+    """Tensors in ``value``: itself, or the leaves of a (nested) tuple."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple):
+        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return []
+
+
+@dataclass(slots=True)
+class Walk:
+    """All that a walk over owners found, in walking order."""
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    scalars: dict[str, tuple[Container, Hashable]] = field(default_factory=dict)
+    lists: dict[str, list[Any]] = field(default_factory=dict)
+    links: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    containers: list[Container] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
+
+    def by_storage(self) -> dict[int, list[Slot]]:
+        """Slots grouped by the identity of the storage behind them."""
+        groups: dict[int, list[Slot]] = {}
+        for slot in self.slots.values():
+            for tensor in slot.tensors():
+                key = storage_id(tensor)
+                if key is not None:
+                    groups.setdefault(key, []).append(slot)
+        return groups
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """Identity of the storage behind ``tensor``; None if it has none (sparse, opaque)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class _Walker:
+    def __init__(self) -> None:
+        self.walk = Walk()
+        self._seen: set[int] = set()
+
+    def enter(self, owner: Any, path: str) -> None:
+        """Walk a named owner, whatever its type."""
+        if isinstance(owner, nn.Module):
+            self._module(owner, path)
+        elif isinstance(owner, torch.optim.Optimizer):
+            self._optimizer(owner, path)
+        elif isinstance(owner, MutableMapping | list):
+            self._items(owner, path, 0)
+        elif hasattr(owner, "__dict__"):
+            self._object(owner, path, 0)
+
+    def _first_visit(self, thing: Any) -> bool:
+        if id(thing) in self._seen:
+            return False
+        self._seen.add(id(thing))
+        return True
+
+    def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
+        if not self._first_visit(module):
+            return
+        self.walk.modules.append(module)
+        inner = vars(module)
+        for kind in ("_parameters", "_buffers", "_modules"):
+            self.walk.containers.append(inner[kind])
+        self.walk.containers.append(inner)
+        for name, param in module._parameters.items():
+            if param is not None:
+                self._parameter(param, f"{path}.{name}", module._parameters, name)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self._slot(f"{path}.{name}", module._buffers, name)
+        for name, value in list(inner.items()):
+            if name not in _MODULE_INTERNALS and name != "training":
+                self._value(value, f"{path}.{name}", inner, name, depth + 1)
+        for name, child in module._modules.items():
+            if child is not None:
+                self.walk.links.append((module._modules, name, child))
+                self._module(child, f"{path}.{name}")
+
+    def _parameter(self, param: nn.Parameter, path: str, container: Container, key: Any) -> None:
+        self.walk.slots[path] = Slot(path, container, key, is_parameter=True)
+        if id(param) not in self.walk.parameters:
+            self.walk.parameters[id(param)] = (path, param)
+            if param.requires_grad or param.grad is not None:
+                self.walk.slots[f"{path}.grad"] = Slot(f"{path}.grad", None, None, param=param)
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        if not self._first_visit(optimizer):
+            return
+        self.walk.optimizers[path] = optimizer
+        inner = vars(optimizer)
+        state, groups = inner["state"], inner["param_groups"]
+        self.walk.links += [(inner, "state", state), (inner, "param_groups", groups)]
+        self.walk.containers += [inner, state, groups]
+        for index, group in enumerate(groups):
+            self._group(group, f"{path}.param_groups[{index}]", groups, index)
+        for owner, values in state.items():
+            known = self.walk.parameters.get(id(owner))
+            name = known[0] if known else str(owner)
+            self.walk.links.append((state, owner, values))
+            if isinstance(values, MutableMapping):
+                self._items(values, f"{path}.state[{name}]", 1)
+        for name, value in list(inner.items()):
+            if isinstance(value, Tensor | list | dict) and name not in ("state", "param_groups", "defaults"):
+                if not name.startswith("_optimizer_"):
+                    self._value(value, f"{path}.{name}", inner, name, 1)
+
+    def _group(self, group: dict[str, Any], path: str, groups: list[Any], index: int) -> None:
+        params = group["params"]
+        self.walk.links += [(groups, index, group), (group, "params", params)]
+        self.walk.containers += [group, params]
+        for number, param in enumerate(params):
+            self.walk.links.append((params, number, param))
+            if id(param) not in self.walk.parameters:
+                self._parameter(param, f"{path}.params[{number}]", params, number)
+        for key, value in group.items():
+            if key != "params" and isinstance(value, Tensor):
+                self._slot(f"{path}.{key}", group, key)
+
+    def _slot(self, path: str, container: Container, key: Any) -> None:
+        self.walk.slots[path] = Slot(path, container, key)
+
+    def _items(self, items: Container, path: str, depth: int) -> None:
+        if not self._first_visit(items):
+            return
+        self.walk.containers.append(items)
+        dotted = isinstance(items, MutableMapping)
+        if isinstance(items, list):
+            self.walk.lists[path] = items
+        pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MutableMapping) else enumerate(items)
+        for count, (key, value) in enumerate(list(pairs)):
+            if count >= _MAX_ITEMS:
+                break
+            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key)}]"
+            self._value(value, name, items, key, depth + 1)
+
+    def _object(self, thing: Any, path: str, depth: int) -> None:
+        if not self._first_visit(thing):
+            return
+        inner = vars(thing)
+        self.walk.containers.append(inner)
+        for name, value in list(inner.items()):
+            self._value(value, f"{path}.{name}", inner, name, depth + 1)
+
+    def _value(self, value: Any, path: str, container: Container, key: Any, depth: int) -> None:
+        if isinstance(value, nn.Parameter):
+            self._parameter(value, path, container, key)
+        elif isinstance(value, Tensor) or (isinstance(value, tuple) and tensor_leaves(value)):
+            self._slot(path, container, key)
+        elif isinstance(value, SCALARS) or isinstance(value, tuple):
+            self.walk.scalars[path] = (container, key)
+        elif depth > _MAX_DEPTH:
+            return
+        elif isinstance(value, nn.Module):
+            self.walk.links.append((container, key, value))
+            self._module(value, path, depth)
+        elif isinstance(value, dict | list):
+            self.walk.links.append((container, key, value))
+            self._items(value, path, depth)
+        elif _is_user_object(value):
+            self.walk.links.append((container, key, value))
+            self._object(value, path, depth)
+
+
+def _key_name(key: Any) -> str:
+    return repr(key) if isinstance(key, str | int) else type(key).__name__
+
+
+def _is_user_object(value: Any) -> bool:
+    root = type(value).__module__.split(".")[0]
+    return hasattr(value, "__dict__") and root not in _FOREIGN and not callable(value) and not isinstance(value, type)
+
+
+def walk_owners(owners: Mapping[str, Any]) -> Walk:
+    """Walk ``owners``: modules first, so that optimizers can name their state after the modules' parameters."""
+    walker = _Walker()
+    ranked = sorted(owners.items(), key=lambda item: _rank(item[1]))
+    for name, owner in ranked:
+        if isinstance(owner, Tensor):
+            assert isinstance(owners, MutableMapping)
+            walker._value(owner, name, owners, name, 0)
+        else:
+            walker.enter(owner, name)
+    return walker.walk
+
+
+def _rank(owner: Any) -> int:
+    if isinstance(owner, nn.Module):
+        return 0
+    return 1 if isinstance(owner, torch.optim.Optimizer) else 2

@@ -1,0 +1,159 @@
+"""The immutable plan of one step: its externals by role, what it carries, what it returns, and how it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphplan.policy import Policy
+from graphplan.roles import External, Role
+from graphplan.signature import FeedSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A Python number that grows by the same ``delta`` in every step; replays add it."""
+
+    path: str
+    delta: int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """A list that every step appends ``count`` items to; replays append copies of the tensors."""
+
+    path: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One leaf of what the step returns.
+
+    ``kind`` is ``"tensor"`` (made by the step), ``"input"`` (leaf ``index`` of the feed as it is), ``"owned"`` (the
+    tensor in the owners' slot ``path``), or ``"literal"`` (the Python ``value``).
+    """
+
+    kind: str
+    index: int | None = None
+    path: str | None = None
+    value: Any = None
+
+
+class Rates(Protocol):
+    """Device learning rates of the step's optimizers."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def push(self) -> None:
+        """Copy changed learning rates to the device."""
+
+    def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Follow optimizers whose groups were replaced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Plan:
+    """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
+
+    Attributes:
+        name: the step function's qualified name.
+        feed: structure and signature of what the step is called with.
+        externals: every tensor that comes from outside, each with one role.
+        carries: slots that the step rebinds and whose old value it reads: replays copy the new value into the old
+            storage.
+        rebinds: slots that the step rebinds without reading what they held.
+        counters: Python numbers that every step raises by the same amount.
+        appends: lists that every step appends to.
+        outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
+        entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
+            that is missing here may have any gradient, since the step drops it unread.
+        launches: operators that one eager step launches.
+        generators: generators other than torch's default ones that the step draws from.
+        device: where the step computes.
+    """
+
+    name: str
+    feed: FeedSpec
+    externals: tuple[External, ...]
+    carries: tuple[str, ...]
+    rebinds: tuple[str, ...]
+    counters: tuple[Counter, ...]
+    appends: tuple[Append, ...]
+    outputs: tuple[Output, ...]
+    output_structure: Any
+    entry_grads: Mapping[str, str]
+    launches: int
+    generators: tuple[torch.Generator, ...]
+    device: torch.device
+    host_facts: tuple[str, ...]
+    keep_alive: tuple[Tensor, ...]
+    rates: Rates
+    owners: Callable[[], Mapping[str, Any]]
+    function: Callable[[], Callable[..., Any]]
+
+    def by_role(self, role: Role) -> tuple[External, ...]:
+        """Externals of one role."""
+        return tuple(external for external in self.externals if external.role is role)
+
+    @property
+    def inputs(self) -> tuple[External, ...]:
+        """Externals that are fed."""
+        return self.by_role(Role.INPUT)
+
+    @property
+    def params(self) -> tuple[External, ...]:
+        """Parameters, and buffers and constants that are only read."""
+        return self.by_role(Role.PARAM)
+
+    @property
+    def state(self) -> tuple[External, ...]:
+        """What the step carries on."""
+        return self.by_role(Role.STATE)
+
+    def table(self, policy: Policy | None = None) -> str:
+        """The plan as text: one line per external with its role, spec, storage under ``policy``, and what happens."""
+        policy = policy or Policy.train()
+        rows = [("name", "role", "tensor", "storage", "change")]
+        rows += [_row(external, policy) for external in self.externals]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([self._headline(), *lines, *self._footnotes()])
+
+    def _headline(self) -> str:
+        counts = ", ".join(f"{len(self.by_role(role))} {role}" for role in Role)
+        return f"plan of {self.name} on {self.device}: {counts}; {self.launches} launches per eager step"
+
+    def _footnotes(self) -> list[str]:
+        notes = [f"carried: {path}" for path in self.carries]
+        notes += [f"rebound: {path}" for path in self.rebinds if not path.endswith(".grad")]
+        notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
+        notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
+        return notes + [f"note: {fact}" for fact in self.host_facts]
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _row(external: External, policy: Policy) -> tuple[str, str, str, str, str]:
+    if external.role in policy.copy_roles:
+        storage = "copied in"
+    elif external.role in policy.static_roles:
+        storage = "adopted"
+    else:
+        storage = "uncovered"
+    change = "carried" if external.carried else "mutated" if external.mutated else ""
+    return (external.name, str(external.role), str(external.spec), storage, change)
+
+
+def frozen(mapping: Mapping[str, str]) -> Mapping[str, str]:
+    """A read-only copy."""
+    return MappingProxyType(dict(mapping))

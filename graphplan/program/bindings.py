@@ -1,0 +1,108 @@
+"""What a step binds anew: carries, rebound slots, gradients, counters, appended items.
+
+Inside the recording a carried slot's new value is copied into its old storage, so that replays chain. Carries are
+parallel assignments (``prev = cur; cur = f(cur)``): a source that lies in another carry's target is cloned first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import attrgetter, is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
+from graphplan.plan import Plan
+
+_get_grad = attrgetter("grad")
+
+
+def _clone(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+class Bindings:
+    """Bindings of one program; ``before`` is the owner walk before its recording."""
+
+    def __init__(self, plan: Plan, before: Walk) -> None:
+        self._plan = plan
+        self._old = {path: before.slots[path].get() for path in plan.carries}
+        self.targets = {storage_id(t) for old in self._old.values() for t in tensor_leaves(old)}
+        self._fresh: dict[str, Any] = {}
+        self._appended: dict[str, list[Any]] = {}
+        self._grads: list[tuple[Tensor, Tensor | None]] = []
+        self._walk = before
+
+    def close_step(self, after: Walk, foreign: Iterable[int | None]) -> None:
+        """Record the copies that end a step. ``foreign`` are storages that the recording does not own."""
+        outside = set(foreign) | self.targets
+        new = {path: after.slots[path].get() for path in self._plan.carries}
+        for path in self._plan.rebinds:
+            if not path.endswith(".grad"):
+                slot = after.slots.get(path)
+                self._fresh[path] = _own(slot.get(), outside) if slot else None
+        for append in self._plan.appends:
+            items = after.lists[append.path][-append.count :]
+            self._appended[append.path] = [_own(item, outside) for item in items]
+        sources = {path: _own(value, self.targets) for path, value in new.items()}
+        for path, old in self._old.items():
+            for target, source in zip(tensor_leaves(old), tensor_leaves(sources[path]), strict=True):
+                if target is not source:
+                    target.detach().copy_(source)
+
+    def bind_back(self, after: Walk) -> None:
+        """Bind carried slots to their fixed storage, and note the gradients that the step leaves."""
+        self.follow(after)
+        for path, old in self._old.items():
+            after.slots[path].set(old)
+        touched = {path.removesuffix(".grad") for path in self._plan.rebinds if path.endswith(".grad")}
+        touched |= set(self._plan.entry_grads)
+        by_path = dict(after.parameters.values())
+        self._grads = [(by_path[path], by_path[path].grad) for path in sorted(touched) if path in by_path]
+        self._grad_params = [param for param, _ in self._grads]
+        self._grad_values = [grad for _, grad in self._grads]
+
+    def follow(self, walk: Walk) -> None:
+        """Use ``walk``'s containers from now on."""
+        self._walk = walk
+        self._counters = [(*walk.scalars[c.path], c.delta) for c in self._plan.counters if c.path in walk.scalars]
+
+    def replace_recorded(self) -> None:
+        """After the recorded pass has run: give owners copies of what a replay will overwrite."""
+        for path, items in self._appended.items():
+            self._walk.lists[path][-len(items) :] = [_clone(item) for item in items]
+        self._set_fresh()
+
+    def _set_fresh(self) -> None:
+        for path, value in self._fresh.items():
+            slot = self._walk.slots.get(path)
+            if slot is not None:
+                slot.set(_clone(value))
+
+    def repeat(self) -> None:
+        """Repeat the step's Python effects after a replay."""
+        if any(map(is_not, map(_get_grad, self._grad_params), self._grad_values)):
+            for param, grad in self._grads:
+                param.grad = grad
+        for container, key, delta in self._counters:
+            container[key] += delta
+        if self._fresh:
+            self._set_fresh()
+        for path, items in self._appended.items():
+            self._walk.lists[path].extend(_clone(item) for item in items)
+
+
+def _own(value: Any, foreign: set[int | None]) -> Any:
+    """``value`` with tensors that lie in foreign memory cloned (inside the recording) and all of them detached."""
+    with torch.no_grad():
+        return pytree.tree_map_only(
+            Tensor, lambda t: t.detach().clone() if storage_id(t) in foreign else t.detach(), value
+        )
+
+
+def grad_slots(walk: Walk) -> list[Slot]:
+    """Slots of gradients in ``walk``."""
+    return [slot for slot in walk.slots.values() if slot.param is not None]

@@ -1,0 +1,86 @@
+"""Recording a program. A capture is a transaction: one that fails leaves owners as they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.backend import Backend
+from graphplan.buffers import Buffers
+from graphplan.owners import Walk, storage_id, walk_owners
+from graphplan.plan import Plan
+from graphplan.policy import Policy
+from graphplan.program.bindings import Bindings
+from graphplan.program.outputs import Outputs
+from graphplan.program.program import Program
+from graphplan.program.statics import CopiedOwned, check_policy
+from graphplan.roles import Role
+from graphplan.signature import Feed
+
+
+class _Body:
+    """The function that a backend records: the step, then the copies that end it."""
+
+    def __init__(self, plan: Plan, feed: Feed, static_leaves: list[Any], bindings: Bindings, before: Walk) -> None:
+        self._plan = plan
+        self._args, self._kwargs = feed.rebuild(static_leaves)
+        self._inputs = {storage_id(leaf) for leaf in static_leaves if isinstance(leaf, Tensor)}
+        self._outside = self._inputs | set(before.by_storage())
+        self._bindings = bindings
+        self.after: Walk | None = None
+        self.outputs: Outputs | None = None
+
+    def __call__(self) -> None:
+        result = self._plan.function()(*self._args, **self._kwargs)
+        self.after = walk_owners(self._plan.owners())
+        with torch.no_grad():
+            self.outputs = Outputs(
+                self._plan, result, clone_from=lambda t: storage_id(t) in self._bindings.targets
+            )
+            self._bindings.close_step(self.after, self._outside)
+
+
+def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend, buffers: Buffers) -> Program:
+    """Record ``plan``'s step on ``feed`` under ``policy``.
+
+    On a backend that executes, the recorded pass is a real step; on one that does not, nothing has run yet. Either way
+    :meth:`Program.run_recorded` finishes it.
+
+    Raises:
+        UncoveredRoleError: if an external's role is not static.
+        RefusalError: if the step cannot be recorded. The caller restores owners' contents; bindings of copied roles are
+            put back here.
+    """
+    check_policy(plan, policy)
+    walk = walk_owners(plan.owners())
+    inputs: dict[int, Tensor] = {}
+    if Role.INPUT in policy.copy_roles:
+        for index, leaf in feed.tensors():
+            inputs[index] = buffers.view(index, leaf, plan.device)
+    with torch.no_grad():
+        for index, static in inputs.items():
+            static.copy_(feed.leaves[index])
+    leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
+    copied = CopiedOwned(plan, policy, buffers, walk)
+    copied.load({})
+    bindings = Bindings(plan, walk)
+    body = _Body(plan, feed, leaves, bindings, walk)
+    copied.swap_in()
+    try:
+        recording, _ = backend.record(body)
+    finally:
+        copied.swap_out()
+    assert body.after is not None and body.outputs is not None
+    bindings.bind_back(body.after)
+    return Program(
+        plan,
+        policy,
+        recording=recording,
+        inputs=inputs,
+        copied=copied,
+        bindings=bindings,
+        outputs=body.outputs,
+        walk=walk_owners(plan.owners()),
+    )

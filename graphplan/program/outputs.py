@@ -1,0 +1,61 @@
+"""Giving a replay's results to the caller: clones, so that the next replay cannot overwrite them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.owners import Walk
+from graphplan.plan import Output, Plan
+
+
+class Outputs:
+    """Static results of a recording and how to hand them out.
+
+    Zero-dimensional results of one dtype are stacked inside the recording, so that handing out several losses costs one
+    clone.
+    """
+
+    def __init__(self, plan: Plan, result: Any, *, clone_from: Callable[[Tensor], bool]) -> None:
+        leaves = pytree.tree_leaves(result)
+        self._outputs = plan.outputs
+        self._structure = plan.output_structure
+        self._static: dict[int, Tensor] = {}
+        self._packs: list[tuple[Tensor, list[int]]] = []
+        scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for number, (output, leaf) in enumerate(zip(plan.outputs, leaves, strict=True)):
+            if output.kind != "tensor":
+                continue
+            tensor = leaf.detach()
+            # A carry may write into this memory at the end of the step: the caller wants what was returned.
+            self._static[number] = tensor.clone() if clone_from(tensor) else tensor
+            if tensor.ndim == 0:
+                scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
+        for numbers in scalars.values():
+            if len(numbers) > 1:
+                self._packs.append((torch.stack([self._static.pop(n) for n in numbers]), numbers))
+        self._lone = len(plan.outputs) == 1 and plan.output_structure.is_leaf() and 0 in self._static
+
+    def build(self, leaves: Sequence[Any], walk: Walk) -> Any:
+        """The step's result: clones of what it made, and the caller's or owners' own tensors where it returned those."""
+        if self._lone:
+            return self._static[0].clone()
+        made = {number: static.clone() for number, static in self._static.items()}
+        for pack, numbers in self._packs:
+            made.update(zip(numbers, pack.clone().unbind(), strict=True))
+        built = [made[n] if n in made else _given(o, leaves, walk) for n, o in enumerate(self._outputs)]
+        return pytree.tree_unflatten(built, self._structure)
+
+
+def _given(output: Output, leaves: Sequence[Any], walk: Walk) -> Any:
+    if output.kind == "input":
+        assert output.index is not None
+        return leaves[output.index]
+    if output.kind == "owned":
+        assert output.path is not None
+        return walk.slots[output.path].get()
+    return output.value

@@ -1,0 +1,187 @@
+"""The program: what a replay does, in order: copy in, launch, repeat Python effects, hand out results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.backend import Recording
+from graphplan.errors import ClosedError, GuardError
+from graphplan.guards import Guards
+from graphplan.owners import Slot, Walk, tensor_leaves, walk_owners
+from graphplan.plan import Plan
+from graphplan.policy import Policy
+from graphplan.program.bindings import Bindings
+from graphplan.program.outputs import Outputs
+from graphplan.program.statics import CopiedOwned
+from graphplan.roles import Role, TensorSpec
+from graphplan.signature import check_match, flatten
+
+
+class Program:
+    """One recorded step. Made by :func:`graphplan.capture` and by :class:`graphplan.GraphedStep`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        policy: Policy,
+        *,
+        recording: Recording,
+        inputs: Mapping[int, Tensor],
+        copied: CopiedOwned,
+        bindings: Bindings,
+        outputs: Outputs,
+        walk: Walk,
+    ) -> None:
+        self.plan = plan
+        self.policy = policy
+        self._recording: Recording | None = recording
+        self._indices = list(inputs)
+        self._statics = list(inputs.values())
+        mutated = {external.leaf for external in plan.inputs if external.mutated}
+        self._write_back = [(index, static) for index, static in inputs.items() if index in mutated]
+        self._wants_grad = [(index, static) for index, static in inputs.items() if static.grad is not None]
+        self._copied = copied
+        self._bindings = bindings
+        self._outputs = outputs
+        self._adopt(walk)
+        self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
+        self.nbytes = recording.nbytes
+        self.has_replayed = False
+
+    def _adopt(self, walk: Walk) -> None:
+        """Take the owners' tensors as they lie now for this program's fixed storage."""
+        self._walk = walk
+        paths = {e.path for e in self.plan.externals if e.path is not None}
+        self._slots = [walk.slots[path] for path in sorted(paths - self._copied.paths) if path in walk.slots]
+        self._held = {slot.path: slot.get() for slot in self._slots}
+        self._aliases = {slot.path: [t.detach() for t in slot.tensors()] for slot in self._slots}
+        unowned = [e.tensor for e in self.plan.externals if e.path is None and e.tensor is not None]
+        self.guards = Guards(self._slots, walk, self.plan, unowned)
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copy the feed's tensors into the static inputs, in one call."""
+        with torch.no_grad():
+            if len(self._statics) == 1:
+                self._statics[0].copy_(leaves[self._indices[0]], non_blocking=True)
+            elif self._statics:
+                torch._foreach_copy_(self._statics, [leaves[i] for i in self._indices], non_blocking=True)
+
+    def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
+        """Copy in, launch, repeat effects, return results. Guards are the caller's affair.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        if self._recording is None:
+            raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
+        back = self._copied.load(given or {}) if self._copied.externals or given else ()
+        self.plan.rates.push()
+        self.load(leaves)
+        self._recording.replay()
+        self._bindings.repeat()
+        for static, source in back:
+            with torch.no_grad():
+                source.copy_(static)
+        return self.collect(leaves)
+
+    def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
+        """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
+        assert self._recording is not None
+        if not executed:
+            self._recording.replay()
+        self._bindings.replace_recorded()
+        return self.collect(leaves)
+
+    def collect(self, leaves: Sequence[Any]) -> Any:
+        """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
+        with torch.no_grad():
+            for index, static in self._write_back:
+                leaves[index].copy_(static)
+            for index, static in self._wants_grad:
+                assert static.grad is not None
+                leaves[index].grad = static.grad.detach().clone()
+            return self._outputs.build(leaves, self._walk)
+
+    def replay(
+        self,
+        args: tuple[Any, ...],
+        *,
+        params: Mapping[str, Tensor] | None = None,
+        state: Mapping[str, Tensor] | None = None,
+    ) -> Any:
+        """Run the recorded step on new inputs.
+
+        Args:
+            args: positional arguments with the planned structure, shapes, dtypes and devices.
+            params: values for parameters by name (a ``state_dict``), where the policy copies that role; the owners' own
+                values stand in for what is missing.
+            state: likewise for state. State that the step changes is written back to the given tensors.
+
+        Raises:
+            FeedError: if something does not fit.
+            GuardError: if a tensor that the program adopted is no longer where it was.
+            ClosedError: after :meth:`close`.
+        """
+        feed = flatten(args, {})
+        check_match(feed, self.plan.feed)
+        if not self.guards.hold():
+            reason = self.resync()
+            if reason is not None:
+                raise GuardError(f"the program of {self.plan.name} no longer fits: {reason}; capture it again")
+        return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
+
+    def resync(self) -> str | None:
+        """Follow tensors that moved: copy new values into the fixed storage and bind it back.
+
+        Returns:
+            None if the program fits again, else why it cannot.
+        """
+        walk = walk_owners(self.plan.owners())
+        for path, held in self._held.items():
+            reason = self._resync_slot(path, held, walk.slots.get(path))
+            if reason is not None:
+                return reason
+        for path, parameter in walk.parameters.values():
+            if self.plan.entry_grads.get(path) == "none" and parameter.grad is not None:
+                return f"{path}.grad is set, and was not when the step was captured"
+        walk = walk_owners(self.plan.owners())
+        self.plan.rates.attach(walk.optimizers.values())
+        self._copied.follow(walk)
+        self._bindings.follow(walk)
+        self._adopt(walk)
+        return None if self.guards.hold() else "a tensor that nobody owns has moved"
+
+    def _resync_slot(self, path: str, held: Any, slot: Slot | None) -> str | None:
+        if slot is None:
+            return f"{path} is gone"
+        now = slot.get()
+        statics, current = self._aliases[path], tensor_leaves(now)
+        if now is held and all(a.data_ptr() == b.data_ptr() for a, b in zip(statics, current, strict=True)):
+            return None
+        if slot.is_parameter and now is not held:
+            return f"parameter {path} was replaced by another object"
+        if len(statics) != len(current):
+            return f"{path} holds {len(current)} tensors, expected {len(statics)}"
+        for static, tensor in zip(statics, current, strict=True):
+            if not TensorSpec.of(static).fits(TensorSpec.of(tensor)):
+                return f"{path} is {TensorSpec.of(tensor)}, expected {TensorSpec.of(static)}"
+        with torch.no_grad():
+            for static, tensor in zip(statics, current, strict=True):
+                static.copy_(tensor)
+        if now is held:
+            for static, tensor in zip(statics, current, strict=True):
+                tensor.data = static
+        else:
+            slot.set(held)
+        return None
+
+    def close(self) -> None:
+        """Give the recording's memory back."""
+        if self._recording is not None:
+            self._recording.reset()
+            self._recording = None
+

@@ -1,0 +1,139 @@
+"""A program's fixed storage by role: buffers for copied roles, the owners' own memory for adopted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphplan.buffers import Buffers
+from graphplan.errors import FeedError, PolicyError, UncoveredRoleError
+from graphplan.owners import Walk
+from graphplan.plan import Plan
+from graphplan.policy import Policy
+from graphplan.roles import External, Role, TensorSpec
+
+
+def check_policy(plan: Plan, policy: Policy) -> None:
+    """Refuse a policy that leaves an external without storage, or that copies a parameter which the step trains.
+
+    Raises:
+        UncoveredRoleError: naming the externals.
+        PolicyError: naming the parameter.
+    """
+    loose = [external for external in plan.externals if external.role not in policy.static_roles]
+    if loose:
+        names = ", ".join(str(external) for external in loose[:4]) + (", …" if len(loose) > 4 else "")
+        roles = sorted({str(external.role) for external in loose})
+        raise UncoveredRoleError(
+            f"the {policy.mode} policy has static_roles={[str(r) for r in policy.static_roles]}, which leaves {names} "
+            f"without storage: add {', '.join(roles)} to static_roles, or use a mode that has it (Policy.train())"
+        )
+    if Role.PARAM in policy.copy_roles:
+        trained = next((external for external in plan.params if external.mutated), None)
+        if trained is not None:
+            raise PolicyError(
+                f"copy_roles has param, but the step itself changes {trained.name}: a copy would be trained instead of "
+                "the parameter. Copy params under a policy for inference only"
+            )
+
+
+class CopiedOwned:
+    """Buffers that stand in for owned externals of a copied role while the step is recorded."""
+
+    def __init__(self, plan: Plan, policy: Policy, buffers: Buffers, walk: Walk) -> None:
+        roles = [role for role in policy.copy_roles if role is not Role.INPUT]
+        self.externals = [e for e in plan.externals if e.role in roles and e.path is not None]
+        self._walk = walk
+        self._statics: dict[str, Tensor] = {}
+        for external in self.externals:
+            self._statics[external.name] = buffers.view(("owned", external.name), _held(external, walk), plan.device)
+        self._names = _short_names(self.externals)
+        self._swapped: list[tuple[Any, Any]] = []
+
+    @property
+    def paths(self) -> set[str]:
+        """Slots that are not adopted."""
+        return {external.path for external in self.externals if external.path is not None}
+
+    def follow(self, walk: Walk) -> None:
+        """Use ``walk``'s containers from now on."""
+        self._walk = walk
+
+    def swap_in(self) -> None:
+        """Bind the buffers where the owners' tensors are (and at every other name of the same tensor)."""
+        for external in self.externals:
+            held, static = _held(external, self._walk), self._statics[external.name]
+            stand_in = nn.Parameter(static, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else static
+            for slot in self._walk.slots.values():
+                if slot.param is None and slot.get() is held:
+                    self._swapped.append((slot, held))
+                    slot.set(stand_in)
+
+    def swap_out(self) -> None:
+        """Undo :meth:`swap_in`."""
+        for slot, held in reversed(self._swapped):
+            slot.set(held)
+        self._swapped = []
+
+    def load(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Copy values in: those given by name, the owners' own for the rest. Returns pairs to write back.
+
+        Raises:
+            FeedError: for an unknown name, or a tensor that does not fit.
+        """
+        if not self.externals:
+            _refuse_given(given)
+            return []
+        sources = self._sources(given)
+        targets = [self._statics[external.name] for external in self.externals]
+        with torch.no_grad():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        pairs = zip(self.externals, targets, sources, strict=True)
+        return [(target, source) for external, target, source in pairs if external.mutated]
+
+    def _sources(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[Tensor]:
+        chosen: dict[str, Tensor] = {}
+        for role, values in given.items():
+            for name, value in values.items():
+                external = self._names.get((role, name))
+                if external is None:
+                    raise FeedError(_unknown(name, role, [n for r, n in self._names if r is role]))
+                if not external.spec.fits(TensorSpec.of(value)):
+                    raise FeedError(f"{name} is {TensorSpec.of(value)}; expected {external.spec}: nothing is cast")
+                chosen[external.name] = value
+        return [chosen[e.name] if e.name in chosen else _held(e, self._walk) for e in self.externals]
+
+
+def _held(external: External, walk: Walk) -> Tensor:
+    assert external.path is not None
+    return walk.slots[external.path].tensors()[0]
+
+
+def _short_names(externals: list[External]) -> dict[tuple[Role, str], External]:
+    """Externals by full name and by the name within their owner (as a ``state_dict`` has it) where that is unique."""
+    names: dict[tuple[Role, str], External] = {}
+    for external in externals:
+        short = (external.role, external.name.split(".", 1)[-1])
+        if short in names:
+            del names[short]
+        else:
+            names[short] = external
+    names.update({(external.role, external.name): external for external in externals})
+    return names
+
+
+def _refuse_given(given: Mapping[Role, Mapping[str, Tensor]]) -> None:
+    for role, values in given.items():
+        if values:
+            raise FeedError(
+                f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: capture "
+                f"with copy_roles=('input', '{role}')"
+            )
+
+
+def _unknown(name: str, role: Role, known: list[str]) -> str:
+    return f"the plan has no copied {role} called {name!r}; expected one of: {', '.join(sorted(known)[:12]) or 'none'}"

@@ -1,0 +1,95 @@
+"""The three roles of a step's externals, and how one external is described.
+
+An *external* is a tensor that a step reads or writes and that existed before the step began. Its role says who changes
+it between steps: the caller (``input``), nobody but the optimizer (``param``), or the step itself (``state``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+}
+
+
+class Role(Enum):
+    """Who changes an external between two steps."""
+
+    INPUT = "input"
+    """Fed anew for each call."""
+    PARAM = "param"
+    """A parameter, or a buffer or constant that the step only reads."""
+    STATE = "state"
+    """What the step itself carries on: optimizer moments, running statistics, a device learning rate, gradients."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Geometry of a tensor: ``shape`` and ``stride`` in elements, dtype, device, and whether it asks for gradients."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of ``tensor``."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a dense tensor of this shape and dtype."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    def fits(self, other: TensorSpec) -> bool:
+        """Whether values of ``other`` can be copied here without a cast, a broadcast or a transfer."""
+        return self.shape == other.shape and self.dtype == other.dtype and self.device == other.device
+
+    def __str__(self) -> str:
+        dtype = _SHORT.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        device = "" if self.device.type == "cpu" else f" {self.device}"
+        return f"{dtype}[{', '.join(map(str, self.shape))}]{device}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class External:
+    """One external of a plan.
+
+    ``leaf`` is the index of the feed leaf (None for params and state); ``path`` is the owner's slot that holds it, and
+    ``tensor`` the tensor itself where no slot does (unowned constants, device learning rates), kept alive by the plan.
+    """
+
+    name: str
+    role: Role
+    spec: TensorSpec
+    mutated: bool
+    carried: bool = False
+    leaf: int | None = None
+    path: str | None = None
+    tensor: Tensor | None = None
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.role} {self.spec}"

@@ -1,0 +1,132 @@
+"""Feed signatures: flattening what a step is called with, and the key under which its program is kept.
+
+A key holds the structure, and for each leaf its geometry (shape, strides, dtype, device, ``requires_grad``) or, for
+anything that is not a tensor, its type and value. Two calls with equal keys can share a program; nothing is ever
+broadcast or cast to make them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.errors import FeedError
+
+Key = tuple[Hashable, ...]
+
+
+class Feed:
+    """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``."""
+
+    __slots__ = ("key", "leaves", "structure")
+
+    def __init__(self, leaves: list[Any], structure: Any, key: Key) -> None:
+        self.leaves = leaves
+        self.structure = structure
+        self.key = key
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
+        if self.structure is None:
+            return tuple(leaves), {}
+        args, kwargs = pytree.tree_unflatten(list(leaves), self.structure)
+        return args, kwargs
+
+    def names(self) -> list[str]:
+        """A path for every leaf, such as ``args[0]`` or ``kwargs['mask']``."""
+        if self.structure is None:
+            return [f"args[{i}]" for i in range(len(self.leaves))]
+        tree = pytree.tree_unflatten(list(self.leaves), self.structure)
+        paths, _ = pytree.tree_flatten_with_path(tree)
+        return [("args" if p[0].idx == 0 else "kwargs") + pytree.keystr(p[1:]) for p, _ in paths]
+
+    def tensors(self) -> list[tuple[int, Tensor]]:
+        """The tensor leaves with their indices."""
+        return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+
+
+def _leaf_key(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
+        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+    try:
+        hash(leaf)
+    except TypeError:
+        raise FeedError(
+            f"a {type(leaf).__name__} is fed, which is neither a tensor nor a hashable literal, so a replay could not "
+            "tell when it changes: convert it to a tensor, or register its type with torch.utils._pytree"
+        ) from None
+    return (type(leaf), leaf)
+
+
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
+    """Flatten a call. Positional tensors alone take a path without pytree."""
+    if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        return Feed(list(args), None, (len(args), *map(_leaf_key, args)))
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    return Feed(leaves, structure, (structure, *map(_leaf_key, leaves)))
+
+
+def check_feed(feed: Feed, device: torch.device | None) -> None:
+    """Refuse leaves that a program could not copy in.
+
+    ``device`` is where the step computes. Raises :class:`FeedError` naming the leaf.
+    """
+    for index, leaf in feed.tensors():
+        name = feed.names()[index]
+        if leaf.grad_fn is not None:
+            raise FeedError(
+                f"{name} has a grad_fn ({type(leaf.grad_fn).__name__}): gradients would have to flow out of the step "
+                f"through a copy. Expected a leaf; feed {name}.detach(), or move what computes it into the step"
+            )
+        if leaf.layout is not torch.strided:
+            raise FeedError(f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: feed {name}.to_dense()")
+        if device is not None and leaf.device != device:
+            raise FeedError(
+                f"{name} is on {leaf.device}, the step computes on {device}; move it first, or pass device='{device}'"
+            )
+
+
+def check_match(feed: Feed, planned: Feed | FeedSpec) -> None:
+    """Refuse a feed that is not the planned one, naming the first leaf that differs.
+
+    Raises:
+        FeedError: with the leaf's path, what was expected and what was found.
+    """
+    if feed.key == planned.key:
+        return
+    if feed.structure != planned.structure or len(feed.key) != len(planned.key):
+        raise FeedError(
+            f"the feed's structure is {feed.structure or f'{len(feed.leaves)} positional tensors'}; expected "
+            f"{planned.structure or f'{len(planned.key) - 1} positional tensors'}: compile a plan for this structure"
+        )
+    for name, found, expected in zip(feed.names(), feed.key[1:], planned.key[1:], strict=True):
+        if found != expected:
+            raise FeedError(
+                f"{name} is {_describe(found)}; expected {_describe(expected)}: nothing is broadcast or cast, so "
+                "capture a program for this signature"
+            )
+
+
+def _describe(key: Hashable) -> str:
+    assert isinstance(key, tuple)
+    if len(key) == 2:
+        return f"the {key[0].__name__} {key[1]!r}"
+    shape, stride, dtype, device, grad = key
+    return f"{dtype} {list(shape)} strides {stride} on {device}" + (" requiring grad" if grad else "")
+
+
+class FeedSpec:
+    """What remains of a feed once its tensors are let go: structure, key, names."""
+
+    __slots__ = ("key", "leaf_names", "structure")
+
+    def __init__(self, feed: Feed) -> None:
+        self.key = feed.key
+        self.structure = feed.structure
+        self.leaf_names = feed.names()

@@ -1,0 +1,90 @@
+"""Counters of one graphed step: what ran eagerly and why, what was replayed, and where the time went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from graphplan.errors import SkipReason
+
+PHASES = ("warmup", "trace", "capture", "first_replay", "steady")
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a step did. ``eager + traced + captured + replayed`` is the number of calls that returned.
+
+    ``launches_eager`` and ``launches_replayed`` count what the host issued: one per operator in an eager, traced or
+    captured step, one per replay. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
+    ``"steady"`` is every replay of a program but its first.
+    """
+
+    eager: int = 0
+    traced: int = 0
+    captured: int = 0
+    replayed: int = 0
+    recaptured: int = 0
+    skipped: Counter[SkipReason] = field(default_factory=Counter)
+    reasons: dict[str, int] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+    launches_eager: int = 0
+    launches_replayed: int = 0
+    bytes_copied: int = 0
+    bytes_static: int = 0
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    phase_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+
+    @property
+    def calls(self) -> int:
+        """Calls that returned, whatever phase they fell in."""
+        return self.eager + self.traced + self.captured + self.replayed
+
+    def skip(self, reason: SkipReason, detail: str = "") -> None:
+        """Count one eager call under ``reason``, and ``detail`` as its wording in reports."""
+        self.skipped[reason] += 1
+        text = detail or reason.value
+        self.reasons[text] = self.reasons.get(text, 0) + 1
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the host time of the block to ``phase``."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.add_time(phase, perf_counter() - start)
+
+    def add_time(self, phase: str, seconds: float) -> None:
+        """Add one call of ``seconds`` to ``phase``."""
+        self.phases[phase] += seconds
+        self.phase_counts[phase] += 1
+
+    def mean_us(self, phase: str) -> float | None:
+        """Mean host time of one call of ``phase`` in microseconds, or None if there was none."""
+        count = self.phase_counts[phase]
+        return self.phases[phase] / count * 1e6 if count else None
+
+    def merge(self, other: Stats) -> None:
+        """Add ``other``'s counts to these."""
+        for name in (
+            "eager",
+            "traced",
+            "captured",
+            "replayed",
+            "recaptured",
+            "launches_eager",
+            "launches_replayed",
+            "bytes_copied",
+            "bytes_static",
+        ):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.skipped.update(other.skipped)
+        self.events += other.events
+        for text, count in other.reasons.items():
+            self.reasons[text] = self.reasons.get(text, 0) + count
+        for phase in PHASES:
+            self.phases[phase] += other.phases[phase]
+            self.phase_counts[phase] += other.phase_counts[phase]

@@ -1,0 +1,7 @@
+"""Graphed steps: the order of warm-up, trace, capture and replay, and what happens when one of them refuses."""
+
+from graphplan.step.bare import capture as capture
+from graphplan.step.bare import compile_cached as compile_cached
+from graphplan.step.bare import compile_plan as compile_plan
+from graphplan.step.graphed import GraphedStep as GraphedStep
+from graphplan.step.graphed import graph_step as graph_step

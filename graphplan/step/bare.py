@@ -1,0 +1,221 @@
+"""Plans and programs without a state machine: compile once, capture, replay."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import MethodType
+from typing import Any
+
+from graphplan.backend import Backend, resolve_backend
+from graphplan.buffers import Buffers
+from graphplan.compiler import build_plan, find_device
+from graphplan.cudagraph import CUDAGraphBackend
+from graphplan.errors import BackendError, ClosedError
+from graphplan.owners import Snapshot, walk_owners
+from graphplan.plan import Plan
+from graphplan.policy import Policy
+from graphplan.program import Program, capture_program
+from graphplan.signature import Feed, check_feed, check_match, flatten
+from graphplan.step.fresh import create_state
+from graphplan.step.managed import Managed
+from graphplan.tape import TapeBackend
+from graphplan.tracer import trace
+
+Owners = Mapping[str, Any] | Sequence[Any] | None
+
+
+def compile_plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    owners: Owners = None,
+    restore: bool = True,
+    allow: Sequence[str] = (),
+    prepare_optimizers: bool = True,
+) -> Plan:
+    """Compile the plan of ``fn`` called with ``args``.
+
+    Runs ``fn`` three times: once so that lazy state exists, and twice traced. With ``restore`` the tensors, optimizer
+    state (state that did not exist goes again), gradients, Python attributes of owners and the random generators are then
+    put back as they were. Other Python effects of ``fn`` (files, prints, globals) cannot be undone.
+
+    Args:
+        fn: the step.
+        *args: one call's arguments.
+        owners: as for :func:`graph_step`.
+        restore: whether to undo the three steps.
+        allow: paths of Python effects that replays may leave out.
+        prepare_optimizers: whether optimizers may be made capturable.
+
+    Raises:
+        RefusalError: if the step cannot be replayed correctly.
+    """
+    strong = lambda: fn  # noqa: E731
+    return _compile(fn, args, owners, restore, allow, prepare_optimizers, strong)
+
+
+def _compile(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    owners: Owners,
+    restore: bool,
+    allow: Sequence[str],
+    prepare: bool,
+    function: Callable[[], Callable[..., Any]],
+    *,
+    weak: bool = False,
+) -> Plan:
+    managed = Managed(fn, owners, prepare=prepare)
+    feed = flatten(args, {})
+    check_feed(feed, None)
+    snapshots = [Snapshot(managed.walk(), extra=[tensor for _, tensor in feed.tensors()])]
+
+    def on_first_sight(thing: Any) -> None:
+        # What nobody named is copied before its first run; its flags are already prepared, and stay so.
+        snapshots.append(Snapshot(walk_owners({"": thing})))
+
+    try:
+        with managed.rates:
+            managed.discover(lambda: fn(*args), on_first_sight)
+        device = find_device(managed.owners, feed)
+        check_feed(feed, device)
+        with managed.rates:
+            traces = [trace(fn, feed, owners=managed.owners, device=device)[1] for _ in range(2)]
+            held = _weak_owners(managed.owners) if weak else lambda: managed.owners
+            return build_plan(*traces, feed, owners=held, function=function, allow=allow, rates=managed.rates)
+    finally:
+        if restore:
+            for snapshot in reversed(snapshots):
+                snapshot.restore()
+
+
+def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+    """Owners behind weak references, where their types allow that: a cached plan must not keep a model alive."""
+    references: dict[str, Callable[[], Any]] = {}
+    for name, owner in owners.items():
+        try:
+            references[name] = weakref.ref(owner)
+        except TypeError:
+            references[name] = lambda owner=owner: owner
+    return lambda: {name: owner for name, get in references.items() if (owner := get()) is not None}
+
+
+class _IdentityCache:
+    """Values by the identity of a key that is held weakly: a reused ``id`` finds nothing of its predecessor's."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[Any], dict[Any, Plan]]] = {}
+
+    def of(self, key: Any) -> dict[Any, Plan]:
+        """The plans kept for ``key``; an empty dict the first time."""
+        number = id(key)
+        found = self._items.get(number)
+        if found is not None and found[0]() is key:
+            return found[1]
+        plans: dict[Any, Plan] = {}
+        self._items[number] = (weakref.ref(key, lambda _: self._items.pop(number, None)), plans)
+        return plans
+
+
+_PLANS = _IdentityCache()
+
+
+def compile_cached(
+    fn: Callable[..., Any],
+    *args: Any,
+    owners: Owners = None,
+    restore: bool = True,
+    allow: Sequence[str] = (),
+    prepare_optimizers: bool = True,
+) -> Plan:
+    """:func:`compile_plan`, once per function and feed signature.
+
+    Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function, both
+    weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan keeps
+    neither function nor model alive. The same plan object comes back each time.
+
+    Raises:
+        RefusalError: if the step cannot be replayed correctly.
+    """
+    function: Callable[[], Any]
+    if isinstance(fn, MethodType):
+        plans, label, function = _PLANS.of(fn.__self__), fn.__func__, weakref.WeakMethod(fn)
+    else:
+        plans, label, function = _PLANS.of(fn), None, weakref.ref(fn)
+    key = (label, flatten(args, {}).key)
+    if key not in plans:
+        name = getattr(fn, "__qualname__", repr(fn))
+        plans[key] = _compile(
+            fn, args, owners, restore, allow, prepare_optimizers, lambda: _alive(function(), name), weak=True
+        )
+    return plans[key]
+
+
+def _alive(fn: Any, name: str) -> Callable[..., Any]:
+    if fn is None:
+        raise ClosedError(f"the function {name} of this plan no longer exists; keep it, or compile the plan again")
+    return fn  # type: ignore[no-any-return]
+
+
+def make_backend(name: str, plan: Plan) -> Backend:
+    """The backend called ``name`` for ``plan``'s device.
+
+    Raises:
+        BackendError: if it cannot record there.
+    """
+    resolved = resolve_backend(name, plan.device)
+    if resolved == "eager":
+        raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
+    return TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators)
+
+
+def capture(
+    plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto"
+) -> Program:
+    """Record ``plan``'s step as a program.
+
+    Training state is left as it was found, on every backend; optimizer state that did not exist yet is made, with the
+    values that the optimizer starts from.
+
+    Args:
+        plan: from :func:`compile_plan` or :func:`compile_cached`.
+        feed: positional arguments of one call, with the planned signature.
+        policy: which roles are static and which are copied in; :meth:`Policy.train` by default.
+        backend: ``"auto"``, ``"cudagraph"`` or ``"tape"``.
+
+    Raises:
+        FeedError: if the feed is not the planned one.
+        UncoveredRoleError: if the policy leaves an external without storage.
+        RefusalError: if the backend cannot record the step.
+    """
+    flat = flatten(feed, {})
+    check_match(flat, plan.feed)
+    check_feed(flat, plan.device)
+    recorder = make_backend(backend, plan)
+    _make_missing_state(plan, flat, recorder)
+    snapshot = Snapshot(walk_owners(plan.owners()), extra=[tensor for _, tensor in flat.tensors()])
+    try:
+        with plan.rates:
+            return capture_program(
+                plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers()
+            )
+    finally:
+        snapshot.restore()
+
+
+def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
+    """Make what the plan's step creates lazily, and warm the step up."""
+    walk = walk_owners(plan.owners())
+    missing = [external.path for external in plan.externals if external.path and external.path not in walk.slots]
+    snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])
+    args, kwargs = feed.rebuild(feed.leaves)
+
+    def step() -> None:
+        with plan.rates:
+            backend.run(lambda: plan.function()(*args, **kwargs))
+
+    try:
+        make = create_state(missing, lambda: walk_owners(plan.owners()), step)
+    finally:
+        snapshot.restore()
+    make()

@@ -1,0 +1,235 @@
+"""The tape backend: record a step's operators once, and run them again on the same storages.
+
+It obeys the rules of a CUDA graph on a machine without one: fixed addresses, no Python, no host reads. Views and
+allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes straight
+into its recorded result. Random operators draw from the same generators as in eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan.errors import CaptureError, ClosedError
+from graphplan.owners import storage_id
+from graphplan.tracer import HostReads, find_source, is_allocation, written_tensors
+from graphplan.tracer.mode import tensors_in
+
+_IGNORED = ("profiler.", "prim.")
+_LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
+_CONSTANT = (
+    "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.arange.default", "aten.arange.start",
+    "aten.arange.start_step", "aten.scalar_tensor.default", "aten.eye.default", "aten.linspace.default",
+    "aten.tril_indices.default", "aten.triu_indices.default",
+)  # fmt: skip
+"""Operators whose results depend on no tensor: run once, unless somebody writes into the result. The ``*_like`` forms
+are left out because a backward pass may hand their results to the user as gradients."""
+
+_COPIES = ("aten.clone.default", "aten._to_copy.default")
+"""Operators that a copy into the recorded result repeats bitwise."""
+
+
+class _Kernel:
+    """One recorded operator before it is compiled to a closure.
+
+    ``outs`` has one entry per result: the recorded tensor that a replay must fill, or None for what is not a new tensor.
+    ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
+    """
+
+    __slots__ = ("args", "constant", "func", "kwargs", "outs", "writes")
+
+    def __init__(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        outs: list[Tensor | None],
+        writes: list[int | None],
+        constant: bool,
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.outs = outs
+        self.writes = writes
+        self.constant = constant
+
+
+def _alias(value: Any) -> Any:
+    """The same memory without its autograd history (which would keep a whole step's graph alive)."""
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
+
+
+class _TapeMode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: list[_Kernel] = []
+        self.failure: str | None = None
+        self.storages: dict[int, int] = {}
+
+    def fail(self, why: str) -> None:
+        """Note that the recording cannot be used; the step goes on, since it is a real one."""
+        if self.failure is None:
+            self.failure = f"{why} at {find_source()}"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        if name.startswith(_IGNORED):
+            return func(*args, **kwargs)
+        if name in _LIFTS:
+            self._record_constant(args[0])
+            return func(*args, **kwargs)
+        taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
+        out = func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            self.fail(f"{name} reads values on the host")
+        self._record(func, name, args, kwargs, out, taken)
+        return out
+
+    def _record(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, taken: set[int | None]
+    ) -> None:
+        results = list(out) if isinstance(out, list | tuple) else [out]
+        made = [isinstance(t, Tensor) and storage_id(t) not in taken for t in results]
+        for tensor, new in zip(results, made, strict=True):
+            if new:
+                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        written = written_tensors(func, args, kwargs)
+        if is_allocation(name) or not (written or any(made)):
+            return
+        outs = [_alias(t) if new else None for t, new in zip(results, made, strict=True)]
+        writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
+        self.kernels.append(
+            _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=name in _CONSTANT)
+        )
+
+    def _record_constant(self, value: Tensor) -> None:
+        args = (value.detach(), value.detach().clone())
+        self.kernels.append(
+            _Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True)
+        )
+
+
+def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
+    """Whether the kernel need not run again: it depends on no values, and nobody else writes where it does."""
+    return kernel.constant and all(writers[storage] == 1 for storage in kernel.writes)
+
+
+@cache
+def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The overload of ``func`` that takes the same arguments and writes into given results, with their names."""
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for overload in func.overloadpacket.overloads():
+        candidate = getattr(func.overloadpacket, overload)
+        plain = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
+        given = [a for a in candidate._schema.arguments if a.is_out]
+        if given and plain == wanted and all(str(a.type) == "Tensor" for a in given):
+            return candidate, tuple(a.name for a in given)
+    return None
+
+
+def _callable(func: Any) -> Callable[..., Any]:
+    """The C++ entry of an operator overload, where torch exposes it: it saves one Python frame per operator."""
+    return getattr(func, "_op", func)
+
+
+def _compile(kernel: _Kernel) -> Callable[[], Any]:
+    """A closure that runs the kernel again into its recorded results."""
+    outs = kernel.outs
+    run = partial(_callable(kernel.func), *kernel.args, **kernel.kwargs)
+    if all(out is None for out in outs):
+        return run
+    if str(kernel.func) in _COPIES and isinstance(kernel.args[0], Tensor):
+        return partial(_callable(torch.ops.aten.copy_.default), outs[0], kernel.args[0])
+    found = _out_overload(kernel.func)
+    if found is not None and len(found[1]) == len(outs) and all(out is not None for out in outs):
+        given = dict(zip(found[1], outs, strict=True))
+        return partial(_callable(found[0]), *kernel.args, **kernel.kwargs, **given)
+    return _copying(run, outs)
+
+
+def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], Any]:
+    """Run the functional form, then copy its results to where they were recorded."""
+    if len(outs) == 1 and (single := outs[0]) is not None:
+
+        def again() -> None:
+            result = run()
+            single.copy_(result[0] if isinstance(result, list | tuple) else result)
+
+        return again
+
+    def again_many() -> None:
+        for out, new in zip(outs, run(), strict=True):
+            if out is not None:
+                out.copy_(new)
+
+    return again_many
+
+
+class TapeRecording:
+    """Operators recorded by :class:`TapeBackend`."""
+
+    def __init__(self, mode: _TapeMode) -> None:
+        writers: dict[int | None, int] = {}
+        for kernel in mode.kernels:
+            for storage in kernel.writes:
+                writers[storage] = writers.get(storage, 0) + 1
+        live = [kernel for kernel in mode.kernels if not _is_unchanging(kernel, writers)]
+        self._kernels: list[Callable[[], Any]] | None = [_compile(kernel) for kernel in live]
+        self.launches = len(live)
+        self.nbytes = sum(mode.storages.values())
+
+    def replay(self) -> None:
+        """Run every operator again.
+
+        Raises:
+            ClosedError: after :meth:`reset`.
+        """
+        if self._kernels is None:
+            raise ClosedError("this recording was reset; capture the step again")
+        if torch.is_autocast_enabled("cpu"):
+            with torch.autocast("cpu", enabled=False):
+                self._run(self._kernels)
+        else:
+            self._run(self._kernels)
+
+    @staticmethod
+    def _run(kernels: list[Callable[[], Any]]) -> None:
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            for kernel in kernels:
+                kernel()
+
+    def reset(self) -> None:
+        """Let the operators and their memory go."""
+        self._kernels = None
+
+
+class TapeBackend:
+    """Records on the CPU. Recording executes: the recorded pass is a real step."""
+
+    name = "tape"
+    executes = True
+
+    def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
+        """See :meth:`graphplan.backend.Backend.record`."""
+        mode = _TapeMode()
+        reads = HostReads(lambda name: mode.fail(f"{name} reads values on the host"), torch.device("cpu"))
+        with reads, mode:
+            result = body()
+        if mode.failure is not None:
+            raise CaptureError(f"the tape cannot record the step: {mode.failure}; the step itself has run")
+        return TapeRecording(mode), result
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """See :meth:`graphplan.backend.Backend.run`."""
+        return body()

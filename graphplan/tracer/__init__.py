@@ -1,0 +1,18 @@
+"""Tracing one real step: its operators, the tensors it takes from outside, and what it leaves changed.
+
+The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares two traces.
+"""
+
+from graphplan.tracer.changes import Changes as Changes
+from graphplan.tracer.changes import Place as Place
+from graphplan.tracer.changes import Recorder as Recorder
+from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
+from graphplan.tracer.mode import is_allocation as is_allocation
+from graphplan.tracer.mode import written_tensors as written_tensors
+from graphplan.tracer.reads import HostReads as HostReads
+from graphplan.tracer.records import Operator as Operator
+from graphplan.tracer.records import Trace as Trace
+from graphplan.tracer.records import TracedExternal as TracedExternal
+from graphplan.tracer.run import trace as trace
+from graphplan.tracer.source import Source as Source
+from graphplan.tracer.source import find_source as find_source

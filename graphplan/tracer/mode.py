@@ -1,0 +1,236 @@
+"""The dispatch mode that writes down a step's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
+from graphplan.owners import default_generators, storage_id
+from graphplan.tracer.records import Operator, Trace, TracedExternal
+from graphplan.tracer.source import Source, find_source
+
+HIDDEN_WRITES = ("running_mean", "running_var")
+"""Arguments that batch-norm operators update although their schemas do not say so."""
+_ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
+_IGNORED = ("profiler.", "prim.")
+_LIFT = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
+_INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
+
+
+def is_allocation(name: str) -> bool:
+    """Whether the operator only allocates: its contents are undefined, so it need not run again."""
+    return name.startswith(_ALLOCATIONS)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in an operator's argument or result, lists included."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
+    written: list[Tensor] = []
+    arguments = func._schema.arguments
+    training = True
+    by_name: dict[str, Any] = {}
+    for position, argument in enumerate(arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        by_name[argument.name] = value
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tensors_in(value)
+    for flag in ("training", "train", "use_input_stats"):
+        training = training and by_name.get(flag, True) is not False
+    if training:
+        for name in HIDDEN_WRITES:
+            written += tensors_in(by_name.get(name))
+    return written
+
+
+class TraceMode(TorchDispatchMode):
+    """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+        self._internal: dict[int, int] = {}
+        self._external: dict[int, int] = {}
+        self._weak: list[StorageWeakRef] = []
+        self._states = [(gen, gen.get_state()) for gen in default_generators()]
+
+    def refuse(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
+        """Note a violation; the first one counts."""
+        if self._trace.violation is None:
+            self._trace.violation = error(message, component=component or find_source().component)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = str(func)
+        if name.startswith(_IGNORED):
+            return func(*args, **kwargs)
+        source = find_source()
+        constant = self._lift(name, args, source) if name in _LIFT else None
+        operands = tuple(self._operand(t, name, source) for t in tensors_in([args, list(kwargs.values())]))
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random:
+            self._check_seek(source)
+        out = func(*args, **kwargs)
+        if random:
+            self._note_generator(kwargs.get("generator"))
+        self._check_sync(func, name, args, kwargs, out, source)
+        written = written_tensors(func, args, kwargs)
+        for tensor in written:
+            self._mark_written(tensor, name, source)
+        fresh = [self._birth(t) for t in tensors_in(out)]
+        launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
+        scalars = tuple(_scalars(func, args, kwargs))
+        self._trace.operators.append(Operator(name, operands, scalars, source, launches, constant))
+        return out
+
+    def finish(self) -> None:
+        """Check what only shows once the step is over."""
+        self._check_seek(None)
+
+    def _operand(self, tensor: Tensor, name: str, source: Source) -> tuple[str, int]:
+        storage = storage_id(tensor)
+        if storage is None:
+            self.refuse(
+                CaptureError,
+                f"{name} gets a {tensor.layout} tensor at {source}; only dense tensors can be captured: convert it "
+                "with .to_dense(), or for embeddings pass sparse=False",
+                component=source.component,
+            )
+            return ("sparse", 0)
+        if storage in self._internal:
+            return ("internal", self._internal[storage])
+        if storage not in self._external:
+            self._external[storage] = len(self._external)
+            self._trace.externals[storage] = TracedExternal(tensor, name, source)
+        return ("external", self._external[storage])
+
+    def _birth(self, tensor: Tensor) -> bool:
+        """Number a storage that the step made; False if it was known (a view, or a result written in place)."""
+        storage = storage_id(tensor)
+        if storage is None or storage in self._internal or storage in self._external:
+            return False
+        self._internal[storage] = len(self._internal)
+        # The weak reference keeps the storage's identity from being handed out again within this trace.
+        self._weak.append(StorageWeakRef(tensor.untyped_storage()))
+        return True
+
+    def _mark_written(self, tensor: Tensor, name: str, source: Source) -> None:
+        storage = storage_id(tensor)
+        if storage in self._external:
+            external = self._trace.externals[storage]
+            if not external.mutated:
+                external.mutated, external.mutated_by, external.mutated_at = True, name, source
+
+    def _lift(self, name: str, args: tuple[Any, ...], source: Source) -> Tensor:
+        """A constant made from Python values: not an external, but its value must stay the same."""
+        value: Tensor = args[0]
+        self._birth(value)
+        if value.device.type != "cpu":
+            self.refuse(
+                TemporaryCopyError,
+                f"a tensor is made from Python values on {value.device} at {source}, which copies from host memory "
+                "that is gone when the graph replays: make it once outside the step, or from a single number",
+                component=source.component,
+            )
+        return value.detach().clone()
+
+    def _check_seek(self, source: Source | None) -> None:
+        for position, (generator, state) in enumerate(self._states):
+            now = generator.get_state()
+            if not torch.equal(now, state):
+                self._states[position] = (generator, now)
+                place = f"before the random operator at {source}" if source else "within the step"
+                self.refuse(
+                    GeneratorSeekError,
+                    f"the {generator.device} generator's state was set {place} (manual_seed, set_rng_state, fork_rng, "
+                    "or a checkpoint that restores it); a replay only draws on. Seed outside the step, or pass "
+                    "preserve_rng_state=False to activation checkpointing",
+                )
+
+    def _note_generator(self, generator: torch.Generator | None) -> None:
+        self._states = [(gen, gen.get_state()) for gen, _ in self._states]
+        if generator is not None and all(generator is not known for known in self._trace.generators):
+            self._trace.generators.append(generator)
+
+    def _check_sync(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source
+    ) -> None:
+        if torch.Tag.data_dependent_output in func.tags:
+            what = "reads a tensor's value on the host" if "scalar" in name else "compares tensors on the host"
+            self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
+        elif _has_dynamic_shape(func, name, args, kwargs):
+            self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
+        self._check_transfer(name, args, out, source)
+
+    def _refuse_sync(self, what: str, source: Source) -> None:
+        self.refuse(
+            HostSyncError,
+            f"{what} at {source}; a replay would keep the first value. Keep it on the device (torch.where, a mask of "
+            "fixed shape), read it after the step from what the step returns, or pass eager_if=",
+            component=source.component,
+        )
+
+    def _check_transfer(self, name: str, args: tuple[Any, ...], out: Any, source: Source) -> None:
+        if name not in ("aten._to_copy.default", "aten.copy_.default"):
+            return
+        target, origin = (args[0], args[1]) if name == "aten.copy_.default" else (out, args[0])
+        if origin.device.type == target.device.type:
+            return
+        if target.device.type == "cpu":
+            self._refuse_sync(f"{name} copies from {origin.device} to the host", source)
+        elif origin.device.type == "cpu":
+            self.refuse(
+                TemporaryCopyError,
+                f"{name} copies host memory to {target.device} at {source}; a graph would copy from that address for "
+                "ever. Feed the tensor to the step, or make it on the device",
+                component=source.component,
+            )
+
+
+def _has_dynamic_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name == "aten.index.Tensor":
+        return _has_mask(args[1])
+    if name in _INDEX_PUTS:
+        value = args[2]
+        # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
+        return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
+    if name == "aten.repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    arguments = func._schema.arguments
+    for position, value in enumerate(args):
+        yield from _plain(arguments[position].name, value)
+    for name, value in kwargs.items():
+        yield from _plain(name, value)
+
+
+def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor | torch.Generator):
+        return
+    if isinstance(value, list | tuple):
+        if not any(isinstance(item, Tensor) for item in value):
+            yield name, tuple(value)
+        return
+    yield name, value

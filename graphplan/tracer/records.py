@@ -1,0 +1,66 @@
+"""Frozen records of a traced step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import RefusalError
+from graphplan.tracer.changes import Changes
+from graphplan.tracer.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
+    first appearance; ``scalars`` are the other arguments by name; ``launches`` is False for views and allocations."""
+
+    name: str
+    operands: tuple[tuple[str, int], ...]
+    scalars: tuple[tuple[str, Any], ...]
+    source: Source
+    launches: bool
+    constant: Tensor | None = None
+
+
+@dataclass(slots=True)
+class TracedExternal:
+    """A storage that existed before the step, through the tensor that first brought it in (held alive)."""
+
+    tensor: Tensor
+    operator: str
+    source: Source
+    mutated: bool = False
+    mutated_by: str = ""
+    mutated_at: Source | None = None
+
+
+@dataclass(slots=True)
+class Trace:
+    """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index."""
+
+    operators: list[Operator] = field(default_factory=list)
+    externals: dict[int, TracedExternal] = field(default_factory=dict)
+    leaf_storages: dict[int, int] = field(default_factory=dict)
+    output_leaves: list[Any] = field(default_factory=list)
+    output_structure: Any = None
+    changes: Changes = field(default_factory=Changes)
+    violation: RefusalError | None = None
+    generators: list[torch.Generator] = field(default_factory=list)
+    device: torch.device | None = None
+
+    @property
+    def launches(self) -> int:
+        """Operators that the device would run: views and allocations are free."""
+        return sum(op.launches for op in self.operators)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """Stands for a tensor that the step returned: ``leaf`` or ``path`` if it is one that went in, else internal."""
+
+    leaf: int | None = None
+    path: str | None = None

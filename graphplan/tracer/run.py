@@ -1,0 +1,64 @@
+"""Tracing one real call of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.errors import HostSyncError
+from graphplan.owners import storage_id
+from graphplan.signature import Feed
+from graphplan.tracer.changes import Recorder
+from graphplan.tracer.mode import TraceMode
+from graphplan.tracer.reads import HostReads
+from graphplan.tracer.records import OutputTensor, Trace
+from graphplan.tracer.source import find_source
+
+
+def trace(
+    fn: Callable[..., Any], feed: Feed, *, owners: Mapping[str, Any], device: torch.device | None
+) -> tuple[Any, Trace]:
+    """Run ``fn`` on ``feed`` for real; return its result and the facts.
+
+    The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
+    first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
+    """
+    record = Trace(device=device)
+    for index, leaf in feed.tensors():
+        storage = storage_id(leaf)
+        if storage is not None:
+            record.leaf_storages[index] = storage
+    recorder = Recorder(owners)
+    mode = TraceMode(record)
+
+    def on_read(name: str) -> None:
+        mode.refuse(
+            HostSyncError,
+            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
+            "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
+        )
+
+    args, kwargs = feed.rebuild(feed.leaves)
+    with HostReads(on_read, device), mode:
+        result = fn(*args, **kwargs)
+    mode.finish()
+    changes, after = recorder.changes()
+    record.changes = changes
+    for path, items in changes.appended.items():
+        changes.appended[path] = [_describe_output(item, feed, {}) for item in items]
+    paths = {id(tensor): path for path, slot in after.slots.items() for tensor in slot.tensors()}
+    leaves, record.output_structure = pytree.tree_flatten(result)
+    record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
+    return result, record
+
+
+def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:
+    """``value``, or what stands for it if it is a tensor: a trace must not keep the step's results alive."""
+    if not isinstance(value, Tensor):
+        return value
+    leaf = next((index for index, fed in feed.tensors() if fed is value), None)
+    return OutputTensor(leaf=leaf, path=None if leaf is not None else paths.get(id(value)))

@@ -1,0 +1,77 @@
+"""Where in the user's source an operator was called, and whether an optimizer called it."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_LIBRARIES = (f"{os.sep}lightning{os.sep}", f"{os.sep}pytorch_lightning{os.sep}", f"{os.sep}contextlib.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there."""
+
+    filename: str
+    line: int
+    function: str
+    component: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.filename, self.line).strip()
+        place = f"{os.path.basename(self.filename)}:{self.line} in {self.function}"
+        return f"{place}: `{text}`" if text else place
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith((_TORCH, _HERE)) or any(part in filename for part in _LIBRARIES)
+
+
+def find_source() -> Source:
+    """The innermost frame outside torch, Lightning and this package."""
+    frame: FrameType | None = sys._getframe(1)
+    component = _component(frame)
+    last = frame
+    while frame is not None:
+        if not _is_library(frame.f_code.co_filename):
+            return _source(frame, component)
+        last, frame = frame, frame.f_back
+    assert last is not None
+    return _source(last, component)
+
+
+def _source(frame: FrameType, component: str) -> Source:
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, component)
+
+
+def _component(frame: FrameType | None) -> str:
+    """``"optimizer"`` if the frames lead to an optimizer's ``step`` without passing a closure of somebody else's.
+
+    Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
+    the optimizer's own, which is what tells them apart.
+    """
+    between: set[str] = set()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            own = between - {code.co_filename}
+            return "optimizer" if all(_may_serve_optimizer(name) for name in own) else "step"
+        if not code.co_filename.startswith(_HERE):
+            between.add(code.co_filename)
+        frame = frame.f_back
+    return "step"
+
+
+def _may_serve_optimizer(filename: str) -> bool:
+    if filename.startswith(_OPTIM):
+        return True
+    nested = (os.path.join(_TORCH, "nn"), os.path.join(_TORCH, "autograd", "__init__"), os.path.join(_TORCH, "_tensor."))
+    return filename.startswith(_TORCH) and not filename.startswith(nested)
