@@ -28,7 +28,7 @@ from graphplan.stats import Stats
 from graphplan.step.entry import Entry, Line, Phase
 from graphplan.step.managed import Managed
 from graphplan.tape import TapeBackend
-from graphplan.tracer import trace
+from graphplan.tracer import Trace, trace
 
 EagerIf = Callable[..., bool] | int | None
 
@@ -52,13 +52,14 @@ class GraphedStep:
         prepare_optimizers: bool = True,
         max_graphs: int = 16,
     ) -> None:
-        _check_options(warmup_steps, on_failure, allow, eager_if, max_graphs)
+        check_options(warmup_steps, on_failure, allow, eager_if, max_graphs)
         self._fn = fn
         self._policy = policy or Policy.of_mode(check_mode(mode))
         self._backend_name = check_backend(backend)
         self._feed_device = torch.device(device) if device is not None else None
         self._warmup_steps = warmup_steps
         self._raises = on_failure == "raise"
+        self.escalate: Callable[[RefusalError], bool] = self._escalates
         self._allow = tuple(allow)
         self._eager_if = eager_if
         self._max_graphs = max_graphs
@@ -99,8 +100,13 @@ class GraphedStep:
             return self._replay(program, feed)
         return self._advance(entry, feed)
 
+    @property
+    def prepared(self) -> list[str]:
+        """What was changed on the optimizers to make them capturable."""
+        return self.managed.changes
+
     def _entry(self, feed: Feed) -> Entry:
-        key = (feed.key, _environment(), self.managed.fingerprint())
+        key = (feed.key, _environment(), self.managed.next_fingerprint())
         entry = self._entries.get(key)
         if entry is None:
             check_feed(feed, self._feed_home())
@@ -188,6 +194,8 @@ class GraphedStep:
         entry.warm += 1
         entry.eager_calls += 1
         self.stats.eager += 1
+        if self.stats.captured:
+            self.stats.skip(SkipReason.SHAPE)
         return result
 
     def _rekey(self, entry: Entry, feed: Feed) -> None:
@@ -226,14 +234,24 @@ class GraphedStep:
         with self.stats.timed("trace"):
             body = lambda: trace(self._fn, feed, owners=self.managed.owners, device=self._device)  # noqa: E731
             result, facts = self._run(lambda: self.managed.discover(body))
-            if facts.violation is not None:
-                raise facts.violation
-            line.traces.append(facts)
-            if len(line.traces) == 2:
-                self._plan(entry, line, feed)
+            try:
+                self._take(entry, line, feed, facts)
+            except RefusalError as error:
+                # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
+                self._refuse(error)
+                entry.refusal = error
+                self.stats.skip(error.reason, str(error))
         entry.eager_calls += 1
         self.stats.traced += 1
         return result
+
+    def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace) -> None:
+        """Keep a trace; with the second one comes the plan."""
+        if facts.violation is not None:
+            raise facts.violation
+        line.traces.append(facts)
+        if len(line.traces) == 2:
+            self._plan(entry, line, feed)
 
     def _plan(self, entry: Entry, line: Line, feed: Feed) -> None:
         first, second = line.traces
@@ -277,6 +295,7 @@ class GraphedStep:
             stats.recaptured += 1
         entry.recapture = False
         self._captured_feeds.add(feed.key)
+        self.managed.captured()
         self._evict(entry)
         stats.bytes_static = self._buffers.nbytes + sum(
             program.nbytes for other in self._entries.values() for program in other.programs()
@@ -296,9 +315,13 @@ class GraphedStep:
                 self._note(f"recapture: input {position} grew")
                 entry.drop()
 
+    def _escalates(self, error: RefusalError) -> bool:
+        """Whether a refusal is the caller's affair: before the first good replay, if asked for."""
+        return self._raises and self.stats.replayed == 0
+
     def _refuse(self, error: RefusalError) -> None:
-        """Raise before the first good replay (if asked to), else warn once."""
-        if self._raises and self.stats.replayed == 0:
+        """Raise if the refusal escalates, else warn once."""
+        if self.escalate(error):
             raise error
         text = str(error)
         if text not in self._warned:
@@ -325,7 +348,12 @@ class GraphedStep:
         self._closed = True
 
 
-def _check_options(warmup_steps: int, on_failure: str, allow: Sequence[str], eager_if: EagerIf, max_graphs: int) -> None:
+def check_options(warmup_steps: int, on_failure: str, allow: Sequence[str], eager_if: EagerIf, max_graphs: int) -> None:
+    """Refuse option values that make no sense.
+
+    Raises:
+        OptionError: naming the option, its value and what was expected.
+    """
     if warmup_steps < 1:
         raise OptionError(f"warmup_steps is {warmup_steps}; expected at least 1: an optimizer makes its state in that step")
     if on_failure not in ("raise", "eager"):

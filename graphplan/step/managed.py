@@ -13,7 +13,7 @@ from graphplan.optimizers import LearningRates, Preparation, check_optimizer
 from graphplan.owners import Discovery, Walk, free_name, name_owners, walk_owners
 
 _CHURN = 3
-"""A hyper-parameter that has a value never seen before in this many consecutive calls is on a per-step schedule."""
+"""New values of a hyper-parameter without one capture between them: it changes faster than steps can be captured."""
 
 
 class Managed:
@@ -26,12 +26,13 @@ class Managed:
         self._prepare = prepare
         self.owners = name_owners(owners)
         self.rates = LearningRates()
+        self.changes: list[str] = []
         self._preparations: dict[int, Preparation] = {}
         self._fingerprint: Fingerprint | None = None
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
         self._seen: dict[tuple[Any, ...], int] = {}
-        self._streak = 0
+        self._churn = 0
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
                 self.manage(owner)
@@ -45,15 +46,11 @@ class Managed:
         if id(optimizer) in self._preparations:
             return
         if self._prepare:
-            self._preparations[id(optimizer)] = Preparation(optimizer)
+            preparation = self._preparations[id(optimizer)] = Preparation(optimizer)
+            self.changes += preparation.changes
         else:
             check_optimizer(optimizer)
         self.rates.attach([optimizer])
-
-    @property
-    def changes(self) -> list[str]:
-        """What was changed on the optimizers."""
-        return [change for preparation in self._preparations.values() for change in preparation.changes]
 
     def discover(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:
         """Run ``call`` and take in the modules and optimizers that it turns out to use."""
@@ -71,33 +68,39 @@ class Managed:
         self._parameters = [param for _, param in walk.parameters.values()]
 
     def fingerprint(self) -> int:
-        """A number for the Python values that a program bakes in; equal values have equal numbers.
+        """A number for the Python values that a program bakes in; equal values have equal numbers."""
+        if self._fingerprint is None:
+            return -1
+        values = self._fingerprint.values()
+        if values != self._last:
+            self._last, self._last_id = values, self._seen.setdefault(values, len(self._seen))
+        return self._last_id
+
+    def next_fingerprint(self) -> int:
+        """:meth:`fingerprint` at the start of a call.
 
         Raises:
             OptimizerError: if a hyper-parameter keeps taking new values, which no number of programs could follow.
         """
-        if self._fingerprint is None:
-            return -1
-        values = self._fingerprint.values()
-        if values == self._last:
-            self._streak = 0
-            return self._last_id
-        number = self._seen.get(values)
-        if number is None:
-            number = self._seen[values] = len(self._seen)
-            self._check_churn(values)
-        self._last, self._last_id = values, number
+        before, known = self._last, len(self._seen)
+        number = self.fingerprint()
+        if before is not None and len(self._seen) > known:
+            self._check_churn(before)
         return number
 
-    def _check_churn(self, values: tuple[Any, ...]) -> None:
-        assert self._fingerprint is not None
-        changed = self._fingerprint.changed(self._last, values) if self._last is not None else []
-        self._streak = self._streak + 1 if changed else 0
-        if self._streak >= _CHURN:
-            self._streak = 0
+    def captured(self) -> None:
+        """A program was captured: hyper-parameters stay long enough."""
+        self._churn = 0
+
+    def _check_churn(self, before: tuple[Any, ...]) -> None:
+        assert self._fingerprint is not None and self._last is not None
+        changed = self._fingerprint.changed(before, self._last)
+        self._churn += bool(changed)
+        if self._churn >= _CHURN:
+            self._churn = 0
             raise OptimizerError(
-                f"{'; '.join(changed[:3])}: a new value in each of the last {_CHURN} steps, which the kernel takes as a "
-                "Python number, so that every step would need its own capture. Expected a constant, or an lr that "
+                f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and the kernel takes it "
+                "as a Python number, so that each value needs a capture of its own. Expected a constant, or an lr that "
                 "the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with "
                 "capturable=True). Use one of those, change the value once per epoch, or leave optimizer.step() out "
                 "of the step (in a Trainer that is done for you)",

@@ -1,0 +1,157 @@
+"""``Trainer(callbacks=[GraphPlanCallback()])``: every steady training step becomes one replay."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from graphplan.backend import check_backend
+from graphplan.callback.gates import closed_gate, keeps_optimizer_outside
+from graphplan.callback.seam import StepSeam
+from graphplan.errors import NotCapturedError, PolicyError
+from graphplan.policy import MODES, Policy
+from graphplan.report import report, summary
+from graphplan.stats import Stats
+from graphplan.step.graphed import check_options
+
+
+class GraphPlanCallback(Callback):
+    """Replays a Trainer's training steps, optimizer included, with the numbers of the same run without it.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[GraphPlanCallback()])
+
+    Args:
+        mode: ``"auto"`` or ``"train"``: which policy training uses.
+        backend: ``"auto"`` (a CUDA graph on CUDA, the tape on the CPU), ``"cudagraph"``, ``"tape"`` or ``"eager"``.
+        policies: policy by mode name, or its two role lists: ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
+        warmup_steps: eager steps per batch signature before it is traced; at least 1.
+        on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
+            ``"eager"``: it runs eagerly, with one warning.
+        allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
+        eager_if: ``(batch, batch_idx) -> bool``, or n for every n-th batch of an epoch: these steps run as Python.
+        prepare_optimizers: whether the optimizer may be made capturable; what was changed is in the report, is put back
+            after the fit, and is not in checkpoints.
+
+    Raises:
+        OptionError, PolicyError, BackendError: for arguments that make no sense.
+    """
+
+    def __init__(
+        self,
+        mode: str = "auto",
+        backend: str = "auto",
+        policies: Mapping[str, Any] | None = None,
+        warmup_steps: int = 3,
+        on_failure: str = "raise",
+        allow: Sequence[str] = (),
+        eager_if: Callable[[Any, int], bool] | int | None = None,
+        prepare_optimizers: bool = True,
+    ) -> None:
+        super().__init__()
+        if mode not in ("auto", "train"):
+            raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
+        check_backend(backend)
+        check_options(warmup_steps, on_failure, allow, eager_if, 1)
+        unknown = sorted(set(policies or {}) - set(MODES))
+        if unknown:
+            raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
+        self.mode = mode
+        self.backend = backend
+        self.policies = {name: Policy.parse(name, value) for name, value in (policies or {}).items()}
+        self.warmup_steps = warmup_steps
+        self.on_failure = on_failure
+        self.allow = tuple(allow)
+        self.eager_if = eager_if
+        self.prepare_optimizers = prepare_optimizers
+        self._seam: StepSeam | None = None
+        self._stats = Stats()
+        self._plans = 0
+        self._notes: list[str] = []
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of the current fit, or of the last one."""
+        return self._seam.stats if self._seam is not None else self._stats
+
+    def report(self) -> str:
+        """What happened to the fit's steps, as text."""
+        plans = self._seam.plans if self._seam is not None else self._plans
+        notes = self._seam.report_notes() if self._seam is not None else self._notes
+        return report(self.stats, plans=plans, notes=notes)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam: the first hook at which restored optimizer state is in place."""
+        self._stats, self._plans, self._notes = Stats(), 0, []
+        if self.backend == "eager":
+            return
+        reason = closed_gate(trainer, pl_module)
+        if reason is not None:
+            self._refuse(reason)
+            return
+        self._seam = StepSeam(
+            trainer,
+            pl_module,
+            policy=self.policies.get("train", Policy.train()),
+            backend=self.backend,
+            warmup_steps=self.warmup_steps,
+            raises=self.on_failure == "raise",
+            allow=self.allow,
+            eager_if=self.eager_if,
+            prepare_optimizers=self.prepare_optimizers,
+        )
+        self._seam.install()
+        outside = keeps_optimizer_outside(pl_module)
+        if outside is not None:
+            self._seam.keep_optimizer_outside(outside)
+
+    def _refuse(self, reason: str) -> None:
+        text = f"no step of this fit can be captured: {reason}"
+        if self.on_failure == "raise":
+            raise NotCapturedError(f"{text}, or pass on_failure='eager'")
+        self._notes.append(text)
+        warnings.warn(f"graphplan runs this fit eagerly: {text}", UserWarning, stacklevel=2)
+
+    def _remove(self) -> None:
+        """Take the seam off and keep its figures."""
+        seam, self._seam = self._seam, None
+        if seam is not None:
+            seam.remove()
+            self._stats, self._plans, self._notes = seam.stats, seam.plans, seam.report_notes()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the seam and say in one line what it did."""
+        had_seam = self._seam is not None
+        self._remove()
+        if had_seam:
+            rank_zero_info(self._last_line())
+
+    def _last_line(self) -> str:
+        stats = self._stats
+        if stats.captured == 0:
+            return (
+                f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
+                f"{self.warmup_steps + 3} of one batch signature"
+            )
+        return summary(stats, plans=self._plans)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove the seam: Lightning calls nothing else after a failure."""
+        self._remove()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the seam if nothing else did."""
+        self._remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the seam: a running fit is not part of a copy or a pickle."""
+        return {**self.__dict__, "_seam": None}

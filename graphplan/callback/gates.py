@@ -1,0 +1,40 @@
+"""What a run must be like for its steps to be captured, and what to do where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+"""Hooks that Lightning calls inside the step, so that they run in the recording and not in a replay."""
+
+
+def closed_gate(trainer: Trainer, module: LightningModule) -> str | None:
+    """Why no step of this run can be captured; None if nothing speaks against it."""
+    if not module.automatic_optimization:
+        return "the module uses manual optimization; only automatic optimization is captured"
+    if not isinstance(trainer.strategy, SingleDeviceStrategy):
+        name = type(trainer.strategy).__name__
+        return f"the strategy is {name}; only single-device strategies are captured: use devices=1"
+    if trainer._detect_anomaly:
+        return "detect_anomaly=True reads every gradient on the host; turn it off"
+    if len(trainer.optimizers) != 1:
+        return f"the module has {len(trainer.optimizers)} optimizers; automatic optimization steps exactly one"
+    return None
+
+
+def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
+    """Callbacks with hooks inside the step: their Python state is watched like the module's."""
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    hooked = [cb for cb in callbacks if any(is_overridden(hook, cb, Callback) for hook in STEP_HOOKS)]
+    return {f"callbacks[{type(cb).__name__}]": cb for cb in hooked}
+
+
+def keeps_optimizer_outside(module: LightningModule) -> str | None:
+    """Why the optimizer step must run on the host in any case; None if it may be captured."""
+    if is_overridden("optimizer_step", module):
+        return f"{type(module).__name__}.optimizer_step is overridden, so it runs on the host for each step"
+    return None

@@ -1,0 +1,226 @@
+"""The step seam: Lightning's automatic optimization, run through a graphed step.
+
+Two forms. *Whole*: the bound ``automatic_optimization.run`` becomes one graphed step, optimizer included. *Components*:
+where the optimizer cannot be captured or must run on the host, only the closure (forward, zero_grad, backward) is a
+graphed step, and Lightning's own code clips and steps after it. Everything is set on instances and taken off again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+
+from graphplan.callback.gates import hooked_callbacks
+from graphplan.callback.logs import LogNotes, with_logs
+from graphplan.errors import NotCapturedError, RefusalError
+from graphplan.policy import Policy
+from graphplan.stats import Stats
+from graphplan.step import GraphedStep
+
+_OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "optimizer._opt_called", "optimizer._step_count")
+"""Bookkeeping of Lightning's and torch's own that no step depends on."""
+_DUE_AFTER = 4
+"""Capture is overdue after this many times the calls that one signature needs."""
+
+
+class _ReplayedClosure:
+    """Stands where Lightning expects its closure: calling it runs the graphed forward and backward."""
+
+    def __init__(self, run: Callable[[], ClosureResult]) -> None:
+        self._run = run
+        self._result: ClosureResult | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._result = self._run()
+        return self._result.loss
+
+    def consume_result(self) -> ClosureResult:
+        """The last result, once."""
+        assert self._result is not None
+        result, self._result = self._result, None
+        return result
+
+
+class StepSeam:
+    """One fit's seam. ``install`` and ``remove`` are inverse; ``stats`` outlives both."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        policy: Policy,
+        backend: str,
+        warmup_steps: int,
+        raises: bool,
+        allow: Sequence[str],
+        eager_if: Callable[[Any, int], bool] | int | None,
+        prepare_optimizers: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._options: dict[str, Any] = {
+            "policy": policy,
+            "backend": backend,
+            "warmup_steps": warmup_steps,
+            "on_failure": "raise" if raises else "eager",
+            "allow": (*_OWN_EFFECTS, *allow),
+            "prepare_optimizers": prepare_optimizers,
+            "eager_if": self._asks_eager if eager_if is not None else None,
+        }
+        self._raises = raises
+        self._warmup_steps = warmup_steps
+        self._eager_if = eager_if
+        self._logs = LogNotes(trainer)
+        self._steps: list[GraphedStep] = []
+        self._components: GraphedStep | None = None
+        self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
+        self.notes: list[str] = []
+        self._whole = self._make(self._whole_body, self._owners())
+
+    def _owners(self) -> dict[str, Any]:
+        owners: dict[str, Any] = {"model": self._module, "optimizer": self._trainer.optimizers[0]}
+        progress = self._loop.optim_progress.optimizer
+        for name, part in (("step", progress.step), ("zero_grad", progress.zero_grad)):
+            owners[f"progress.{name}.total"], owners[f"progress.{name}.current"] = part.total, part.current
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            owners["scaler"] = scaler
+        return owners | hooked_callbacks(self._trainer)
+
+    def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
+        step = GraphedStep(body, owners=owners, **self._options)
+        self._steps.append(step)
+        return step
+
+    def install(self) -> None:
+        """Put the seam in."""
+        self._whole.escalate = lambda error: error.component == "optimizer" or self._must_raise()
+        self._loop.run = self._run
+
+    def remove(self) -> None:
+        """Take everything off again, and put the optimizer's flags back."""
+        for name in ("run", "_make_closure"):
+            vars(self._loop).pop(name, None)
+        for step in self._steps:
+            step.close()
+
+    @property
+    def stats(self) -> Stats:
+        """Counts of the fit so far."""
+        total = Stats()
+        for step in self._steps:
+            total.merge(step.stats)
+        return total
+
+    @property
+    def plans(self) -> int:
+        """Plans that were captured."""
+        return sum(step.stats.captured - step.stats.recaptured for step in self._steps)
+
+    def report_notes(self) -> list[str]:
+        """Facts for the report: what was prepared, what runs on the host and why."""
+        prepared = [f"prepared: {change}" for step in self._steps for change in step.prepared]
+        return [*prepared, *self.notes]
+
+    def _must_raise(self) -> bool:
+        return self._raises and all(step.stats.replayed == 0 for step in self._steps)
+
+    def keep_optimizer_outside(self, reason: str) -> None:
+        """Go over to the components form."""
+        self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
+        owners = {name: owner for name, owner in self._owners().items() if name != "optimizer"}
+        self._whole.close()
+        self._components = self._make(self._closure_body, owners)
+        self._components.escalate = lambda error: self._must_raise()
+        self._loop._make_closure = self._make_closure
+
+    def _asks_eager(self, *args: Any) -> bool:
+        assert self._context is not None
+        _, batch_idx, kwargs = self._context
+        if callable(self._eager_if):
+            return bool(self._eager_if(next(iter(kwargs.values())), batch_idx))
+        assert self._eager_if is not None
+        return batch_idx % self._eager_if == 0
+
+    def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        """In place of ``automatic_optimization.run``."""
+        if self._loop._skip_backward or "batch" not in kwargs:
+            return self._stock_run(optimizer, batch_idx, kwargs)
+        self._context = (optimizer, batch_idx, kwargs)
+        if self._components is None:
+            try:
+                return self._through(self._whole)
+            except RefusalError as error:
+                if error.component != "optimizer":
+                    raise
+                self.keep_optimizer_outside(str(error))
+        return self._stock_run(optimizer, batch_idx, kwargs)
+
+    def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        return type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
+
+    def _through(self, step: GraphedStep) -> Any:
+        """Run the current batch through ``step``; log what it logged."""
+        assert self._context is not None
+        _, batch_idx, kwargs = self._context
+        last_hook = self._logs.last_hook()
+        first = batch_idx % self._trainer.accumulate_grad_batches == 0
+        out = step(kwargs["batch"], (first, self._trainer.fit_loop._should_accumulate()))
+        if out["logs"]:
+            self._logs.carry_out(out["logs"], last_hook)
+        self._check_due(step)
+        return out["result"]
+
+    def _check_due(self, step: GraphedStep) -> None:
+        stats = step.stats
+        asked = stats.calls - sum(stats.skipped.values())
+        due = _DUE_AFTER * (self._warmup_steps + 3)
+        if self._raises and stats.captured == 0 and asked > due:
+            raise NotCapturedError(
+                f"no step was captured in {stats.calls} steps, though {self._warmup_steps + 3} with one signature are "
+                "enough: the batches differ each time in shape, dtype, structure or Python values. Expected batches "
+                "that repeat a signature: pad them, drop Python values from them, or pass on_failure='eager'"
+            )
+
+    def _batch_kwargs(self, batch: Any) -> OrderedDict[str, Any]:
+        assert self._context is not None
+        kwargs = OrderedDict(self._context[2])
+        kwargs["batch"] = batch
+        return kwargs
+
+    def _whole_body(self, batch: Any, variant: Any) -> dict[str, Any]:
+        assert self._context is not None
+        optimizer, batch_idx, _ = self._context
+        kwargs = self._batch_kwargs(batch)
+        return with_logs(self._logs, lambda: self._stock_run(optimizer, batch_idx, kwargs))
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        """In place of ``automatic_optimization._make_closure`` in the components form."""
+        if self._loop._skip_backward or self._components is None:
+            return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
+        return _ReplayedClosure(self._run_components)
+
+    def _run_components(self) -> ClosureResult:
+        assert self._components is not None
+        out = self._through(self._components)
+        result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
+        result.loss = out.get("loss")
+        return result
+
+    def _closure_body(self, batch: Any, variant: Any) -> dict[str, Any]:
+        assert self._context is not None
+        optimizer, batch_idx, _ = self._context
+        kwargs = self._batch_kwargs(batch)
+
+        def body() -> dict[str, Any]:
+            closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
+            closure()
+            return closure.consume_result().asdict()
+
+        return with_logs(self._logs, body)
