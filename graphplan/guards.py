@@ -26,10 +26,19 @@ class Guards:
     Args:
         slots: the slots that the program adopted.
         walk: the walk they come from; its links are checked too.
-        entry_grads: ``"none"`` or ``"kept"`` per parameter path, from the plan.
+        plan: says what gradients must be on entry and which Python values the step reads.
+        extra: unowned tensors that the plan keeps.
+        values: what those Python values were at capture; by default what they are now.
     """
 
-    def __init__(self, slots: Iterable[Slot], walk: Walk, plan: Plan, extra: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        slots: Iterable[Slot],
+        walk: Walk,
+        plan: Plan,
+        extra: Sequence[Tensor] = (),
+        values: list[Any] | None = None,
+    ) -> None:
         held = [slot for slot in slots if slot.param is None]
         self._containers = [slot.container for slot in held] + [link[0] for link in walk.links]
         self._keys = [slot.key for slot in held] + [link[1] for link in walk.links]
@@ -40,6 +49,12 @@ class Guards:
         self._grad_params = [param for param, _ in wanted]
         self._grads = [param.grad if need == "kept" else None for param, need in wanted]
         tensors += [grad for grad in self._grads if grad is not None]
+        scalars = [walk.scalars[path] for path in plan.reads if path in walk.scalars]
+        self._labels = [path for path in plan.reads if path in walk.scalars]
+        self._labels += [f"global {name}" for _, name in plan.global_reads]
+        self._spaces = [s.container for s in scalars] + [space for space, _ in plan.global_reads]
+        self._names = [s.key for s in scalars] + [name for _, name in plan.global_reads]
+        self._values = values if values is not None else list(map(getitem, self._spaces, self._names))
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
 
@@ -48,11 +63,27 @@ class Guards:
         try:
             if any(map(is_not, map(getitem, self._containers, self._keys), self._expected)):
                 return False
-        except (KeyError, IndexError):
+            if list(map(getitem, self._spaces, self._names)) != self._values:
+                return False
+        except (KeyError, IndexError, RuntimeError):
+            # A key that is gone, or a Python value that became a tensor.
             return False
         if any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
             return False
         return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+
+    @property
+    def values(self) -> list[Any]:
+        """The Python values that the program was captured with."""
+        return self._values
+
+    def changed_value(self) -> str | None:
+        """The first Python value that is no longer what it was, described."""
+        for label, space, name, old in zip(self._labels, self._spaces, self._names, self._values, strict=True):
+            new = space.get(name) if isinstance(space, dict) else space[name]
+            if type(new) is not type(old) or new != old:
+                return f"{label} was {old!r} and is {new!r}"
+        return None
 
 
 class Fingerprint:

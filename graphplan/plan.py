@@ -52,6 +52,10 @@ class Rates(Protocol):
 
     def __exit__(self, *exc: object) -> None: ...
 
+    @property
+    def storages(self) -> frozenset[int]:
+        """Storages of the device learning rates."""
+
     def push(self) -> None:
         """Copy changed learning rates to the device."""
 
@@ -77,6 +81,8 @@ class Plan:
             that is missing here may have any gradient, since the step drops it unread.
         launches: operators that one eager step launches.
         generators: generators other than torch's default ones that the step draws from.
+        reads: paths of owners' Python values that the step's code may have read: a replay is good for these values only.
+        global_reads: likewise module globals, as ``(namespace, name)``.
         device: where the step computes.
     """
 
@@ -92,6 +98,8 @@ class Plan:
     entry_grads: Mapping[str, str]
     launches: int
     generators: tuple[torch.Generator, ...]
+    reads: tuple[str, ...]
+    global_reads: tuple[tuple[dict[str, Any], str], ...]
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class _Kernel:
     ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
     """
 
-    __slots__ = ("args", "constant", "func", "kwargs", "outs", "writes")
+    __slots__ = ("args", "constant", "func", "grad_mode", "kwargs", "outs", "writes")
 
     def __init__(
         self,
@@ -60,6 +61,8 @@ class _Kernel:
         self.outs = outs
         self.writes = writes
         self.constant = constant
+        # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass).
+        self.grad_mode = torch.is_grad_enabled()
 
 
 def _alias(value: Any) -> Any:
@@ -133,7 +136,9 @@ def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
         candidate = getattr(func.overloadpacket, overload)
         plain = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
         given = [a for a in candidate._schema.arguments if a.is_out]
-        if given and plain == wanted and all(str(a.type) == "Tensor" for a in given):
+        generated = torch.Tag.generated in candidate.tags
+        # A generated out= form calls the functional one and copies, and checks less than it should: we copy ourselves.
+        if given and not generated and plain == wanted and all(str(a.type) == "Tensor" for a in given):
             return candidate, tuple(a.name for a in given)
     return None
 
@@ -185,7 +190,9 @@ class TapeRecording:
             for storage in kernel.writes:
                 writers[storage] = writers.get(storage, 0) + 1
         live = [kernel for kernel in mode.kernels if not _is_unchanging(kernel, writers)]
-        self._kernels: list[Callable[[], Any]] | None = [_compile(kernel) for kernel in live]
+        self._runs: list[tuple[bool, list[Callable[[], Any]]]] | None = [
+            (mode, [_compile(kernel) for kernel in run]) for mode, run in groupby(live, lambda kernel: kernel.grad_mode)
+        ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
 
@@ -195,23 +202,25 @@ class TapeRecording:
         Raises:
             ClosedError: after :meth:`reset`.
         """
-        if self._kernels is None:
+        if self._runs is None:
             raise ClosedError("this recording was reset; capture the step again")
         if torch.is_autocast_enabled("cpu"):
             with torch.autocast("cpu", enabled=False):
-                self._run(self._kernels)
+                self._run(self._runs)
         else:
-            self._run(self._kernels)
+            self._run(self._runs)
 
     @staticmethod
-    def _run(kernels: list[Callable[[], Any]]) -> None:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
-            for kernel in kernels:
-                kernel()
+    def _run(runs: list[tuple[bool, list[Callable[[], Any]]]]) -> None:
+        with torch._C._AutoDispatchBelowAutograd():
+            for grad_mode, kernels in runs:
+                with torch.set_grad_enabled(grad_mode):
+                    for kernel in kernels:
+                        kernel()
 
     def reset(self) -> None:
         """Let the operators and their memory go."""
-        self._kernels = None
+        self._runs = None
 
 
 class TapeBackend:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
-from graphplan.compiler.effects import find_appends, find_counters, find_rebindings
+from graphplan.compiler.effects import find_appends, find_counters, find_reads, find_rebindings
 from graphplan.errors import OutputError
-from graphplan.optimizers import LearningRates
 from graphplan.owners import Walk, walk_owners
-from graphplan.plan import Output, Plan, frozen
+from graphplan.plan import Output, Plan, Rates, frozen
 from graphplan.signature import Feed, FeedSpec
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import place_of, same_value
@@ -40,7 +39,7 @@ def build_plan(
     owners: Callable[[], Mapping[str, Any]],
     function: Callable[[], Callable[..., Any]],
     allow: Sequence[str] = (),
-    rates: LearningRates,
+    rates: Rates,
 ) -> Plan:
     """Compile two traces of consecutive real steps. ``feed`` is the second one's.
 
@@ -52,7 +51,7 @@ def build_plan(
     counters = find_counters(first, second, allow)
     appends = find_appends(first, second, allow)
     carries, rebinds = find_rebindings(first, second, allow)
-    externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
+    externals = classify(first, second, feed, carries=carries, shadows=rates.storages)
     fn = function()
     assert second.device is not None
     return Plan(
@@ -69,6 +68,8 @@ def build_plan(
         launches=second.launches,
         generators=tuple(second.generators),
         device=second.device,
+        reads=find_reads(first, second, walk, counters, allow),
+        global_reads=tuple(second.reads.global_values.values()),
         host_facts=(),
         keep_alive=tuple(_shared_storages(first, second)),
         rates=rates,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from graphplan.errors import HostSyncError, UnownedTensorError
-from graphplan.owners import Slot, Walk, storage_id
+from graphplan.owners import Slot, storage_id
 from graphplan.roles import External, Role, TensorSpec
 from graphplan.signature import Feed
 from graphplan.tracer import Trace, TracedExternal
@@ -18,7 +18,6 @@ def classify(
     first: Trace,
     second: Trace,
     feed: Feed,
-    walk: Walk,
     *,
     carries: Sequence[str],
     shadows: frozenset[int] = frozenset(),
@@ -34,7 +33,7 @@ def classify(
         HostSyncError: an external on the host in a step that computes elsewhere.
     """
     found = [_input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages]
-    slots = walk.by_storage()
+    slots = second.entry_slots
     earlier = list(first.externals)
     fed = set(second.leaf_storages.values())
     unowned = 0
@@ -68,7 +67,8 @@ def _input(index: int, name: str, feed: Feed, trace: Trace) -> External:
 
 
 def _owned(slot: Slot, storage: int, traced: TracedExternal, *, carried: bool) -> External:
-    tensor = next(t for t in slot.tensors() if storage_id(t) == storage)
+    # A slot that the step rebound holds something else by now; what it held came in through the trace.
+    tensor = next((t for t in slot.tensors() if storage_id(t) == storage), traced.tensor)
     if slot.is_parameter:
         role = Role.PARAM
     elif traced.mutated or carried or slot.param is not None or _is_optimizer_path(slot.path):

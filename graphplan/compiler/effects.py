@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from graphplan.errors import CarryError, HostEffectError
+from graphplan.errors import CarryError, HostEffectError, HostScalarError
+from graphplan.owners import Walk
 from graphplan.plan import Append, Counter
 from graphplan.tracer import Trace
-from graphplan.tracer.changes import Rebinding
+from graphplan.tracer.changes import Rebinding, same_value
 
 
 def is_allowed(path: str, allow: Iterable[str]) -> bool:
@@ -130,3 +131,29 @@ def _check_carry(rebinding: Rebinding) -> None:
 
 def _shapes(specs: list[tuple[Any, Any]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in specs) or "no tensor"
+
+
+def find_reads(
+    first: Trace, second: Trace, walk: Walk, counters: Iterable[Counter], allow: Iterable[str]
+) -> tuple[str, ...]:
+    """Paths of Python values that the step's code may have read and does not itself change.
+
+    Raises:
+        HostScalarError: for one that somebody changes between two steps: each replay would have a stale value.
+    """
+    own = {counter.path for counter in counters}
+    paths = []
+    for path, scalar in walk.scalars.items():
+        if path in own or is_allowed(path, allow):
+            continue
+        if not any(trace.reads.covers(scalar.owner, scalar.attribute) for trace in (first, second)):
+            continue
+        old, new = first.entry_scalars.get(path), second.entry_scalars.get(path)
+        if not same_value(old, new):
+            raise HostScalarError(
+                f"the step's code reads {path}, which is {old!r} before one step and {new!r} before the next; a replay "
+                f"would keep one value. Hold it in a tensor and update that in place, feed it, or, if the step's results "
+                f"do not depend on it, pass allow=({path!r},)"
+            )
+        paths.append(path)
+    return tuple(paths)

@@ -11,7 +11,7 @@ Lightning that it was not given by name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,12 +67,26 @@ def tensor_leaves(value: Any) -> list[Tensor]:
     return []
 
 
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it."""
+
+    container: Any
+    key: Any
+    owner: Any
+    attribute: str
+
+    def get(self) -> Any:
+        """The value now."""
+        return self.container[self.key]
+
+
 @dataclass(slots=True)
 class Walk:
     """All that a walk over owners found, in walking order."""
 
     slots: dict[str, Slot] = field(default_factory=dict)
-    scalars: dict[str, tuple[Container, Hashable]] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
     lists: dict[str, list[Any]] = field(default_factory=dict)
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
@@ -111,7 +125,7 @@ class _Walker:
         elif isinstance(owner, torch.optim.Optimizer):
             self._optimizer(owner, path)
         elif isinstance(owner, MutableMapping | list):
-            self._items(owner, path, 0)
+            self._items(owner, path, 0, (owner, path))
         elif hasattr(owner, "__dict__"):
             self._object(owner, path, 0)
 
@@ -137,7 +151,7 @@ class _Walker:
                 self._slot(f"{path}.{name}", module._buffers, name)
         for name, value in list(inner.items()):
             if name not in _MODULE_INTERNALS and name != "training":
-                self._value(value, f"{path}.{name}", inner, name, depth + 1)
+                self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
         for name, child in module._modules.items():
             if child is not None:
                 self.walk.links.append((module._modules, name, child))
@@ -165,11 +179,11 @@ class _Walker:
             name = known[0] if known else str(owner)
             self.walk.links.append((state, owner, values))
             if isinstance(values, MutableMapping):
-                self._items(values, f"{path}.state[{name}]", 1)
+                self._items(values, f"{path}.state[{name}]", 1, (optimizer, "state"))
         for name, value in list(inner.items()):
             if isinstance(value, Tensor | list | dict) and name not in ("state", "param_groups", "defaults"):
                 if not name.startswith("_optimizer_"):
-                    self._value(value, f"{path}.{name}", inner, name, 1)
+                    self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
     def _group(self, group: dict[str, Any], path: str, groups: list[Any], index: int) -> None:
         params = group["params"]
@@ -186,7 +200,7 @@ class _Walker:
     def _slot(self, path: str, container: Container, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key)
 
-    def _items(self, items: Container, path: str, depth: int) -> None:
+    def _items(self, items: Container, path: str, depth: int, source: tuple[Any, str]) -> None:
         if not self._first_visit(items):
             return
         self.walk.containers.append(items)
@@ -198,7 +212,7 @@ class _Walker:
             if count >= _MAX_ITEMS:
                 break
             name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key)}]"
-            self._value(value, name, items, key, depth + 1)
+            self._value(value, name, items, key, depth + 1, source)
 
     def _object(self, thing: Any, path: str, depth: int) -> None:
         if not self._first_visit(thing):
@@ -206,15 +220,17 @@ class _Walker:
         inner = vars(thing)
         self.walk.containers.append(inner)
         for name, value in list(inner.items()):
-            self._value(value, f"{path}.{name}", inner, name, depth + 1)
+            self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
 
-    def _value(self, value: Any, path: str, container: Container, key: Any, depth: int) -> None:
+    def _value(
+        self, value: Any, path: str, container: Container, key: Any, depth: int, source: tuple[Any, str]
+    ) -> None:
         if isinstance(value, nn.Parameter):
             self._parameter(value, path, container, key)
         elif isinstance(value, Tensor) or (isinstance(value, tuple) and tensor_leaves(value)):
             self._slot(path, container, key)
         elif isinstance(value, SCALARS) or isinstance(value, tuple):
-            self.walk.scalars[path] = (container, key)
+            self.walk.scalars[path] = Scalar(container, key, *source)
         elif depth > _MAX_DEPTH:
             return
         elif isinstance(value, nn.Module):
@@ -222,7 +238,7 @@ class _Walker:
             self._module(value, path, depth)
         elif isinstance(value, dict | list):
             self.walk.links.append((container, key, value))
-            self._items(value, path, depth)
+            self._items(value, path, depth, source)
         elif _is_user_object(value):
             self.walk.links.append((container, key, value))
             self._object(value, path, depth)
@@ -244,7 +260,7 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
     for name, owner in ranked:
         if isinstance(owner, Tensor):
             assert isinstance(owners, MutableMapping)
-            walker._value(owner, name, owners, name, 0)
+            walker._value(owner, name, owners, name, 0, (owners, name))
         else:
             walker.enter(owner, name)
     return walker.walk

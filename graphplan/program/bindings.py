@@ -68,7 +68,11 @@ class Bindings:
     def follow(self, walk: Walk) -> None:
         """Use ``walk``'s containers from now on."""
         self._walk = walk
-        self._counters = [(*walk.scalars[c.path], c.delta) for c in self._plan.counters if c.path in walk.scalars]
+        self._counters = [
+            (walk.scalars[c.path].container, walk.scalars[c.path].key, c.delta)
+            for c in self._plan.counters
+            if c.path in walk.scalars
+        ]
 
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""

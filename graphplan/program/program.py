@@ -47,12 +47,12 @@ class Program:
         self._copied = copied
         self._bindings = bindings
         self._outputs = outputs
-        self._adopt(walk)
+        self._adopt(walk, None)
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
         self.has_replayed = False
 
-    def _adopt(self, walk: Walk) -> None:
+    def _adopt(self, walk: Walk, values: list[Any] | None) -> None:
         """Take the owners' tensors as they lie now for this program's fixed storage."""
         self._walk = walk
         paths = {e.path for e in self.plan.externals if e.path is not None}
@@ -60,7 +60,7 @@ class Program:
         self._held = {slot.path: slot.get() for slot in self._slots}
         self._aliases = {slot.path: [t.detach() for t in slot.tensors()] for slot in self._slots}
         unowned = [e.tensor for e in self.plan.externals if e.path is None and e.tensor is not None]
-        self.guards = Guards(self._slots, walk, self.plan, unowned)
+        self.guards = Guards(self._slots, walk, self.plan, unowned, values)
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs, in one call."""
@@ -140,6 +140,9 @@ class Program:
         Returns:
             None if the program fits again, else why it cannot.
         """
+        changed = self.guards.changed_value()
+        if changed is not None:
+            return f"the step's code reads {changed}"
         walk = walk_owners(self.plan.owners())
         for path, held in self._held.items():
             reason = self._resync_slot(path, held, walk.slots.get(path))
@@ -152,7 +155,7 @@ class Program:
         self.plan.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
         self._bindings.follow(walk)
-        self._adopt(walk)
+        self._adopt(walk, self.guards.values)
         return None if self.guards.hold() else "a tensor that nobody owns has moved"
 
     def _resync_slot(self, path: str, held: Any, slot: Slot | None) -> str | None:

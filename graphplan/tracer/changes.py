@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphplan.owners import Walk, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage identity, offset, shape, strides, dtype: two tensors in one place are the same memory seen alike."""
@@ -53,7 +53,7 @@ class Recorder:
         self.walk = walk_owners(owners)
         self._weak: list[StorageWeakRef] = []
         self.places = {path: self._note(slot.tensors()) for path, slot in self.walk.slots.items()}
-        self.scalars = {path: container[key] for path, (container, key) in self.walk.scalars.items()}  # type: ignore[index]
+        self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.lengths = {path: (items, len(items)) for path, items in self.walk.lists.items()}
 
     def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:
@@ -61,6 +61,15 @@ class Recorder:
             if storage_id(tensor) is not None:
                 self._weak.append(StorageWeakRef(tensor.untyped_storage()))
         return tuple(place_of(tensor) for tensor in tensors)
+
+    def entry_slots(self) -> dict[int, list[Slot]]:
+        """Slots by the storage that they held when this recorder was made."""
+        groups: dict[int, list[Slot]] = {}
+        for path, places in self.places.items():
+            for place in places:
+                if place[0] is not None:
+                    groups.setdefault(place[0], []).append(self.walk.slots[path])
+        return groups
 
     def changes(self) -> tuple[Changes, Walk]:
         """What differs now, and the walk that found it."""
@@ -75,8 +84,8 @@ class Recorder:
             after = tuple(place_of(t) for t in tensor_leaves(slot.get())) if slot else None
             if before != after and (before or after) and not (grown and path.startswith(grown)):
                 found.rebindings[path] = Rebinding(path, before or None, after or None)
-        for path, (container, key) in now.scalars.items():
-            value = container[key]  # type: ignore[index]
+        for path, scalar in now.scalars.items():
+            value = scalar.get()
             old = self.scalars.get(path, _ABSENT)
             if not same_value(old, value) and not (grown and path.startswith(grown)):
                 found.scalars[path] = (old, value)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import RefusalError
+from graphplan.owners import Slot
 from graphplan.tracer.changes import Changes
+from graphplan.tracer.names import Reads
 from graphplan.tracer.source import Source
 
 
@@ -49,6 +51,9 @@ class Trace:
     output_structure: Any = None
     changes: Changes = field(default_factory=Changes)
     violation: RefusalError | None = None
+    entry_slots: dict[int, list[Slot]] = field(default_factory=dict)
+    entry_scalars: dict[str, Any] = field(default_factory=dict)
+    reads: Reads = field(default_factory=Reads)
     generators: list[torch.Generator] = field(default_factory=list)
     device: torch.device | None = None
 

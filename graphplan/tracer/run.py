@@ -14,6 +14,7 @@ from graphplan.owners import storage_id
 from graphplan.signature import Feed
 from graphplan.tracer.changes import Recorder
 from graphplan.tracer.mode import TraceMode
+from graphplan.tracer.names import ReadsProfile
 from graphplan.tracer.reads import HostReads
 from graphplan.tracer.records import OutputTensor, Trace
 from graphplan.tracer.source import find_source
@@ -43,9 +44,12 @@ def trace(
         )
 
     args, kwargs = feed.rebuild(feed.leaves)
-    with HostReads(on_read, device), mode:
+    profile = ReadsProfile()
+    with HostReads(on_read, device), mode, profile:
         result = fn(*args, **kwargs)
     mode.finish()
+    record.reads = profile.reads()
+    record.entry_slots, record.entry_scalars = recorder.entry_slots(), recorder.scalars
     changes, after = recorder.changes()
     record.changes = changes
     for path, items in changes.appended.items():

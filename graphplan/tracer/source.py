@@ -13,7 +13,12 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
-_LIBRARIES = (f"{os.sep}lightning{os.sep}", f"{os.sep}pytorch_lightning{os.sep}", f"{os.sep}contextlib.py")
+_LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning", "torchmetrics"))
+_PLUMBING = tuple(f"{os.sep}{name}.py" for name in ("contextlib", "functools", "typing", "abc", "enum", "inspect"))
+
+
+def _in_library(filename: str) -> bool:
+    return f"{os.sep}site-packages{os.sep}" in filename and any(part in filename for part in _LIBRARIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,9 @@ class Source:
         return f"{place}: `{text}`" if text else place
 
 
-def _is_library(filename: str) -> bool:
-    return filename.startswith((_TORCH, _HERE)) or any(part in filename for part in _LIBRARIES)
+def is_library(filename: str) -> bool:
+    """Whether the file belongs to torch, Lightning, this package, or Python's own plumbing."""
+    return filename.startswith((_TORCH, _HERE)) or filename.endswith(_PLUMBING) or _in_library(filename)
 
 
 def find_source() -> Source:
@@ -41,7 +47,7 @@ def find_source() -> Source:
     component = _component(frame)
     last = frame
     while frame is not None:
-        if not _is_library(frame.f_code.co_filename):
+        if not is_library(frame.f_code.co_filename):
             return _source(frame, component)
         last, frame = frame, frame.f_back
     assert last is not None
