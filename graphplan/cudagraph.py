@@ -9,14 +9,15 @@ the generator a fresh copy of its state heals that.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
-from graphplan.errors import BackendError, CaptureError, ClosedError, HostSyncError, RefusalError
-from graphplan.tracer import HostReads
+from graphplan.errors import BackendError, CaptureError, ClosedError, RefusalError
+from graphplan.tracer import DeviceConstants
 
 
 class GraphRecording:
@@ -27,6 +28,11 @@ class GraphRecording:
         self._device = device
         self.nbytes = nbytes
         self.launches = 1
+
+    @property
+    def alive(self) -> bool:
+        """Whether the graph still exists."""
+        return self._graph is not None
 
     def replay(self) -> None:
         """Launch the graph on the current stream.
@@ -73,13 +79,17 @@ class CUDAGraphBackend:
     name = "cudagraph"
     executes = False
 
-    def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self, device: torch.device, generators: Sequence[torch.Generator] = (), *, device_constants: bool = False
+    ) -> None:
         if not torch.cuda.is_available():
             raise BackendError("backend='cudagraph' needs a CUDA device and this machine has none; pass backend='tape'")
         self.device = device
         self.generators = list(generators)
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
+        self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
+        self.device_constants = device_constants
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` on the capture stream, ordered after and before the current one.
@@ -96,12 +106,12 @@ class CUDAGraphBackend:
 
     def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
-        if self._pool is None:
+        if self._pool is None or not any(recording.alive for recording in self._living):
+            # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        reads: list[str] = []
         collecting = gc.isenabled()
         gc.collect()
         torch.cuda.synchronize(self.device)
@@ -109,24 +119,23 @@ class CUDAGraphBackend:
         # A collection in the middle could free another graph's memory, which is illegal during capture.
         gc.disable()
         try:
-            result = self._capture(graph, body, reads)
+            result = self._capture(graph, body)
         finally:
             if collecting:
                 gc.enable()
-        if reads:
-            graph.reset()
-            raise HostSyncError(f"{reads[0]} reads values on the host while the step is captured")
         _upload(graph, self._stream)
         self._stream.synchronize()
-        return GraphRecording(graph, self.device, torch.cuda.memory_reserved(self.device) - before), result
+        recording = GraphRecording(graph, self.device, torch.cuda.memory_reserved(self.device) - before)
+        self._living.add(recording)
+        return recording, result
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], reads: list[str]) -> Any:
+    def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                with HostReads(reads.append, self.device):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                with DeviceConstants() if self.device_constants else nullcontext():
                     result = body()
             except Exception as error:
                 self._abandon(graph)

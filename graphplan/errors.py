@@ -49,7 +49,7 @@ class OwnersError(GraphPlanError, TypeError):
 
 
 class OptionError(GraphPlanError, ValueError):
-    """An option has a value that makes no sense."""
+    """An option has a value or a type that makes no sense."""
 
 
 class ClosedError(GraphPlanError, RuntimeError):

@@ -65,7 +65,6 @@ class Preparation:
         self.optimizer = optimizer
         self.changes: list[str] = []
         self._originals: dict[int, dict[str, Any]] = {}
-        self._moved: set[str] = set()
         self._had_warned = vars(optimizer).get(_WARNED)
         self.apply()
         self._handles = [
@@ -99,15 +98,20 @@ class Preparation:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim == 0 and value.device != param.device:
                     state[key] = value.to(param.device)
-                    self._moved.add(key)
 
     def _strip(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         for index, group in enumerate(state_dict["param_groups"]):
             group.update(self._originals.get(index, {}))
-        stock_on_host = any("capturable" in original for original in self._originals.values())
-        if stock_on_host:
-            state_dict["state"] = {key: _step_to_host(values) for key, values in state_dict["state"].items()}
+        for index, group in enumerate(state_dict["param_groups"]):
+            if self._keeps_on_host(index, group):
+                for number in group["params"]:
+                    if number in state_dict["state"]:
+                        state_dict["state"][number] = _scalars_to_host(state_dict["state"][number])
         return state_dict
+
+    def _keeps_on_host(self, index: int, group: Mapping[str, Any]) -> bool:
+        """Whether the stock optimizer keeps this group's counters on the host: neither capturable nor fused."""
+        return "capturable" in self._originals.get(index, {}) and not group.get("fused")
 
     def undo(self) -> None:
         """Put the flags back, step counters to the host where the stock optimizer keeps them, and drop the hooks."""
@@ -117,18 +121,21 @@ class Preparation:
         for index, group in enumerate(self.optimizer.param_groups):
             original = self._originals.get(index, {})
             group.update(original)
-            if "capturable" in original:
+            if self._keeps_on_host(index, group):
                 for param in group["params"]:
                     state = self.optimizer.state.get(param)
                     if state:
-                        state.update(_step_to_host(state))
+                        state.update(_scalars_to_host(state))
         if self._had_warned is None:
             vars(self.optimizer).pop(_WARNED, None)
 
 
-def _step_to_host(values: Any) -> Any:
-    step = values.get("step") if isinstance(values, Mapping) else None
-    return {**values, "step": step.cpu()} if isinstance(step, Tensor) else values
+def _scalars_to_host(values: Any) -> Any:
+    """One parameter's state with its counters on the host."""
+    if "eta" in values:
+        return values  # ASGD keeps its scalars on the parameter's device in any case.
+    counters = {key: values[key].cpu() for key in ("step", "mu_product") if isinstance(values.get(key), Tensor)}
+    return {**values, **counters}
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -80,6 +80,7 @@ class Plan:
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
         launches: operators that one eager step launches.
+        device_constants: whether the step makes device tensors from Python numbers.
         generators: generators other than torch's default ones that the step draws from.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values only.
         global_reads: likewise module globals, as ``(namespace, name)``.
@@ -97,6 +98,7 @@ class Plan:
     output_structure: Any
     entry_grads: Mapping[str, str]
     launches: int
+    device_constants: bool
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
     global_reads: tuple[tuple[dict[str, Any], str], ...]

@@ -61,7 +61,8 @@ def _leaf_key(leaf: Any) -> Hashable:
             f"a {type(leaf).__name__} is fed, which is neither a tensor nor a hashable literal, so a replay could not "
             "tell when it changes: convert it to a tensor, or register its type with torch.utils._pytree"
         ) from None
-    return (type(leaf), leaf)
+    # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
+    return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:

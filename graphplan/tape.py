@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.errors import CaptureError, ClosedError
 from graphplan.owners import storage_id
-from graphplan.tracer import HostReads, find_source, is_allocation, written_tensors
+from graphplan.tracer import Profile, find_source, is_allocation, written_tensors
 from graphplan.tracer.mode import tensors_in
 
 _IGNORED = ("profiler.", "prim.")
@@ -232,8 +232,7 @@ class TapeBackend:
     def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
         mode = _TapeMode()
-        reads = HostReads(lambda name: mode.fail(f"{name} reads values on the host"), torch.device("cpu"))
-        with reads, mode:
+        with mode, Profile(lambda name: mode.fail(f"{name} reads values on the host")):
             result = body()
         if mode.failure is not None:
             raise CaptureError(f"the tape cannot record the step: {mode.failure}; the step itself has run")

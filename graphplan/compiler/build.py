@@ -51,7 +51,7 @@ def build_plan(
     counters = find_counters(first, second, allow)
     appends = find_appends(first, second, allow)
     carries, rebinds = find_rebindings(first, second, allow)
-    externals = classify(first, second, feed, carries=carries, shadows=rates.storages)
+    externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
     fn = function()
     assert second.device is not None
     return Plan(
@@ -66,6 +66,7 @@ def build_plan(
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk)),
         launches=second.launches,
+        device_constants=second.device_constants,
         generators=tuple(second.generators),
         device=second.device,
         reads=find_reads(first, second, walk, counters, allow),
@@ -93,7 +94,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
             outputs.append(Output(kind, index=new.leaf, path=new.path if owned else None))
         elif not same_value(old, new):
             raise OutputError(
-                f"leaf {number} of what the step returns is {old!r} on one call and {new!r} on the next; a replay would "
+                f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the next; a replay would "
                 "return the first for ever. Return a tensor, or compute it outside the step"
             )
         else:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from graphplan.errors import HostSyncError, UnownedTensorError
-from graphplan.owners import Slot, storage_id
+from graphplan.owners import Slot, Walk, storage_id
 from graphplan.roles import External, Role, TensorSpec
 from graphplan.signature import Feed
 from graphplan.tracer import Trace, TracedExternal
@@ -18,6 +18,7 @@ def classify(
     first: Trace,
     second: Trace,
     feed: Feed,
+    walk: Walk,
     *,
     carries: Sequence[str],
     shadows: frozenset[int] = frozenset(),
@@ -47,6 +48,8 @@ def classify(
             unchanged = position < len(earlier) and earlier[position] == storage
             found.append(_unowned(external, unowned, unchanged=unchanged))
             unowned += 1
+    named = {external.path for external in found}
+    found += [_passed_on(walk.slots[path]) for path in carries if path not in named]
     _check_devices(found, second.device)
     return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
 
@@ -62,7 +65,9 @@ def _distinct(slots: Iterable[Slot]) -> list[Slot]:
 def _input(index: int, name: str, feed: Feed, trace: Trace) -> External:
     tensor = feed.leaves[index]
     traced = trace.externals.get(trace.leaf_storages[index])
-    mutated = traced is not None and traced.mutated
+    # What an owner holds too is changed through the owner: the leaf only brings its values in.
+    owned = trace.leaf_storages[index] in trace.entry_slots
+    mutated = traced is not None and traced.mutated and not owned
     return External(name, Role.INPUT, TensorSpec.of(tensor), mutated, leaf=index)
 
 
@@ -77,8 +82,14 @@ def _owned(slot: Slot, storage: int, traced: TracedExternal, *, carried: bool) -
         role = Role.PARAM
     where = str(traced.source)
     return External(
-        slot.path, role, TensorSpec.of(tensor), traced.mutated, carried, path=slot.path, where=where
+        slot.path, role, TensorSpec.of(tensor), traced.mutated or carried, carried, path=slot.path, where=where
     )
+
+
+def _passed_on(slot: Slot) -> External:
+    """A slot whose old value no operator reads, but which another slot is bound to."""
+    spec = TensorSpec.of(slot.tensors()[0])
+    return External(slot.path, Role.STATE, spec, True, True, path=slot.path)
 
 
 def _is_optimizer_path(path: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from graphplan.errors import ControlFlowError, HostScalarError
 from graphplan.tracer import Operator, Trace
 from graphplan.tracer.changes import same_value
+from graphplan.tracer.mode import OPTIMIZER_FIX
 
 
 def check_difference(first: Trace, second: Trace) -> None:
@@ -56,10 +57,7 @@ def _check_numbers(a: Operator, b: Operator) -> None:
 
 def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoReturn:
     if operator.source.component == "optimizer":
-        fix = (
-            "It comes from the optimizer's Python code: use capturable=True or fused=True where the optimizer has "
-            "them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer outside"
-        )
+        fix = OPTIMIZER_FIX
     else:
         fix = "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step"
     made = "a tensor made from a Python value" if operator.constant is not None else f"{operator.name}"

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
 from graphplan.owners import Walk
 from graphplan.plan import Append, Counter
@@ -14,8 +16,11 @@ from graphplan.tracer.changes import Rebinding, same_value
 
 
 def is_allowed(path: str, allow: Iterable[str]) -> bool:
-    """Whether ``path`` was declared harmless, by its name or by a pattern such as ``model.stats.*``."""
-    return any(fnmatchcase(path, pattern) for pattern in allow)
+    """Whether ``path`` was declared harmless, by its name or by a pattern such as ``model.stats.*``; what lies
+    within an allowed path is allowed too."""
+    return any(
+        fnmatchcase(path, pattern) or path.startswith((f"{pattern}.", f"{pattern}[")) for pattern in allow
+    )
 
 
 def find_counters(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Counter, ...]:
@@ -72,7 +77,7 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
         if is_allowed(path, allow):
             continue
         before, after = first.changes.appended.get(path), second.changes.appended.get(path)
-        if before is None or after is None or len(before) != len(after) or _literals(before) != _literals(after):
+        if before is None or after is None or len(before) != len(after) or not _alike(before, after):
             raise HostEffectError(
                 f"the step appends {_items(before)} and then {_items(after)} to {path}; expected the same kind of items "
                 f"each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
@@ -81,8 +86,9 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
     return tuple(appends)
 
 
-def _literals(items: list[Any]) -> list[Any]:
-    return [item if not type(item).__name__ == "OutputTensor" else None for item in items]
+def _alike(before: list[Any], after: list[Any]) -> bool:
+    (old, shape), (new, other) = pytree.tree_flatten(before), pytree.tree_flatten(after)
+    return shape == other and all(map(same_value, old, new))
 
 
 def _items(items: list[Any] | None) -> str:
@@ -115,7 +121,10 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
 
 
 def _is_read(rebinding: Rebinding, trace: Trace) -> bool:
-    return any(place[0] in trace.externals for place in rebinding.before or ())
+    """Whether what the slot held is used: by an operator, as what another slot is bound to, or as a result."""
+    others = {place[0] for other in trace.changes.rebindings.values() for place in other.after or ()}
+    used = others | trace.externals.keys() | trace.output_storages
+    return any(place[0] in used for place in rebinding.before or ())
 
 
 def _check_carry(rebinding: Rebinding) -> None:
@@ -148,7 +157,9 @@ def find_reads(
             continue
         if not any(trace.reads.covers(scalar.owner, scalar.attribute) for trace in (first, second)):
             continue
-        old, new = first.entry_scalars.get(path), second.entry_scalars.get(path)
+        if path not in first.entry_scalars or path not in second.entry_scalars:
+            continue
+        old, new = first.entry_scalars[path], second.entry_scalars[path]
         if not same_value(old, new):
             raise HostScalarError(
                 f"the step's code reads {path}, which is {old!r} before one step and {new!r} before the next; a replay "

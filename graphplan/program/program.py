@@ -117,8 +117,8 @@ class Program:
 
         Args:
             args: positional arguments with the planned structure, shapes, dtypes and devices.
-            params: values for parameters by name (a ``state_dict``), where the policy copies that role; the owners' own
-                values stand in for what is missing.
+            params: values for all parameters by name (a ``state_dict``), where the policy copies that role; without it
+                the owners' own values are copied.
             state: likewise for state. State that the step changes is written back to the given tensors.
 
         Raises:

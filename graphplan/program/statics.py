@@ -79,10 +79,10 @@ class CopiedOwned:
         self._swapped = []
 
     def load(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Copy values in: those given by name, the owners' own for the rest. Returns pairs to write back.
+        """Copy values in: those given by name; for a role that is not given, the owners' own. Returns pairs to write back.
 
         Raises:
-            FeedError: for an unknown name, or a tensor that does not fit.
+            FeedError: for an unknown name, a missing one, or a tensor that does not fit.
         """
         if not self.externals:
             _refuse_given(given)
@@ -95,16 +95,28 @@ class CopiedOwned:
         pairs = zip(self.externals, targets, sources, strict=True)
         return [(target, source) for external, target, source in pairs if external.mutated]
 
+    def _is_held(self, name: str) -> bool:
+        """Whether an owner has a tensor of that name which the step does not touch: nothing to copy."""
+        return any(path == name or path.split(".", 1)[-1] == name for path in self._walk.slots)
+
     def _sources(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[Tensor]:
         chosen: dict[str, Tensor] = {}
         for role, values in given.items():
             for name, value in values.items():
                 external = self._names.get((role, name))
+                if external is None and self._is_held(name):
+                    continue
                 if external is None:
                     raise FeedError(_unknown(name, role, [n for r, n in self._names if r is role]))
                 if not external.spec.fits(TensorSpec.of(value)):
                     raise FeedError(f"{name} is {TensorSpec.of(value)}; expected {external.spec}: nothing is cast")
                 chosen[external.name] = value
+            missing = [e.name for e in self.externals if values and e.role is role and e.name not in chosen]
+            if missing:
+                raise FeedError(
+                    f"{missing[0]} is missing ({len(missing)} of the {role} values are); expected a value for every copied "
+                    f"{role}, since half of one set and half of another is rarely meant: pass a whole state_dict"
+                )
         return [chosen[e.name] if e.name in chosen else _held(e, self._walk) for e in self.externals]
 
 

@@ -166,7 +166,9 @@ def make_backend(name: str, plan: Plan) -> Backend:
     resolved = resolve_backend(name, plan.device)
     if resolved == "eager":
         raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
-    return TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators)
+    return TapeBackend() if resolved == "tape" else CUDAGraphBackend(
+        plan.device, plan.generators, device_constants=plan.device_constants
+    )
 
 
 def capture(

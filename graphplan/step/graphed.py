@@ -18,7 +18,7 @@ from graphplan.backend import Backend, check_backend, resolve_backend
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.errors import ClosedError, OptionError, RefusalError, SkipReason
+from graphplan.errors import ClosedError, FeedError, OptionError, PolicyError, RefusalError, SkipReason
 from graphplan.owners import Snapshot
 from graphplan.plan import Plan
 from graphplan.policy import Policy, check_mode
@@ -53,6 +53,10 @@ class GraphedStep:
         max_graphs: int = 16,
     ) -> None:
         check_options(warmup_steps, on_failure, allow, eager_if, max_graphs)
+        if not callable(fn):
+            raise OptionError(f"the step is a {type(fn).__name__}; expected a function or another callable")
+        if policy is not None and not isinstance(policy, Policy):
+            raise PolicyError(f"policy is {policy!r}; expected a Policy, such as Policy.train()")
         self._fn = fn
         self._policy = policy or Policy.of_mode(check_mode(mode))
         self._backend_name = check_backend(backend)
@@ -74,6 +78,7 @@ class GraphedStep:
         self._warned: set[str] = set()
         self._calls = 0
         self._closed = False
+        self._demoted: RefusalError | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step: eagerly, traced, captured or replayed. Same results whichever it is."""
@@ -85,11 +90,15 @@ class GraphedStep:
             return self._eager(feed, SkipReason.BACKEND_EAGER, managed=False)
         if self._eager_if is not None and self._asks_eager(args, kwargs):
             return self._eager(self._moved(feed), SkipReason.EAGER_IF)
+        if self._demoted is None and self.managed.refusal is not None:
+            self._demote(self.managed.refusal)
+        if self._demoted is not None:
+            return self._eager(self._moved(feed), self._demoted.reason, str(self._demoted))
         try:
             entry = self._entry(feed)
         except RefusalError as error:
-            self._refuse(error)
-            return self._eager(feed, error.reason, str(error))
+            self._demote(error)
+            return self._eager(self._moved(feed), error.reason, str(error))
         if entry.refusal is not None:
             return self._eager(self._moved(feed), entry.refusal.reason, str(entry.refusal))  # type: ignore[attr-defined]
         program = entry.any_program
@@ -237,6 +246,8 @@ class GraphedStep:
             try:
                 self._take(entry, line, feed, facts)
             except RefusalError as error:
+                if self.escalate(error):
+                    facts.undo_unowned_writes()
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refuse(error)
                 entry.refusal = error
@@ -275,6 +286,7 @@ class GraphedStep:
             backend = self._backend
             if isinstance(backend, CUDAGraphBackend):
                 backend.generators = list(line.plan.generators)
+                backend.device_constants = line.plan.device_constants
             with self.managed.rates:
                 program = capture_program(
                     line.plan, feed, policy=self._policy, backend=backend, buffers=self._buffers
@@ -328,6 +340,12 @@ class GraphedStep:
             self._warned.add(text)
             warnings.warn(f"graphplan runs this step eagerly: {text}", UserWarning, stacklevel=4)
 
+    def _demote(self, error: RefusalError) -> None:
+        """Raise, or run eagerly from now on; a feed's fault is its own call's only."""
+        self._refuse(error)
+        if not isinstance(error, FeedError):
+            self._demoted = error
+
     def _note(self, text: str) -> None:
         self.stats.events.append(text)
 
@@ -360,6 +378,9 @@ def check_options(warmup_steps: int, on_failure: str, allow: Sequence[str], eage
         raise OptionError(f"on_failure is {on_failure!r}; expected 'raise' or 'eager'")
     if isinstance(allow, str):
         raise OptionError(f"allow is the string {allow!r}; expected a sequence of paths, such as ({allow!r},)")
+    countable = isinstance(eager_if, int) and not isinstance(eager_if, bool)
+    if eager_if is not None and not callable(eager_if) and not countable:
+        raise OptionError(f"eager_if is {eager_if!r}; expected a predicate, or n >= 1 for every n-th call")
     if isinstance(eager_if, int) and eager_if < 1:
         raise OptionError(f"eager_if is {eager_if}; expected a predicate, or n >= 1 for every n-th call")
     if max_graphs < 1:

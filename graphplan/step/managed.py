@@ -27,6 +27,7 @@ class Managed:
         self.owners = name_owners(owners)
         self.rates = LearningRates()
         self.changes: list[str] = []
+        self.refusal: OptimizerError | None = None
         self._preparations: dict[int, Preparation] = {}
         self._fingerprint: Fingerprint | None = None
         self._last: tuple[Any, ...] | None = None
@@ -42,14 +43,17 @@ class Managed:
         return walk_owners(self.owners)
 
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare an optimizer and shadow its learning rate, once."""
+        """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
         if id(optimizer) in self._preparations:
+            return
+        try:
+            check_optimizer(optimizer)
+        except OptimizerError as error:
+            self.refusal = error
             return
         if self._prepare:
             preparation = self._preparations[id(optimizer)] = Preparation(optimizer)
             self.changes += preparation.changes
-        else:
-            check_optimizer(optimizer)
         self.rates.attach([optimizer])
 
     def discover(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:

@@ -9,7 +9,8 @@ from graphplan.tracer.changes import Recorder as Recorder
 from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.mode import is_allocation as is_allocation
 from graphplan.tracer.mode import written_tensors as written_tensors
-from graphplan.tracer.reads import HostReads as HostReads
+from graphplan.tracer.constants import DeviceConstants as DeviceConstants
+from graphplan.tracer.profile import Profile as Profile
 from graphplan.tracer.records import Operator as Operator
 from graphplan.tracer.records import Trace as Trace
 from graphplan.tracer.records import TracedExternal as TracedExternal

@@ -17,6 +17,14 @@ from graphplan.tracer.source import Source, find_source
 
 HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
+OPTIMIZER_FIX = (
+    "It comes from the optimizer's Python code: use capturable=True or fused=True where the optimizer has them "
+    "(prepare_optimizers=True sets them), keep the value constant, or step the optimizer outside"
+)
+_SYNC_FIX = (
+    "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
+    "pass eager_if="
+)
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _IGNORED = ("profiler.", "prim.")
 _LIFT = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
@@ -82,6 +90,9 @@ class TraceMode(TorchDispatchMode):
         source = find_source()
         constant = self._lift(name, args, source) if name in _LIFT else None
         operands = tuple(self._operand(t, name, source) for t in tensors_in([args, list(kwargs.values())]))
+        written = written_tensors(func, args, kwargs)
+        for tensor in written:
+            self._mark_written(tensor, name, source)
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random:
             self._check_seek(source)
@@ -89,9 +100,6 @@ class TraceMode(TorchDispatchMode):
         if random:
             self._note_generator(kwargs.get("generator"))
         self._check_sync(func, name, args, kwargs, out, source)
-        written = written_tensors(func, args, kwargs)
-        for tensor in written:
-            self._mark_written(tensor, name, source)
         fresh = [self._birth(t) for t in tensors_in(out)]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(_scalars(func, args, kwargs))
@@ -133,6 +141,8 @@ class TraceMode(TorchDispatchMode):
         storage = storage_id(tensor)
         if storage in self._external:
             external = self._trace.externals[storage]
+            if not external.mutated and storage not in self._trace.entry_slots:
+                self._trace.unowned_writes.append((external.tensor, external.tensor.detach().clone()))
             if not external.mutated:
                 external.mutated, external.mutated_by, external.mutated_at = True, name, source
 
@@ -140,7 +150,8 @@ class TraceMode(TorchDispatchMode):
         """A constant made from Python values: not an external, but its value must stay the same."""
         value: Tensor = args[0]
         self._birth(value)
-        if value.device.type != "cpu":
+        self._trace.device_constants |= value.device.type != "cpu"
+        if value.device.type != "cpu" and value.ndim:
             self.refuse(
                 TemporaryCopyError,
                 f"a tensor is made from Python values on {value.device} at {source}, which copies from host memory "
@@ -178,10 +189,10 @@ class TraceMode(TorchDispatchMode):
         self._check_transfer(name, args, out, source)
 
     def _refuse_sync(self, what: str, source: Source) -> None:
+        fix = OPTIMIZER_FIX if source.component == "optimizer" else _SYNC_FIX
         self.refuse(
             HostSyncError,
-            f"{what} at {source}; a replay would keep the first value. Keep it on the device (torch.where, a mask of "
-            "fixed shape), read it after the step from what the step returns, or pass eager_if=",
+            f"{what} at {source}; a replay would keep the first value. {fix}",
             component=source.component,
         )
 
@@ -227,7 +238,7 @@ def _scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 
 
 def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor | torch.Generator):
+    if isinstance(value, Tensor | torch.Generator | torch.UntypedStorage | torch.TypedStorage):
         return
     if isinstance(value, list | tuple):
         if not any(isinstance(item, Tensor) for item in value):

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphplan.errors import RefusalError
 from graphplan.owners import Slot
 from graphplan.tracer.changes import Changes
-from graphplan.tracer.names import Reads
+from graphplan.tracer.profile import Reads
 from graphplan.tracer.source import Source
 
 
@@ -48,6 +48,8 @@ class Trace:
     externals: dict[int, TracedExternal] = field(default_factory=dict)
     leaf_storages: dict[int, int] = field(default_factory=dict)
     output_leaves: list[Any] = field(default_factory=list)
+    output_names: list[str] = field(default_factory=list)
+    output_storages: set[int | None] = field(default_factory=set)
     output_structure: Any = None
     changes: Changes = field(default_factory=Changes)
     violation: RefusalError | None = None
@@ -56,6 +58,14 @@ class Trace:
     reads: Reads = field(default_factory=Reads)
     generators: list[torch.Generator] = field(default_factory=list)
     device: torch.device | None = None
+    device_constants: bool = False
+    unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def undo_unowned_writes(self) -> None:
+        """Put back what the step changed in tensors that nobody owns."""
+        with torch.no_grad():
+            for tensor, value in self.unowned_writes:
+                tensor.detach().copy_(value)
 
     @property
     def launches(self) -> int:

@@ -14,8 +14,7 @@ from graphplan.owners import storage_id
 from graphplan.signature import Feed
 from graphplan.tracer.changes import Recorder
 from graphplan.tracer.mode import TraceMode
-from graphplan.tracer.names import ReadsProfile
-from graphplan.tracer.reads import HostReads
+from graphplan.tracer.profile import Profile
 from graphplan.tracer.records import OutputTensor, Trace
 from graphplan.tracer.source import find_source
 
@@ -34,6 +33,7 @@ def trace(
         if storage is not None:
             record.leaf_storages[index] = storage
     recorder = Recorder(owners)
+    record.entry_slots, record.entry_scalars = recorder.entry_slots(), recorder.scalars
     mode = TraceMode(record)
 
     def on_read(name: str) -> None:
@@ -44,20 +44,26 @@ def trace(
         )
 
     args, kwargs = feed.rebuild(feed.leaves)
-    profile = ReadsProfile()
-    with HostReads(on_read, device), mode, profile:
+    profile = Profile(on_read)
+    with mode, profile:
         result = fn(*args, **kwargs)
     mode.finish()
     record.reads = profile.reads()
-    record.entry_slots, record.entry_scalars = recorder.entry_slots(), recorder.scalars
     changes, after = recorder.changes()
     record.changes = changes
     for path, items in changes.appended.items():
-        changes.appended[path] = [_describe_output(item, feed, {}) for item in items]
+        changes.appended[path] = [_describe_item(item) for item in items]
     paths = {id(tensor): path for path, slot in after.slots.items() for tensor in slot.tensors()}
     leaves, record.output_structure = pytree.tree_flatten(result)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
+    record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]
+    record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     return result, record
+
+
+def _describe_item(item: Any) -> Any:
+    """An appended item with its tensors taken out."""
+    return pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), item)
 
 
 def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:

@@ -1,23 +1,30 @@
-"""Which Python values a step reads: the attribute names in the code that ran.
+"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may have read.
 
-A replay freezes what Python reads, so the owners' scalars that the traced code can have read are guarded. A profile
-function collects the code objects that ran, with the object each method ran on. From their bytecode come the attributes
-that they load (not the methods that they call). Library code counts only for its own ``self``: torch's modules read
-``self.p``, but torch's many other names would match everything.
+``Tensor.tolist`` and ``.numpy`` look straight at memory and never reach the dispatcher. A ``TorchFunctionMode`` would see
+them, but torch's modules look for such a mode and then leave their fast paths, which changes the numbers; a profile
+function changes nothing.
+
+A replay freezes what Python reads, so the owners' scalars that the traced code can have read are guarded. From the
+bytecode of the code objects that ran come the attributes that they load (not the methods that they call). Library code
+counts only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would match everything.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
+from torch import Tensor
+
 from graphplan.tracer.source import is_library
 
 SCALARS = (bool, int, float, complex, str)
+_READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 
 
 @dataclass(slots=True)
@@ -33,36 +40,40 @@ class Reads:
         return attribute in self.anywhere or attribute in self.of_self.get(id(owner), ())
 
 
-class ReadsProfile:
-    """Collects code objects while it is entered. It steps aside for another profiler."""
+class Profile:
+    """Watches the interpreter while it is entered, in place of another profiler, which it puts back.
 
-    def __init__(self) -> None:
-        self._ran: dict[tuple[CodeType, int], FrameType | None] = {}
+    ``on_read(name)`` is called for each read of a tensor's memory.
+    """
+
+    def __init__(self, on_read: Callable[[str], None]) -> None:
+        self._on_read = on_read
+        self._ran: dict[tuple[CodeType, int], None] = {}
         self._globals: dict[CodeType, dict[str, Any]] = {}
-        self._active = False
+        self._previous: Any = None
 
-    def __enter__(self) -> ReadsProfile:
-        self._active = sys.getprofile() is None
-        if self._active:
-            sys.setprofile(self._event)
+    def __enter__(self) -> Profile:
+        self._previous = sys.getprofile()
+        sys.setprofile(self._event)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._active:
-            sys.setprofile(None)
+        sys.setprofile(self._previous)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event != "call":
-            return
-        code = frame.f_code
-        owner = 0
-        if code.co_argcount and code.co_varnames[0] == "self":
-            owner = id(frame.f_locals.get("self"))
-        self._ran[code, owner] = None
-        self._globals[code] = frame.f_globals
+        if event == "call":
+            code = frame.f_code
+            owner = 0
+            if code.co_argcount and code.co_varnames[0] == "self":
+                owner = id(frame.f_locals.get("self"))
+            self._ran[code, owner] = None
+            self._globals[code] = frame.f_globals
+        elif event == "c_call" and getattr(arg, "__name__", "") in _READERS:
+            if isinstance(getattr(arg, "__self__", None), Tensor):
+                self._on_read(f"Tensor.{arg.__name__}")
 
     def reads(self) -> Reads:
-        """What the collected code may have read."""
+        """What the code that ran may have read."""
         found = Reads()
         for code, owner in self._ran:
             attributes, names = _loads(code)

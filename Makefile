@@ -1,0 +1,51 @@
+# The two commands of the README are `make train` and `make test`; both set up .venv first, which is quick once it is there.
+#
+#   make train ARGS="experiment=chargpt"       another experiment, or any other override of conf/
+#   make train TORCH=torch                     the newest PyTorch of the index, on Linux a CUDA build, not constraints.txt's
+#   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"    PyTorch's own, much smaller CPU builds
+#   make test ARGS="-k carries"                a part of the tests
+#   make setup PYTHON=python3.12               another Python (3.10 or newer)
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The Python that makes .venv: the first that is new enough and can make one.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+PIP_ARGS ?=
+ARGS ?=
+
+.PHONY: train test setup lint format clean FORCE
+
+train: setup  ## Train the digits model through Lightning with the callback.
+	$(BIN)/python train.py $(ARGS)
+
+test: setup  ## Run every test. One thread each: two processes share two cores, and the results are the same.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
+
+lint: setup  ## Style and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup  ## Put every file in the one style.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: $(VENV)/.installed
+
+# Remade when what is to be installed changes, also when that is only TORCH on the command line.
+$(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
+	@test -n "$(PYTHON)" || { echo "no Python 3.10 or newer with venv and ensurepip: name one with PYTHON=..., or install it (Debian: python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint $(VENV)/constraints.txt "$(TORCH)" --editable ".[lightning,hydra,plot,dev]"
+	@touch $@
+
+$(VENV)/.torch: FORCE
+	@mkdir -p $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+clean:  ## Remove the environment and what runs wrote.
+	rm -rf $(VENV) outputs multirun lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Tests of graphplan; eager is the oracle."""

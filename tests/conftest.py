@@ -1,0 +1,37 @@
+"""Settings that every test runs under, and the check that no test leaves anything installed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+
+def _installed() -> dict[str, object]:
+    """What graphplan could leave behind in the process."""
+    return {
+        "forward hooks": len(modules._global_forward_hooks) + len(modules._global_forward_pre_hooks),
+        "optimizer hooks": len(optimizers._global_optimizer_pre_hooks) + len(optimizers._global_optimizer_post_hooks),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "profile function": sys.getprofile(),
+        "garbage collection": gc.isenabled(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default dtype": torch.get_default_dtype(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_installed() -> Iterator[None]:
+    """Run on one thread from a fixed seed, and fail a test that leaves hooks, modes or settings behind."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    before = _installed()
+    yield
+    assert _installed() == before

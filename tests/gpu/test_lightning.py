@@ -1,0 +1,65 @@
+"""A Lightning fit on the device with the callback is the fit without it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+pytest.importorskip("sklearn")
+
+from graphplan import GraphPlanCallback
+from tests.gpu.helpers import BACKEND, CUDA, Generators
+from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_nothing_installed, assert_same_fits, fit
+
+EPOCHS, REPLAYED = 2, 18 - 6
+"""Nine full batches in each epoch; the ragged one at its end is still eager after two."""
+ON_DEVICE: dict[str, Any] = {"accelerator": "gpu" if CUDA else "cpu", "devices": 1, "max_epochs": EPOCHS}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "32-true": {"precision": "32-true", "gradient_clip_val": 1.0},
+    # Lightning's mixed precision refuses to clip the gradients of a fused optimizer.
+    "bf16-mixed": {"precision": "bf16-mixed"},
+    "accumulated": {"precision": "32-true", "accumulate_grad_batches": 2},
+}
+
+
+def callback() -> GraphPlanCallback:
+    """The callback on the device's backend."""
+    return GraphPlanCallback(backend=BACKEND)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_fit_equals_the_eager_fit(variant: str, tmp_path: Path) -> None:
+    """Weights, optimizer, schedule, CSV rows, metrics and checkpoints, bit by bit; nothing stays installed."""
+    options = {**ON_DEVICE, **VARIANTS[variant]}
+    make = partial(LitDigits, make_optimizer=FUSED_ADAMW)
+    expected = fit(make, tmp_path / "eager", **options)
+    generator = Generators()["device"]
+    found = fit(make, tmp_path / "graphed", callback(), **options)
+    assert_same_fits(expected, found)
+    assert torch.equal(generator, Generators()["device"])
+    stats = found.callback.stats
+    if variant == "accumulated":
+        assert stats.replayed > 0 and stats.captured >= 2, found.callback.report()
+    else:
+        assert (stats.traced, stats.captured, stats.replayed) == (2, 1, REPLAYED), found.callback.report()
+    assert stats.eager + stats.traced + stats.captured + stats.replayed == len(found.observer.batches)
+    assert len(found.rows.splitlines()) > EPOCHS * 5
+    assert_nothing_installed(found.trainer, found.module)
+
+
+@pytest.mark.parametrize("first", ["eager", "graphed"])
+def test_checkpoints_are_interchangeable(first: str, tmp_path: Path) -> None:
+    """Two epochs without or with the callback, then two more the other way, are four epochs of either."""
+    callbacks = {"eager": [None, callback()], "graphed": [callback(), None]}[first]
+    begun = fit(LitDigits, tmp_path / "e1", **ON_DEVICE)
+    expected = fit(LitDigits, tmp_path / "e2", resume=begun.last, **{**ON_DEVICE, "max_epochs": 4})
+    begun = fit(LitDigits, tmp_path / "g1", callbacks[0], **ON_DEVICE)
+    found = fit(LitDigits, tmp_path / "g2", callbacks[1], resume=begun.last, **{**ON_DEVICE, "max_epochs": 4})
+    assert_same_fits(expected, found)
+    graphed = begun if first == "graphed" else found
+    assert graphed.callback.stats.replayed == REPLAYED

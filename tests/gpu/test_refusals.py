@@ -1,0 +1,226 @@
+"""Steps that no CUDA graph can contain: refused before or during capture, with the process and the state as before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import (
+    CaptureError,
+    FeedError,
+    HostScalarError,
+    HostSyncError,
+    SkipReason,
+    TemporaryCopyError,
+)
+from tests.facts import assert_same
+from tests.gpu.helpers import BACKEND, assert_like_eager, is_healthy, needs_cuda, on_device
+from tests.twins import (
+    BEFORE_REPLAY,
+    SECOND_TRACE,
+    Record,
+    Rig,
+    assert_falls_back,
+    assert_refused,
+    assert_same_runs,
+    build,
+    drive,
+    line_of,
+    managed,
+    state_of,
+)
+from tests.zoo import CALLS, attributes, updating_rig
+
+CAPTURE = BEFORE_REPLAY - 1
+"""The call that captures."""
+
+
+def rig_of(update: Callable[..., Any], **values: Any) -> Callable[[], Rig]:
+    """An MLP's training step (dropout, fused SGD) that calls ``update(model, x, loss)``, on the device."""
+    return on_device(partial(updating_rig, update, attributes(**values)))
+
+
+def captures_still_work() -> None:
+    """Another step, dropout included, is captured and equals eager."""
+    assert_like_eager(rig_of(lambda model, x, loss: loss * 2))
+
+
+def read_item(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    loss.item()  # culprit
+
+
+def read_cpu(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return loss.cpu()  # culprit
+
+
+def read_tolist(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    x[0].tolist()  # culprit
+
+
+def read_bool(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    if loss > 100:  # culprit
+        raise AssertionError
+
+
+def read_mask(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    x[x > 0].sum()  # culprit
+
+
+READS = [read_item, pytest.param(read_cpu, marks=needs_cuda), read_tolist, read_bool, read_mask]
+
+
+@pytest.mark.parametrize("read", READS, ids=lambda read: getattr(read, "__name__", ""))
+def test_reading_on_the_host_is_refused(read: Callable[..., Any]) -> None:
+    """At the first trace, with the source line; afterwards the generator draws and other steps are captured."""
+    assert_refused(rig_of(read), HostSyncError, line_of(read), backend=BACKEND)
+    is_healthy()
+    captures_still_work()
+
+
+def test_reading_on_the_host_falls_back_to_eager() -> None:
+    """One warning, eager's numbers."""
+    assert_falls_back(rig_of(read_item), SkipReason.HOST_SYNC, line_of(read_item), backend=BACKEND)
+
+
+def copy_from_host(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return loss + torch.ones(3).to(x.device).sum()  # culprit
+
+
+def copy_from_pinned(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return loss + torch.ones(3).pin_memory().to(x.device, non_blocking=True).sum()  # culprit
+
+
+@needs_cuda
+@pytest.mark.parametrize("update", [copy_from_host, copy_from_pinned], ids=lambda update: update.__name__)
+def test_copying_from_the_host_is_refused(update: Callable[..., Any]) -> None:
+    """A replay would read host memory that is gone: refused at the first trace, with the source line."""
+    assert_refused(rig_of(update), TemporaryCopyError, line_of(update), backend=BACKEND)
+    assert_falls_back(rig_of(update), SkipReason.TEMPORARY_COPY, line_of(update), backend=BACKEND)
+    captures_still_work()
+
+
+def moving_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss * torch.tensor(model.temperature, device=x.device)  # culprit
+
+
+def _halve(model: Any, index: int) -> None:
+    model.temperature *= 0.5
+
+
+def test_a_device_constant_that_changes_is_refused() -> None:
+    """``torch.tensor(value, device=...)`` with another value in each step: both values and the line are named."""
+    make = on_device(lambda: updating_rig(moving_constant, attributes(temperature=0.5), _halve))
+    patterns = [line_of(moving_constant), r"0\.0625", r"0\.03125"]
+    assert_refused(make, HostScalarError, *patterns, done=SECOND_TRACE, backend=BACKEND)
+
+
+@needs_cuda
+def test_a_host_batch_without_device_is_refused() -> None:
+    """A CPU tensor fed to a CUDA step: the argument, both devices and ``device=`` are named."""
+    make = on_device(partial(updating_rig, lambda model, x, loss: None, attributes()))
+    rig = build(make)
+    step = managed(rig, backend=BACKEND)
+    drive(rig, step)
+    before = state_of(rig)
+    x, y = rig.calls[0]
+    with pytest.raises(FeedError, match=r"args\[0\].*cpu.*cuda.*device="):
+        step(x.cpu(), y)
+    assert_same(before, state_of(rig))
+    step(x, y)
+    assert step.stats.replayed == CALLS + 1 - BEFORE_REPLAY
+
+
+class _Syncing(torch.autograd.Function):
+    """The identity, whose backward waits for the stream where no dispatcher sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        torch.cuda.current_stream().synchronize()
+        return grad
+
+
+class Syncing(nn.Module):
+    """A module with that function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Syncing.apply(x)
+
+
+def hidden_rig(where: str) -> Rig:
+    """A step with a host sync that only the driver can refuse, in the backward or at the step's end."""
+
+    def at_the_end(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+        if where == "end":
+            torch.cuda.current_stream().synchronize()
+
+    rig = updating_rig(at_the_end, attributes())
+    if where == "backward":
+        # Behind the dropout, so that the capture has drawn random numbers when it fails.
+        model = rig.owners["model"]
+        model[3] = nn.Sequential(model[3], Syncing())
+    return rig
+
+
+@needs_cuda
+@pytest.mark.parametrize("where", ["backward", "end"])
+def test_a_capture_that_fails_leaves_everything_as_it_was(where: str) -> None:
+    """CaptureError at the capturing call, state and generator untouched; eager training goes on from there bitwise."""
+    make = on_device(partial(hidden_rig, where))
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, backend=BACKEND)
+    begun = drive(rig, step, CAPTURE)
+    with pytest.raises(CaptureError, match="captur"):
+        step(*rig.calls[CAPTURE])
+    assert_same(begun.state, state_of(rig))
+    rest = drive(replace(rig, calls=rig.calls[CAPTURE:]), rig.step)
+    found = Record(begun.outputs + rest.outputs, state_of(rig))
+    assert_same_runs(expected, found)
+    assert (step.stats.captured, step.stats.replayed) == (0, 0)
+    is_healthy()
+    captures_still_work()
+
+
+@needs_cuda
+@pytest.mark.parametrize("where", ["backward", "end"])
+def test_a_capture_that_fails_falls_back_to_eager(where: str) -> None:
+    """One warning, and every batch is trained on once with eager's numbers."""
+    assert_falls_back(on_device(partial(hidden_rig, where)), SkipReason.CAPTURE, "captur", backend=BACKEND)
+    is_healthy()
+    captures_still_work()
+
+
+class Crash(Exception):
+    """What a user's step raises."""
+
+
+def test_an_error_of_the_user_in_the_capturing_call() -> None:
+    """The user's own exception comes out as it is, nothing of the call has happened, and the next call is captured."""
+    armed = {"calls": 0}
+
+    def crash(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+        armed["calls"] += 1
+        if armed["calls"] == BEFORE_REPLAY:
+            raise Crash("of the user")
+
+    make = rig_of(crash)
+    rig = build(make)
+    step = managed(rig, backend=BACKEND)
+    drive(rig, step, CAPTURE)
+    before = state_of(rig)
+    with pytest.raises((Crash, CaptureError), match="of the user"):
+        step(*rig.calls[CAPTURE])
+    assert_same(before, state_of(rig))
+    is_healthy()
+    captures_still_work()

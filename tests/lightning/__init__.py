@@ -1,0 +1,1 @@
+"""Tests of GraphPlanCallback inside a Lightning Trainer."""

@@ -1,0 +1,224 @@
+"""Arguments, feeds and calls that make no sense: each is an error of its own class that says what to do."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphplan import (
+    BackendError,
+    FeedError,
+    GraphPlanError,
+    OwnersError,
+    Policy,
+    PolicyError,
+    SkipReason,
+    capture,
+    compile_plan,
+    graph_step,
+)
+from tests.facts import assert_same
+from tests.twins import WARMUP, Rig, assert_equals_eager, assert_falls_back, assert_refused, build, managed, state_of
+from tests.zoo import float_batches, training_rig
+
+make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * 12)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x * 2
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "backend": ({"backend": "cuda-graph"}, BackendError, r"cuda-graph.*cudagraph, tape, eager"),
+    "mode": ({"mode": "training"}, PolicyError, r"training.*train, inference"),
+    "on_failure": ({"on_failure": "ignore"}, ValueError, r"on_failure.*ignore.*raise.*eager"),
+    "warmup_steps=0": ({"warmup_steps": 0}, ValueError, r"warmup_steps.*0"),
+    "warmup_steps=-1": ({"warmup_steps": -1}, ValueError, r"warmup_steps.*-1"),
+    "eager_if": ({"eager_if": "always"}, ValueError, r"eager_if.*always"),
+    "eager_if=0": ({"eager_if": 0}, ValueError, r"eager_if.*0"),
+    "policy": ({"policy": "train"}, PolicyError, r"policy.*train"),
+    "owners": ({"owners": 3}, OwnersError, r"owners.*int.*mapping.*sequence"),
+    "allow": ({"allow": "model.calls"}, ValueError, r"allow.*model\.calls"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_do_not_exist(name: str) -> None:
+    """Said when the step is made, not when it is called; the message has the value and the choices."""
+    options, error, pattern = OPTIONS[name]
+    with pytest.raises(error, match=pattern) as caught:
+        graph_step(_identity, **options)
+    assert isinstance(caught.value, GraphPlanError)
+
+
+def test_what_is_not_callable() -> None:
+    """A step has to be callable."""
+    with pytest.raises((TypeError, ValueError), match="callable"):
+        graph_step(3)  # type: ignore[arg-type]
+
+
+def test_a_backend_that_these_tensors_cannot_use() -> None:
+    """CUDA graphs need CUDA tensors: found at the first call, which did not happen."""
+    rig = build(make_rig)
+    before = state_of(rig)
+    step = managed(rig, backend="cudagraph")
+    with pytest.raises(BackendError, match=r"cudagraph.*CUDA.*cpu"):
+        step(*rig.calls[0])
+    assert_same(before, state_of(rig))
+
+
+ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
+    "an unknown role": (("inputs", "param"), ("input",), r"'inputs'.*input, param, state"),
+    "an unknown copied role": (("input", "param"), ("weights",), r"'weights'.*input, param, state"),
+    "copied but not static": (("input", "param"), ("input", "state"), r"copy_roles.*state.*static_roles"),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_policies_that_contradict_themselves(name: str) -> None:
+    """The message names the roles that there are."""
+    static, copied, pattern = ROLES[name]
+    with pytest.raises(PolicyError, match=pattern):
+        Policy("train", static_roles=static, copy_roles=copied)
+
+
+def test_a_policy_of_an_unknown_mode() -> None:
+    """Modes are named too."""
+    with pytest.raises(PolicyError, match=r"'fit'.*train, inference"):
+        Policy("fit", static_roles=("input",), copy_roles=("input",))
+
+
+def _other_shape(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x[:3], y[:3]
+
+
+def _other_dtype(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x.double(), y
+
+
+def _one_row(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x[:1], y
+
+
+OTHER_FEEDS = {
+    "shape": (_other_shape, r"args\[0\].*\[3, 8\].*\[8, 8\]"),
+    "dtype": (_other_dtype, r"args\[0\].*float64.*float32"),
+    "a row that would broadcast": (_one_row, r"args\[0\].*\[1, 8\].*\[8, 8\]"),
+    "an argument less": (lambda x, y: (x,), r"structure.*1 positional.*2 positional"),
+    "an argument more": (lambda x, y: (x, y, y), r"structure.*3 positional.*2 positional"),
+    "another structure": (lambda x, y: ({"x": x, "y": y},), "structure"),
+    "a literal": (lambda x, y: (x, 3), r"structure|args\[1\]"),
+    "a grad_fn": (lambda x, y: (x.clone().requires_grad_() * 2, y), r"args\[0\].*(grad_fn|requiring grad)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FEEDS)
+def test_a_program_refuses_feeds_of_another_signature(name: str) -> None:
+    """``program.replay`` names the leaf, what was expected and what was found, and nothing has run."""
+    change, pattern = OTHER_FEEDS[name]
+    rig = build(make_rig)
+    rig.step(*rig.calls[0])
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    program = capture(plan, feed=rig.calls[0], policy=Policy.train(), backend="tape")
+    before = state_of(rig)
+    with pytest.raises(FeedError, match=pattern):
+        program.replay(change(*rig.calls[1]))
+    assert_same(before, state_of(rig))
+    program.replay(rig.calls[1])
+
+
+def any_dtype_rig() -> Rig:
+    """A step that takes what it gets: batches of several shapes, dtypes and structures, in turn."""
+    weight = nn.Parameter(torch.randn(8))
+    optimizer = torch.optim.SGD([weight], lr=0.1, fused=True)
+
+    def train_step(x: Any) -> Tensor:
+        optimizer.zero_grad()
+        values = sum(x.values()) if isinstance(x, dict) else x
+        loss = (values.float() @ weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    calls: list[tuple[Any, ...]] = []
+    for x, _ in float_batches(10):
+        calls += [(x,), (x[:3],), (x.double(),), ({"a": x, "b": x},), (x[0],)]
+    return Rig(train_step, {"optimizer": optimizer}, calls)
+
+
+def test_a_step_takes_every_signature() -> None:
+    """``graph_step`` has a program for each shape, dtype and structure; nothing is broadcast or cast."""
+    assert_equals_eager(any_dtype_rig, captured=5, replayed=5 * 4)
+
+
+def grad_fn_rig() -> Rig:
+    """The feed was computed from something that requires gradients."""
+    rig = make_rig()
+    source = torch.ones((), requires_grad=True)
+    rig.calls = [(x * source, y) for x, y in rig.calls]
+    return rig
+
+
+def test_a_feed_with_a_grad_fn() -> None:
+    """Gradients cannot flow out of a program: refused at once, naming the leaf and the way out."""
+    assert_refused(grad_fn_rig, FeedError, r"args\[0\]", "grad_fn", "detach", done=0)
+    assert_falls_back(grad_fn_rig, SkipReason.FEED, r"args\[0\]")
+
+
+def test_a_sparse_feed() -> None:
+    """A program has no buffer for sparse tensors."""
+
+    def make() -> Rig:
+        rig = make_rig()
+        inner = rig.step
+        rig.step = lambda x, y: inner(x.to_dense(), y)
+        rig.calls = [(x.to_sparse(), y) for x, y in rig.calls]
+        return rig
+
+    assert_refused(make, FeedError, r"args\[0\]", "sparse", "to_dense", done=0)
+
+
+def test_an_unhashable_literal() -> None:
+    """A leaf that is neither tensor nor literal could change without being seen."""
+    step = graph_step(lambda x, odd: x * len(odd), backend="tape")
+    with pytest.raises(FeedError, match=r"bytearray.*tensor"):
+        step(torch.ones(2), bytearray(b"ab"))
+
+
+def test_an_error_of_the_step_itself() -> None:
+    """The user's own exception passes through in every phase, and the step can be called again."""
+
+    class Mine(Exception):
+        """Raised by the step below."""
+
+    for failing in range(WARMUP + 3):
+        rig = build(make_rig)
+        model, count = rig.owners["model"], [0]
+
+        def fragile(x: Tensor, y: Tensor, rig: Rig = rig, count: list[int] = count, bad: int = failing) -> Tensor:
+            count[0] += 1
+            if count[0] == bad + 1:
+                raise Mine("from the step")
+            return rig.step(x, y)
+
+        step = graph_step(fragile, owners=rig.owners, backend="tape")
+        for index, args in enumerate(rig.calls):
+            if index == failing:
+                with pytest.raises(Mine, match="from the step"):
+                    step(*args)
+            else:
+                assert torch.isfinite(step(*args))
+        assert step.stats.replayed > 0
+        assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_cpu_feed_that_is_no_batch() -> None:
+    """A step without any tensor has nothing to replay and says so, or runs as eager does."""
+    step = graph_step(lambda scale: F.relu(torch.ones(2)) * scale, backend="tape")
+    for _ in range(8):
+        assert torch.equal(step(2.0), torch.full((2,), 2.0))

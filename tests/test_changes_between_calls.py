@@ -1,0 +1,199 @@
+"""What the host changes between two calls, long after the capture, reaches the next step as it reaches an eager one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW
+
+from tests.twins import Rig, assert_same_runs, build, drive, managed
+from tests.zoo import Mlp, float_batches
+
+CALLS, WHEN = 24, 12
+
+
+def _lr(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 0.05
+
+
+def _lr_and_back(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 2
+    optimizer.param_groups[0]["lr"] /= 2
+
+
+def _weight_decay(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def _betas(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+
+
+def _optimizer_state(model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _older_optimizer_state(model: Any, optimizer: Any) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    for moments in state["state"].values():
+        moments["exp_avg"].mul_(0.1)
+        moments["step"].fill_(2)
+    state["param_groups"][0]["lr"] = 0.002
+    optimizer.load_state_dict(state)
+
+
+def _cleared_optimizer_state(model: Any, optimizer: Any) -> None:
+    optimizer.state.clear()
+
+
+def _new_group(model: Any, optimizer: Any) -> None:
+    model.bonus.requires_grad_()
+    optimizer.add_param_group({"params": [model.bonus], "lr": 0.3})
+
+
+def _weights(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+
+
+def _assigned_weights(model: Any, optimizer: Any) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _data(model: Any, optimizer: Any) -> None:
+    model[0].weight.data = model[0].weight.data * 0.5
+
+
+def _in_place(model: Any, optimizer: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+
+
+def _new_buffer(model: Any, optimizer: Any) -> None:
+    model[1].running_mean = torch.ones(16)
+
+
+def _eval(model: Any, optimizer: Any) -> None:
+    model.eval()
+
+
+def _eval_one(model: Any, optimizer: Any) -> None:
+    model[1].eval()
+
+
+def _freeze(model: Any, optimizer: Any) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def _dropout(model: Any, optimizer: Any) -> None:
+    model[3].p = 0.7
+
+
+def _momentum(model: Any, optimizer: Any) -> None:
+    model[1].momentum = 0.5
+
+
+def _attribute(model: Any, optimizer: Any) -> None:
+    model.temperature = 0.25
+
+
+def _branch(model: Any, optimizer: Any) -> None:
+    model.sharp = True
+
+
+def _dict_entry(model: Any, optimizer: Any) -> None:
+    model.options["smoothing"] = 0.3
+
+
+def _activation(model: Any, optimizer: Any) -> None:
+    model[2] = nn.Tanh()
+
+
+def _gradients(model: Any, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def _own_gradients(model: Any, optimizer: Any) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 3.0)
+
+
+def _seed(model: Any, optimizer: Any) -> None:
+    torch.manual_seed(99)
+
+
+CHANGES = [_lr, _lr_and_back, _weight_decay, _betas, _optimizer_state, _older_optimizer_state, _cleared_optimizer_state]
+CHANGES += [_new_group, _weights, _assigned_weights, _data, _in_place, _new_buffer, _eval, _eval_one, _freeze, _dropout]
+REVERSIBLE = [_eval, _eval_one, _attribute, _branch, _dict_entry]
+CHANGES += [_momentum, _attribute, _branch, _dict_entry, _activation, _gradients, _own_gradients, _seed]
+
+
+def changing_rig(change: Callable[[Any, Any], None], back: bool) -> Rig:
+    """A step that reads many things, one of which the host changes after call ``WHEN``, and perhaps back again."""
+    model: Any = Mlp()
+    model.bonus = nn.Parameter(torch.zeros(4), requires_grad=False)
+    model.temperature, model.sharp, model.options = 0.5, False, {"smoothing": 0.1}
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        logits = (model(x) + model.bonus) * model.temperature
+        if model.sharp:
+            logits = 2 * logits
+        loss = F.cross_entropy(logits, y, label_smoothing=model.options["smoothing"])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def after(index: int) -> None:
+        if index == WHEN:
+            change(model, optimizer)
+        if index == WHEN + 4 and back:
+            model.train()
+            model.temperature, model.sharp, model.options["smoothing"] = 0.5, False, 0.1
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_change_reaches_the_next_step(change: Callable[[Any, Any], None], on_failure: str) -> None:
+    """Copied in, recaptured or done eagerly: the numbers are eager's."""
+    make = partial(changing_rig, change, back=False)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, on_failure=on_failure)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= WHEN + 1 - 6
+
+
+@pytest.mark.parametrize("change", REVERSIBLE, ids=lambda change: change.__name__.strip("_"))
+def test_a_change_that_is_taken_back(change: Callable[[Any, Any], None]) -> None:
+    """The step as it was before is right again afterwards."""
+    make = partial(changing_rig, change, back=True)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    assert_same_runs(expected, drive(rig, managed(rig)))
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_the_changes_matter(change: Callable[[Any, Any], None]) -> None:
+    """Each change, but those that change nothing, gives another eager run: the tests above can fail."""
+    runs = []
+    for each in (change, lambda model, optimizer: None):
+        rig = build(partial(changing_rig, each, back=False))
+        runs.append(drive(rig, rig.step))
+    if change in {_lr_and_back, _optimizer_state, _gradients, _own_gradients}:
+        assert_same_runs(*runs)
+    else:
+        with pytest.raises(AssertionError, match="differences"):
+            assert_same_runs(*runs)

@@ -1,0 +1,129 @@
+"""Two hundred graphed training steps equal two hundred eager ones, bit by bit."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from graphplan import Role, prepare_optimizer
+from tests.twins import Rig, assert_equals_eager, assert_same_runs, build, drive, managed
+from tests.zoo import MODELS, OPTIMIZERS, training_rig
+
+STEPS = 200
+COMBINATIONS = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
+
+
+def losses(outputs: list[Tensor]) -> Tensor:
+    """All returned losses as one tensor."""
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize(("model", "optimizer"), COMBINATIONS)
+def test_graphed_steps_equal_eager_steps(model: str, optimizer: str) -> None:
+    """Losses, parameters, gradients, buffers, optimizer state, param_groups and the generator; one capture."""
+    step = assert_equals_eager(partial(training_rig, model, optimizer), captured=1, replayed=194)
+    assert (step.stats.eager, step.stats.traced) == (3, 2)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_eager_oracle_trains(model: str) -> None:
+    """The runs that the equality is about are not degenerate: the loss falls and every step differs."""
+    rig = build(partial(training_rig, model, "adamw"))
+    curve = losses(drive(rig, rig.step).outputs)
+    assert curve[-20:].mean() < 0.95 * curve[:20].mean()
+    assert len(curve.unique()) > 0.9 * STEPS
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_stock_optimizers_are_prepared(optimizer: str) -> None:
+    """A stock optimizer equals an eager one prepared alike, and stays within 1e-3 of the unprepared loss curve."""
+    stock = partial(training_rig, "mlp", optimizer, fused=None)
+    rig = build(stock)
+    unprepared = drive(rig, rig.step)
+    rig = build(partial(stock, prepare=prepare_optimizer))
+    prepared = drive(rig, rig.step)
+    rig = build(stock)
+    step = managed(rig)
+    found = drive(rig, step)
+    assert_same_runs(prepared, found)
+    assert step.stats.replayed == STEPS - 6
+    torch.testing.assert_close(losses(found.outputs), losses(unprepared.outputs), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_tensor_lr_changes_nothing(optimizer: str) -> None:
+    """A float64 tensor standing in for the float learning rate gives the same bits, so the shadow lr does too."""
+    floats = partial(training_rig, "mlp", optimizer)
+    rig = build(floats)
+    expected = drive(rig, rig.step)
+    rig = build(floats)
+    found = drive(rig, partial(_with_tensor_lr, rig))
+    assert_same_runs(expected, found)
+
+
+def _with_tensor_lr(rig: Rig, x: Tensor, y: Tensor) -> Tensor:
+    (group,) = rig.owners["optimizer"].param_groups
+    lr = group["lr"]
+    group["lr"] = torch.tensor(lr, dtype=torch.float64)
+    try:
+        return rig.step(x, y)
+    finally:
+        group["lr"] = lr
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_ragged_batch_gets_its_own_program(model: str) -> None:
+    """Every tenth batch is smaller: one capture per shape, both kept, and the order of the steps is eager's."""
+    sizes = [5 if index % 10 == 9 else 8 for index in range(STEPS)]
+    make = partial(training_rig, model, "adamw", sizes=sizes)
+    step = assert_equals_eager(make, captured=2, replayed=STEPS - 2 * 6)
+    assert step.stats.recaptured == 0
+
+
+def test_preparing_says_what_it_changed() -> None:
+    """``prepare_optimizer`` names the change, and has nothing to say the second time or about a fused optimizer."""
+    optimizer = build(partial(training_rig, "mlp", "adamw", fused=None)).owners["optimizer"]
+    changes = prepare_optimizer(optimizer)
+    assert any("fused" in change for change in changes)
+    assert optimizer.param_groups[0]["fused"] is True
+    assert prepare_optimizer(optimizer) == []
+    fused: Optimizer = build(partial(training_rig, "mlp", "adamw")).owners["optimizer"]
+    assert prepare_optimizer(fused) == []
+
+
+def test_the_plan_names_what_it_found() -> None:
+    """Externals have the owners' paths and their roles; the lr is device state although the group keeps a float."""
+    rig = build(partial(training_rig, "mlp", "adamw", sizes=(8,) * 8))
+    step = managed(rig)
+    assert step.plan is None
+    drive(rig, step)
+    plan = step.plan
+    names = {external.name: external for external in plan.externals}
+    assert {e.name for e in plan.inputs} == {"args[0]", "args[1]"}
+    assert names["model.0.weight"].role is Role.PARAM and names["model.0.weight"].mutated
+    for name in ("model.1.running_mean", "optimizer.state[model.0.weight].exp_avg", "optimizer.param_groups[0].lr"):
+        assert names[name].role is Role.STATE, name
+    assert set(plan.externals) == {*plan.inputs, *plan.params, *plan.state}
+    assert len(plan.externals) == len(plan.inputs) + len(plan.params) + len(plan.state)
+    assert isinstance(rig.owners["optimizer"].param_groups[0]["lr"], float)
+    for name in ("args[0]", "model.0.weight", "optimizer.state[model.0.weight].exp_avg"):
+        assert name in str(plan)
+
+
+def test_statistics_add_up() -> None:
+    """Launches, copied bytes and the time of each phase are counted."""
+    rig = build(partial(training_rig, "mlp", "adamw", sizes=(8,) * 20))
+    step = managed(rig)
+    drive(rig, step)
+    stats = step.stats
+    assert stats.launches_replayed == stats.replayed
+    assert stats.launches_eager >= step.plan.launches > 10
+    per_batch = sum(t.nbytes for t in rig.calls[0])
+    assert stats.bytes_copied >= stats.replayed * per_batch
+    assert {"warmup", "trace", "capture", "first_replay", "steady"} <= set(stats.phases)
+    assert all(seconds >= 0 for seconds in stats.phases.values())
+    assert not stats.skipped

@@ -1,0 +1,225 @@
+"""What a step may be fed: pytrees, literals, views, mutated and reused tensors; never broadcast, cast or kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from graphplan import graph_step
+from tests.facts import assert_same, flatten
+from tests.twins import Rig, assert_equals_eager, build, managed
+from tests.zoo import CALLS, Mlp, float_batches
+
+
+def rig_of(forward: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> Rig:
+    """A training step on ``forward(model, *args)`` with a frozen-size linear model."""
+    model = nn.Linear(8, 4)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.5, fused=True)
+
+    def train_step(*args: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = forward(model, *args)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
+
+
+def _plain(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def _of_dict(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["targets"][0]) * batch["weight"]
+
+
+def test_nested_feeds() -> None:
+    """Dicts, lists, literals and None are fed as they are to an eager step."""
+    calls = [({"x": x, "targets": [y, None], "weight": 2.0},) for x, y in float_batches(CALLS)]
+    step = assert_equals_eager(partial(rig_of, _of_dict, calls))
+    assert {external.name for external in step.plan.inputs} == {"args[0]['x']", "args[0]['targets'][0]"}
+
+
+def test_keyword_arguments() -> None:
+    """Keyword feeds have names of their own."""
+    rigs = []
+    for graphed in (False, True):
+        rig = build(lambda: rig_of(_plain, []))
+        model = rig.owners["model"]
+        inner = rig.step
+
+        def step_of(x: Tensor, *, mask: Tensor, inner: Callable[..., Tensor] = inner) -> Tensor:
+            return inner(x * mask, mask[:, 0].long())
+
+        step = graph_step(step_of, owners=rig.owners, backend="tape") if graphed else step_of
+        losses = [step(x, mask=(x > 0).float()) for x, _ in float_batches(CALLS)]
+        rigs.append(flatten(model=model, losses=[loss.detach() for loss in losses]))
+    assert_same(*rigs)
+    assert {external.name for external in step.plan.inputs} == {"args[0]", "kwargs['mask']"}
+
+
+def test_a_literal_is_part_of_the_signature() -> None:
+    """Two values of a literal get two programs; -0.0, 0.0, 0 and False are four values."""
+
+    def scaled(model: nn.Module, x: Tensor, y: Tensor, scale: float) -> Tensor:
+        return F.cross_entropy(model(x), y) + torch.copysign(x.abs().mean(), torch.full((), float(scale)))
+
+    values = [1.5, -2.0, 0.0, -0.0]
+    batches = float_batches(40)
+    make = partial(rig_of, scaled, [(*batch, values[i % 4]) for i, batch in enumerate(batches)])
+    assert_equals_eager(make, captured=4, replayed=40 - 4 * 6)
+
+
+def test_a_batch_may_be_the_same_tensor_every_time() -> None:
+    """Feed leaves are inputs whatever their identity does: a constant batch, then another one."""
+    x, y = float_batches(1)[0]
+    fresh = float_batches(3)
+    step = assert_equals_eager(partial(rig_of, _plain, [(x, y)] * 12 + list(fresh)))
+    assert len(step.plan.inputs) == 2
+
+
+def test_one_tensor_fed_twice() -> None:
+    """``step(x, x)`` does not tie the two arguments together for later calls, nor the other way round."""
+
+    def two(model: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+        return (model(a) - 2 * model(b)).square().mean()
+
+    tensors = [x for x, _ in float_batches(CALLS)]
+    tied = [(x, x) for x in tensors]
+    loose = list(pairwise(tensors))
+    assert_equals_eager(partial(rig_of, two, tied[:10] + loose[:8]))
+    assert_equals_eager(partial(rig_of, two, loose[:10] + tied[:8]))
+
+
+def test_the_model_s_own_tensor_as_feed() -> None:
+    """A parameter's values fed as a batch leaf stay an input."""
+
+    def pull(model: nn.Module, target: Tensor) -> Tensor:
+        return (model.weight - 0.5 * target).square().sum()
+
+    def make() -> Rig:
+        rig = rig_of(pull, [])
+        rig.calls = [(rig.owners["model"].weight.detach(),)] * CALLS
+        return rig
+
+    assert_equals_eager(make)
+
+
+LAYOUTS: dict[str, Callable[[int], Tensor]] = {
+    "transposed": lambda index: torch.randn(8, 6).T,
+    "sliced": lambda index: torch.randn(12, 16)[::2, ::2],
+    "expanded": lambda index: torch.randn(1, 8).expand(6, 8),
+    "offset": lambda index: torch.randn(9, 8)[index % 4 : index % 4 + 6],
+    "alternating": lambda index: torch.randn(8, 6).T if index % 2 else torch.randn(6, 8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_feeds_that_are_not_contiguous(layout: str) -> None:
+    """Strides and offsets of a feed do not matter to the numbers."""
+    calls = [(LAYOUTS[layout](index), torch.randint(4, (6,))) for index in range(CALLS)]
+    shapes = len({x.stride() for x, _ in calls})
+    make = partial(rig_of, _plain, calls)
+    assert_equals_eager(make, captured=shapes, replayed=CALLS - 6 * shapes)
+
+
+def test_a_mutated_input_is_written_back() -> None:
+    """A step that writes into its batch does so to the user's tensor, on every replay."""
+
+    def mutating(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(0.5).clamp_(-1, 1)
+        return F.cross_entropy(model(x), y)
+
+    def make() -> Rig:
+        return rig_of(mutating, list(float_batches(CALLS)))
+
+    step = assert_equals_eager(make)
+    assert [e.name for e in step.plan.inputs if e.mutated] == ["args[0]"]
+
+
+def test_a_read_input_is_left_alone() -> None:
+    """The caller's batch is never adopted: it keeps its bits and its address, and later writes to it do not matter."""
+    rig = build(partial(rig_of, _plain, list(float_batches(CALLS))))
+    step = managed(rig)
+    before = [(x.clone(), x.data_ptr()) for x, _ in rig.calls]
+    for x, y in rig.calls:
+        step(x, y)
+    for (x, _), (copy, address) in zip(rig.calls, before, strict=True):
+        assert torch.equal(x, copy) and x.data_ptr() == address
+    assert step.stats.replayed == CALLS - 6
+
+
+def test_a_batch_overwritten_in_place_between_calls() -> None:
+    """A loader that reuses one tensor for all batches is fed by value."""
+
+    def make() -> Rig:
+        pool = [x for x, _ in float_batches(CALLS)]
+        x, y = pool[0].clone(), torch.tensor([0, 1, 2, 3, 0, 1])
+        rig = rig_of(_plain, [(x, y)] * CALLS)
+        rig.after = lambda index: x.copy_(pool[(index + 1) % CALLS])
+        return rig
+
+    assert_equals_eager(make)
+
+
+def test_gradients_with_respect_to_the_input() -> None:
+    """A gradient penalty: double backward through the batch."""
+
+    def penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        return F.cross_entropy(model(x), y) + (slope.norm(dim=1) - 1).square().mean()
+
+    assert_equals_eager(partial(rig_of, penalty, list(float_batches(CALLS))))
+
+
+def test_a_feed_that_requires_grad() -> None:
+    """A leaf that asks for gradients gets them on every call, in a new tensor."""
+
+    def make() -> Rig:
+        calls = [(x.clone().requires_grad_(), y) for x, y in float_batches(CALLS)]
+        return rig_of(_plain, calls)
+
+    assert_equals_eager(make)
+
+
+def test_a_constant_from_the_closure() -> None:
+    """Class weights that nobody owns are kept by the plan and listed as a parameter-like external."""
+    forward = partial(_weighted, torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    step = assert_equals_eager(partial(rig_of, forward, list(float_batches(CALLS))))
+    owned = {"model.weight", "model.bias"}
+    (constant,) = [external for external in step.plan.params if external.name not in owned]
+    assert constant.spec.shape == (4,) and not constant.mutated
+
+
+def _weighted(weights: Tensor, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, weight=weights)
+
+
+def test_inference() -> None:
+    """An evaluation step under the inference policy: no state, eager's numbers, and training in between is seen."""
+    model = Mlp().eval()
+    batches = [x for x, _ in float_batches(CALLS)]
+
+    def predict(x: Tensor) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"logits": model(x), "best": model(x).argmax(1)}
+
+    step = graph_step(predict, owners={"model": model}, mode="inference", backend="tape")
+    for index, x in enumerate(batches):
+        if index == 12:
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+        found = step(x)
+        assert_same(flatten(out=predict(x)), flatten(out=found))
+    assert step.stats.replayed == CALLS - 6
+    assert step.plan.state == ()

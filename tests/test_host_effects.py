@@ -1,0 +1,92 @@
+"""Python values that a step changes on its owners: understood ones are repeated after every replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.twins import assert_equals_eager
+from tests.zoo import attributes, updating_rig
+
+
+def _count(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.calls += 1
+
+
+def _count_two(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.calls += 2
+    model[0].calls -= 1
+    model.counts["steps"] += 3
+
+
+def _append(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.outs.append(loss.detach())
+
+
+def _append_two(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.outs.append(loss.detach())
+    model.outs.append(x.mean())
+    model.means.append(x.mean(0))
+
+
+def _append_dict(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.outs.append({"loss": loss.detach(), "pair": (x.mean(), None)})
+
+
+def _constant_flag(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.stage = "trained"
+
+
+def _mixed(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.calls += 1
+    model.ema = 0.5 * model.ema + loss.detach()
+    model.outs.append(model.ema.clone())
+
+
+def _counters(model: nn.Module) -> None:
+    model.calls, model[0].calls, model.counts = 0, 5, {"steps": 0}
+
+
+HOST_EFFECTS: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], object]]] = {
+    "a counter": (_count, attributes(calls=0)),
+    "three counters": (_count_two, _counters),
+    "appended losses": (_append, attributes(outs=list)),
+    "three appended tensors": (_append_two, attributes(outs=list, means=list)),
+    "appended dictionaries": (_append_dict, attributes(outs=list)),
+    "an attribute set to the same value": (_constant_flag, attributes(stage="new")),
+    "counter, carry and list": (_mixed, attributes(calls=0, ema=lambda: torch.zeros(()), outs=list)),
+}
+
+
+@pytest.mark.parametrize("name", HOST_EFFECTS)
+def test_understood_host_effects_are_repeated(name: str) -> None:
+    """Counters grow and lists get their outputs on every replay, each entry with its own step's values."""
+    update, prepare = HOST_EFFECTS[name]
+    assert_equals_eager(partial(updating_rig, update, prepare))
+
+
+def test_a_list_cleared_between_calls() -> None:
+    """An epoch's end clears the list of outputs; later replays append to the cleared or replaced list."""
+
+    def clear(model: Any, index: int) -> None:
+        if index % 5 == 4:
+            model.outs.clear()
+        if index == 12:
+            model.outs = []
+
+    assert_equals_eager(partial(updating_rig, _append, attributes(outs=list), clear))
+
+
+def test_a_counter_reset_between_calls() -> None:
+    """A counter that the host sets goes on from there."""
+
+    def reset(model: Any, index: int) -> None:
+        if index % 6 == 5:
+            model.calls = 100 * index
+
+    assert_equals_eager(partial(updating_rig, _count, attributes(calls=0), reset))

@@ -1,0 +1,143 @@
+"""Plans and programs on their own: compile, capture, replay, swap weights, close; each leaves state as it says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import ClosedError, GraphPlanError, Policy, capture, compile_plan
+from tests.facts import assert_same, flatten
+from tests.twins import Rig, build, drive, managed, state_of
+from tests.zoo import Mlp, float_batches, training_rig
+
+make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * 12)
+
+
+def _fresh(calls: int = 0) -> Rig:
+    """A rig after so many eager calls."""
+    rig = build(make_rig)
+    drive(rig, rig.step, calls)
+    return rig
+
+
+@pytest.mark.parametrize("calls", [0, 4])
+def test_compile_plan_restores_what_it_touched(calls: int) -> None:
+    """Parameters, buffers, gradients, optimizer state (also that which did not exist) and generator are as found."""
+    rig = _fresh(calls)
+    before = state_of(rig)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners, restore=True)
+    assert_same(before, state_of(rig))
+    assert plan.launches > 10
+    trained = drive(rig, rig.step, 3).state
+    twin = _fresh(calls)
+    assert_same(drive(twin, twin.step, 3).state, trained)
+
+
+def test_capture_leaves_state_alone_and_replay_trains() -> None:
+    """``capture`` is no training step; every ``replay`` is one."""
+    rig, twin = _fresh(4), _fresh(4)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    before = state_of(rig)
+    program = capture(plan, feed=rig.calls[0], policy=Policy.train(), backend="tape")
+    assert_same(before, state_of(rig))
+    for index in range(4, 10):
+        torch.manual_seed(index)
+        expected = twin.step(*twin.calls[index])
+        twin.after(index)
+        left = state_of(twin)
+        torch.manual_seed(index)
+        found = program.replay(rig.calls[index])
+        rig.after(index)
+        assert torch.equal(expected, found)
+        assert_same(left, state_of(rig))
+
+
+def _logits(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(x)
+
+
+def test_hot_weight_swap() -> None:
+    """With ``copy_roles=(input, param)`` a replay takes a state dict and leaves the model's own weights alone."""
+    models = [Mlp().eval() for _ in range(3)]
+    model, x = models[0], float_batches(1)[0][0]
+    before = flatten(model=model)
+    plan = compile_plan(partial(_logits, model), x, owners={"model": model})
+    policy = Policy("inference", static_roles=("input", "param"), copy_roles=("input", "param"))
+    program = capture(plan, feed=(x,), policy=policy, backend="tape")
+    for other in [*models, *models]:
+        assert torch.equal(program.replay((x,), params=other.state_dict()), _logits(other, x))
+    assert_same(before, flatten(model=model))
+
+
+def _short(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if name != "0.weight"}
+
+
+def _wrong(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**state, "0.weight": torch.zeros(3, 3)}
+
+
+@pytest.mark.parametrize("change", [_short, _wrong])
+def test_a_state_dict_that_does_not_fit(change: Callable[..., dict[str, Tensor]]) -> None:
+    """A missing or misshapen weight is named."""
+    model, x = Mlp().eval(), float_batches(1)[0][0]
+    plan = compile_plan(partial(_logits, model), x, owners={"model": model})
+    policy = Policy("inference", static_roles=("input", "param"), copy_roles=("input", "param"))
+    program = capture(plan, feed=(x,), policy=policy, backend="tape")
+    with pytest.raises(GraphPlanError, match=r"0\.weight"):
+        program.replay((x,), params=change(model.state_dict()))
+
+
+def test_params_without_a_copied_role() -> None:
+    """``params=`` is an error where the policy adopts the parameters."""
+    rig = _fresh(2)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    program = capture(plan, feed=rig.calls[0], policy=Policy.train(), backend="tape")
+    with pytest.raises(GraphPlanError, match=r"0\.weight.*copy_roles"):
+        program.replay(rig.calls[0], params=rig.owners["model"].state_dict())
+
+
+def test_a_closed_step() -> None:
+    """``close`` can be called twice; a call after it says so, and the state is as the last step left it."""
+    rig = build(make_rig)
+    step = managed(rig)
+    for args in rig.calls:
+        step(*args)
+    before = state_of(rig)
+    step.close()
+    step.close()
+    with pytest.raises(ClosedError, match="close"):
+        step(*rig.calls[0])
+    assert_same(before, state_of(rig))
+    loss = rig.step(*rig.calls[0])
+    assert loss.requires_grad and not any(isinstance(g["lr"], Tensor) for g in rig.owners["optimizer"].param_groups)
+
+
+def test_a_closed_program() -> None:
+    """A program that was closed cannot be replayed."""
+    rig = build(make_rig)
+    rig.step(*rig.calls[0])
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    program = capture(plan, feed=rig.calls[0], policy=Policy.train(), backend="tape")
+    program.close()
+    with pytest.raises(ClosedError, match="close"):
+        program.replay(rig.calls[0])
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    """Plans and their externals are frozen records."""
+    rig = build(make_rig)
+    rig.step(*rig.calls[0])
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    assert isinstance(plan.externals, tuple)
+    for record, name in ((plan, "externals"), (plan, "launches"), (plan.externals[0], "role")):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=name):
+            setattr(record, name, None)
+    with pytest.raises((AttributeError, TypeError)):
+        plan.note = "new attribute"

@@ -1,0 +1,167 @@
+"""Optimizers that a program cannot contain: refused by name with the alternative; forgotten ones are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import LBFGS, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import ExponentialLR
+
+from graphplan import HostScalarError, HostSyncError, OptimizerError, RefusalError, SkipReason
+from tests.twins import (
+    SECOND_TRACE,
+    WARMUP,
+    Rig,
+    assert_equals_eager,
+    assert_falls_back,
+    assert_refused,
+    build,
+    drive,
+    managed,
+)
+from tests.zoo import CALLS, Mlp, float_batches, training_rig
+
+
+def stock_rig() -> Rig:
+    """Stock AdamW under a constant lr: only its step counter changes from step to step."""
+    rig = training_rig("mlp", "adamw", fused=None, sizes=(8,) * 10)
+    rig.after = lambda index: None
+    return rig
+
+
+def test_stock_adamw_that_may_not_be_prepared() -> None:
+    """It reads its step counter on the host and computes with the number: operator, line and the fix are named."""
+    error = refusal(stock_rig, prepare_optimizers=False)
+    assert isinstance(error, HostSyncError | HostScalarError)
+    assert error.component == "optimizer"
+    done = WARMUP if isinstance(error, HostSyncError) else SECOND_TRACE
+    patterns = [r"aten\.\w+", r"zoo\.py:\d+", r"optimizer\.step\(\)", "fused=True"]
+    assert_refused(stock_rig, type(error), *patterns, done=done, prepare_optimizers=False)
+    assert_falls_back(stock_rig, error.reason, "fused=True", prepare_optimizers=False)
+
+
+def refusal(make: Callable[[], Rig], **options: Any) -> RefusalError:
+    """The refusal that a rig runs into."""
+    rig = build(make)
+    with pytest.raises(RefusalError) as caught:
+        drive(rig, managed(rig, **options))
+    return caught.value
+
+
+def test_a_violation_in_the_step_is_not_the_optimizers() -> None:
+    """``component`` says which part of the step is to blame."""
+
+    def make() -> Rig:
+        rig = training_rig("mlp", "adamw", sizes=(8,) * 10)
+        inner = rig.step
+        rig.step = lambda x, y: inner(x, y).mul(1).item()
+        return rig
+
+    error = assert_refused(make, HostSyncError, r"test_refused_optimizers\.py")
+    assert isinstance(error, RefusalError)
+    assert error.component == "step"
+
+
+def scheduled_rig(make_optimizer: Callable[..., torch.optim.Optimizer], gamma: float = 0.9) -> Rig:
+    """An MLP with any optimizer, and a schedule that changes its lr after every call unless gamma is 1."""
+    model = Mlp()
+    optimizer = make_optimizer(model.parameters())
+    scheduler = ExponentialLR(optimizer, gamma)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(train_step, owners, list(float_batches(CALLS)), lambda index: scheduler.step())
+
+
+def test_rmsprop_under_a_schedule() -> None:
+    """RMSprop takes its lr as a Python number on CPU: refused, naming RMSprop, lr and what to do."""
+    make = partial(scheduled_rig, partial(RMSprop, lr=0.01))
+    error = refusal(make)
+    assert isinstance(error, OptimizerError | HostScalarError)
+    done = SECOND_TRACE if isinstance(error, HostScalarError) else WARMUP
+    fixes = "fused|AdamW|outside|on_failure|components"
+    assert_refused(make, type(error), "RMSprop", r"\blr\b", fixes, done=done)
+    assert_falls_back(make, error.reason, "RMSprop")
+
+
+def test_rmsprop_with_a_constant_lr() -> None:
+    """Without a schedule nothing about RMSprop changes from step to step."""
+    assert_equals_eager(partial(scheduled_rig, partial(RMSprop, lr=0.01), gamma=1.0))
+
+
+def lbfgs_rig() -> Rig:
+    """LBFGS evaluates its closure as often as it likes."""
+    model = nn.Linear(8, 4)
+    optimizer = LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def train_step(x: Tensor, y: Tensor) -> Any:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(10)))
+
+
+def sparse_adam_rig() -> Rig:
+    """Sparse gradients have a number of entries that depends on the batch."""
+    model = nn.Embedding(20, 4, sparse=True)
+    optimizer = SparseAdam(model.parameters(), lr=0.1)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    calls = [(torch.randint(20, (5,)),) for _ in range(10)]
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
+
+
+@pytest.mark.parametrize(("name", "make"), [("LBFGS", lbfgs_rig), ("SparseAdam", sparse_adam_rig)])
+def test_optimizers_that_no_program_can_contain(name: str, make: Callable[[], Rig]) -> None:
+    """Refused by name before anything is traced."""
+    rig = build(make)
+    with pytest.raises(OptimizerError, match=rf"{name}.*(AdamW|eager|outside)"):
+        drive(rig, managed(rig))
+    assert_falls_back(make, SkipReason.OPTIMIZER, name)
+
+
+@pytest.mark.parametrize("owned", ["model", "nothing"])
+def test_a_forgotten_optimizer_is_found(owned: str) -> None:
+    """Owners that are not named are discovered: the schedule's lr reaches every replay."""
+
+    def make() -> Rig:
+        rig = training_rig("mlp", "adamw", sizes=(8,) * 20)
+        kept = {"model": rig.owners["model"]} if owned == "model" else {}
+        return Rig(rig.step, kept, rig.calls, rig.after, extra=rig.owners)
+
+    step = assert_equals_eager(make)
+    assert any(external.name.endswith("param_groups[0].lr") for external in step.plan.state)
+
+
+def test_owners_as_a_sequence() -> None:
+    """Owners without names of their own are named after their classes or positions, and work alike."""
+    make = partial(training_rig, "mlp", "adamw", sizes=(8,) * 20)
+    rig = build(make)
+    expected = [rig.step(*args).detach() for args in rig.calls]
+    rig = build(make)
+    step = managed(rig, owners=list(rig.owners.values()))
+    assert all(torch.equal(a, step(*args)) for a, args in zip(expected, rig.calls, strict=True))
+    assert step.stats.replayed == 14

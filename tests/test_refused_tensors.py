@@ -1,0 +1,165 @@
+"""Tensors that nobody feeds or owns, carries that do not fit, and roles without storage: refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+from graphplan import CarryError, Policy, SkipReason, UncoveredRoleError, UnownedTensorError
+from tests.twins import (
+    SECOND_TRACE,
+    TRACED,
+    WARMUP,
+    Rig,
+    assert_equals_eager,
+    assert_falls_back,
+    assert_refused,
+    assert_same_runs,
+    build,
+    drive,
+    managed,
+)
+from tests.zoo import Memory, Mlp, attributes, float_batches, training_rig, updating_rig
+
+PLANNED = WARMUP + TRACED
+"""Calls before the one that captures."""
+
+
+def closure_rig(kind: str) -> Rig:
+    """A step that reads or writes a tensor through its closure, which no owner holds."""
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+    box = {"noise": torch.randn(4), "total": torch.zeros(())}
+
+    def step_of(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        logits = model(x)
+        if kind == "fresh":
+            logits = logits + box["noise"]
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        if kind == "mutated":
+            box["total"].add_(loss.detach())
+        if kind == "chained":
+            loss = loss + box["total"]
+            box["total"] = loss.detach()
+        optimizer.step()
+        return loss
+
+    def after(index: int) -> None:
+        box["noise"] = torch.randn(4)
+
+    return Rig(step_of, {"model": model, "optimizer": optimizer}, list(float_batches(12)), after, {"box": box})
+
+
+@pytest.mark.parametrize(("kind", "operator"), [("fresh", "add"), ("mutated", "add_")])
+def test_unowned_tensors_are_refused(kind: str, operator: str) -> None:
+    """One that is new in each call, one that is written: operator and line are named, and nothing has changed."""
+    make = partial(closure_rig, kind)
+    patterns = [rf"aten\.{operator}\b", r"test_refused_tensors\.py", "owners"]
+    assert_refused(make, UnownedTensorError, *patterns, done=SECOND_TRACE)
+    assert_falls_back(make, SkipReason.UNOWNED_TENSOR, *patterns)
+
+
+def test_a_chain_of_unowned_tensors_is_refused() -> None:
+    """A tensor that the step passes on to the next step through a dictionary that no owner holds."""
+    rig = build(partial(closure_rig, "chained"))
+    step = managed(rig)
+    for args in rig.calls[:SECOND_TRACE]:
+        step(*args)
+    with pytest.raises(UnownedTensorError, match=r"aten\.add.*test_refused_tensors\.py.*owners"):
+        step(*rig.calls[SECOND_TRACE])
+
+
+def _growing(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.cache = torch.cat([model.cache, x.mean(0, keepdim=True)])
+
+
+def _shrinking(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.queue = model.queue[1:]
+
+
+def test_a_carry_that_grows_is_refused() -> None:
+    """A cache that is one row longer after each step: the path and both shapes are named."""
+    make = partial(updating_rig, _growing, attributes(cache=partial(torch.zeros, 1, 8)))
+    assert_refused(make, CarryError, r"model\.cache", r"\[5, 8\]", r"\[6, 8\]", done=SECOND_TRACE)
+    assert_falls_back(make, SkipReason.CARRY, r"model\.cache")
+
+
+def test_a_carry_that_shrinks_is_refused() -> None:
+    """A queue that is rebound to a shorter view of itself, without any operator that launches."""
+    make = partial(updating_rig, _shrinking, attributes(queue=partial(torch.zeros, 40)))
+    assert_refused(make, CarryError, r"model\.queue", r"\[36\]", r"\[35\]", done=SECOND_TRACE)
+
+
+ROLES_LEFT_OUT = {
+    "state": (("input", "param"), r"model\.1\.running_mean"),
+    "param": (("input", "state"), r"model\.0\.weight"),
+}
+
+
+@pytest.mark.parametrize("role", ROLES_LEFT_OUT)
+def test_a_role_without_storage_is_refused(role: str) -> None:
+    """A policy that leaves a role out is refused before capture, naming externals of that role and the policy."""
+    static, name = ROLES_LEFT_OUT[role]
+    make = partial(training_rig, "mlp", "adamw", sizes=(8,) * 10)
+    policy = Policy("train", static_roles=static, copy_roles=("input",))
+    assert_refused(make, UncoveredRoleError, name, "static_roles", role, done=PLANNED, policy=policy)
+
+
+def test_inference_refuses_a_step_that_trains() -> None:
+    """The inference policy has no storage for state: running statistics and moments are named."""
+    make = partial(training_rig, "mlp", "adamw", sizes=(8,) * 10)
+    assert_refused(make, UncoveredRoleError, r"running_mean|exp_avg", "state", done=PLANNED, mode="inference")
+
+
+def test_parameters_replaced_between_calls() -> None:
+    """A parameter that is another object in every step: eager's numbers, replayed or not."""
+
+    def make() -> Rig:
+        rig = updating_rig(lambda model, x, loss: None, attributes())
+        model = rig.owners["model"]
+        rig.after = lambda index: setattr(model[0], "bias", torch.nn.Parameter(model[0].bias.detach().clone()))
+        return rig
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    assert_same_runs(expected, drive(rig, managed(rig, on_failure="eager")))
+
+
+def summing_rig(memory: Memory) -> Rig:
+    """A step that sums its losses in a tensor on ``memory``, which is not among the owners."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], lr=0.1, fused=True)
+
+    def step_of(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight * x).sum().square()
+        loss.backward()
+        optimizer.step()
+        memory.total.add_(loss.detach())
+        return loss
+
+    return Rig(step_of, {"optimizer": optimizer}, [(torch.ones(3) * index,) for index in range(10)])
+
+
+def test_an_owner_makes_an_unowned_tensor_state() -> None:
+    """What the message advises works: naming the object that holds the tensor makes it state."""
+    make = partial(summing_rig, Memory(total=torch.zeros(())))
+    assert_refused(make, UnownedTensorError, "owners", done=SECOND_TRACE)
+
+    def owned() -> Rig:
+        memory = Memory(total=torch.zeros(()))
+        rig = summing_rig(memory)
+        rig.owners["memory"] = memory
+        return rig
+
+    step = assert_equals_eager(owned)
+    assert [e.name for e in step.plan.state if "memory" in e.name] == ["memory.total"]

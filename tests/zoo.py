@@ -1,0 +1,175 @@
+"""Small models, their batches and the optimizers that the equality tests combine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from tests.twins import Rig
+
+CLASSES = 4
+VOCABULARY = 24
+CALLS = 20
+Batch = tuple[Tensor, Tensor]
+
+
+class Mlp(nn.Sequential):
+    """Two layers with batch normalisation and dropout."""
+
+    def __init__(self, features: int = 8, width: int = 16) -> None:
+        layers = [nn.Linear(features, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2)]
+        super().__init__(*layers, nn.Linear(width, CLASSES))
+
+
+class Transformer(nn.Module):
+    """Four encoder layers with dropout over learned token and position embeddings."""
+
+    def __init__(self, width: int = 16, length: int = 6) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+        layer = nn.TransformerEncoderLayer(width, nhead=2, dim_feedforward=32, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.tokens(x) + self.positions).mean(dim=1))
+
+
+class Lstm(nn.Module):
+    """Two recurrent layers with dropout between them."""
+
+    def __init__(self, features: int = 5, width: int = 10) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(features, width, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Cnn(nn.Sequential):
+    """Two convolutions with batch normalisation, pooling and dropout of channels."""
+
+    def __init__(self, channels: int = 4) -> None:
+        first = [nn.Conv2d(1, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(), nn.MaxPool2d(2)]
+        second = [nn.Conv2d(channels, channels, 3, bias=False), nn.BatchNorm2d(channels), nn.GELU(), nn.Dropout2d(0.1)]
+        super().__init__(*first, *second, nn.Flatten(), nn.Linear(channels * 4, CLASSES))
+
+
+def _labels(values: Tensor) -> Tensor:
+    """Four classes that depend on the values, so that there is something to learn."""
+    flat = values.reshape(len(values), -1).double()
+    half = flat.shape[1] // 2
+    return 2 * (flat[:, :half].mean(1) > flat[:, half:].mean(1)).long() + (flat[:, 0] > flat.mean(1)).long()
+
+
+def _floats(*shape: int, size: int, generator: torch.Generator) -> Batch:
+    x = torch.randn(size, *shape, generator=generator)
+    return x, _labels(x)
+
+
+def _tokens(*, size: int, generator: torch.Generator) -> Batch:
+    x = torch.randint(VOCABULARY, (size, 6), generator=generator)
+    return x, torch.bucketize(x.double().mean(1), torch.tensor([9.5, 11.5, 13.5]).double())
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch]]] = {
+    "mlp": (Mlp, partial(_floats, 8)),
+    "transformer": (Transformer, _tokens),
+    "lstm": (Lstm, partial(_floats, 4, 5)),
+    "cnn": (Cnn, partial(_floats, 1, 8, 8)),
+}
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": partial(AdamW, lr=1e-2, weight_decay=0.05),
+    "amsgrad": partial(Adam, lr=1e-2, amsgrad=True),
+    "nesterov": partial(SGD, lr=5e-2, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adagrad": partial(Adagrad, lr=3e-2, lr_decay=0.01),
+}
+
+
+def batches(draw: Callable[..., Batch], sizes: Iterable[int]) -> list[Batch]:
+    """Draw one batch for each size from a generator of its own."""
+    generator = torch.Generator().manual_seed(77)
+    return [draw(size=size, generator=generator) for size in sizes]
+
+
+def float_batches(count: int, size: int = 6) -> list[Batch]:
+    """Draw what the MLP takes."""
+    return batches(MODELS["mlp"][1], [size] * count)
+
+
+def training_rig(
+    model_name: str,
+    optimizer_name: str,
+    *,
+    fused: bool | None = True,
+    prepare: Callable[[Optimizer], object] | None = None,
+    sizes: Iterable[int] = (8,) * 200,
+) -> Rig:
+    """A usual training loop: clipped gradients inside the step, a cosine schedule outside, stepped after every call."""
+    make_model, draw = MODELS[model_name]
+    calls = batches(draw, sizes)
+    model = make_model()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters(), fused=fused)
+    if prepare is not None:
+        prepare(optimizer)
+    scheduler = CosineAnnealingLR(optimizer, T_max=len(calls))
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(train_step, owners, list(calls), after=lambda index: scheduler.step())
+
+
+class Memory:
+    """A plain object that a step keeps its state on."""
+
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def updating_rig(
+    update: Callable[[nn.Module, Tensor, Tensor], Any],
+    prepare: Callable[[nn.Module], object],
+    after: Callable[[nn.Module, int], object] = lambda model, index: None,
+) -> Rig:
+    """A training step of an MLP that also calls ``update(model, x, loss)``; ``prepare`` makes what it needs."""
+    model = Mlp()
+    prepare(model)
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+    def train_step(x: Tensor, y: Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss, update(model, x, loss)
+
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(train_step, owners, list(float_batches(CALLS)), after=partial(after, model))
+
+
+def attributes(**values: Any) -> Callable[[nn.Module], None]:
+    """Make a ``prepare`` for :func:`updating_rig` that sets attributes, calling those values that are callable."""
+
+    def prepare(model: nn.Module) -> None:
+        for name, value in values.items():
+            setattr(model, name, value() if callable(value) else value)
+
+    return prepare
