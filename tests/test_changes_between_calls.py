@@ -17,6 +17,8 @@ from tests.twins import Rig, assert_same_runs, build, drive, managed
 from tests.zoo import Mlp, float_batches
 
 CALLS, WHEN = 24, 12
+pytestmark = pytest.mark.filterwarnings("ignore:graphplan")
+"""A change may be met by eager steps, which are announced."""
 
 
 def _lr(model: Any, optimizer: Any) -> None:

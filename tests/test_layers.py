@@ -127,6 +127,7 @@ def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_framework() -> None:
-    code = "import sys, graphplan; print(sorted({'lightning', 'pytorch_lightning', 'hydra', 'omegaconf'} & set(sys.modules)))"
+    frameworks = {"lightning", "pytorch_lightning", "hydra", "omegaconf"}
+    code = f"import sys, graphplan; print(sorted({frameworks} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

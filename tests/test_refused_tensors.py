@@ -119,6 +119,7 @@ def test_inference_refuses_a_step_that_trains() -> None:
     assert_refused(make, UncoveredRoleError, r"running_mean|exp_avg", "state", done=PLANNED, mode="inference")
 
 
+@pytest.mark.filterwarnings("ignore:graphplan")
 def test_parameters_replaced_between_calls() -> None:
     """A parameter that is another object in every step: eager's numbers, replayed or not."""
 

@@ -24,17 +24,16 @@ from graphplan import (
     SkipReason,
 )
 from tests.facts import assert_same, flatten
+from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.parts import (
     LitDigits,
     Observer,
     assert_fit_equals_eager,
-    assert_nothing_installed,
     assert_same_fits,
     fit,
     ignore_lightning_warnings,
     loaders,
     per_step,
-    run_until,
     tape,
     trainer_of,
     with_step,

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 from torch.optim import LBFGS, AdamW, NAdam, Optimizer, RMSprop
 
-from graphplan import OptimizerError
+from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.parts import (
     LitDigits,
     assert_fit_equals_eager,
-    assert_nothing_installed,
     assert_same_fits,
     fit,
-    run_until,
     tape,
 )
 
@@ -38,15 +36,15 @@ def test_an_optimizer_that_stays_eager(name: str, clip: float | None, tmp_path: 
     assert name in report and "optimizer" in report
 
 
-def test_lbfgs_is_refused(tmp_path: Path) -> None:
-    """An optimizer that evaluates its closure again and again cannot be replayed."""
+def test_lbfgs(tmp_path: Path) -> None:
+    """An optimizer that evaluates its closure again and again: each evaluation is a replay, the update is eager."""
     make = partial(LitDigits, partial(LBFGS, lr=0.1, max_iter=2), schedule=None)
-    trainer, module = run_until(OptimizerError, make, tmp_path / "raise", tape())
-    assert_nothing_installed(trainer, module)
-    expected = fit(make, tmp_path / "eager", max_epochs=1)
-    with pytest.warns(UserWarning, match="LBFGS"):
-        found = fit(make, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=1)
+    expected = fit(make, tmp_path / "eager")
+    found = fit(make, tmp_path / "graphed", tape())
     assert_same_fits(expected, found)
+    assert_nothing_installed(found.trainer, found.module)
+    assert found.callback.stats.replayed == 2 * 27 - 6
+    assert "LBFGS" in found.callback.report()
 
 
 def test_unprepared_optimizers_go_the_component_way(tmp_path: Path) -> None:

@@ -188,6 +188,7 @@ def test_frozen_layers(tmp_path: Path) -> None:
     assert_fit_equals_eager(make, tmp_path, replayed=FULL)
 
 
+@pytest.mark.filterwarnings("ignore:graphplan")
 def test_an_overridden_optimizer_step(tmp_path: Path) -> None:
     """A warm-up of the lr in the user's ``optimizer_step`` goes on running on the host."""
 
@@ -203,6 +204,7 @@ def test_an_overridden_optimizer_step(tmp_path: Path) -> None:
     assert len({batch["lr"][0] for batch in found.observer.batches}) == 20
 
 
+@pytest.mark.filterwarnings("ignore:graphplan")
 def test_overridden_hooks_inside_the_step(tmp_path: Path) -> None:
     """Device work in in-step hooks is part of the step."""
 

@@ -235,6 +235,7 @@ def late_branch(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss * 2 if self.trainer.global_step >= 15 else loss
 
 
+@pytest.mark.filterwarnings("ignore:graphplan")
 @pytest.mark.parametrize("step", [scaled_by_epoch, late_branch], ids=lambda step: step.__name__)
 def test_numbers_that_change_long_after_the_capture(step: Any, tmp_path: Path) -> None:
     """What both traces read alike and a later step reads differently is watched: never silently wrong."""
