@@ -7,6 +7,7 @@ from graphplan.errors import CaptureError as CaptureError
 from graphplan.errors import CarryError as CarryError
 from graphplan.errors import ClosedError as ClosedError
 from graphplan.errors import ControlFlowError as ControlFlowError
+from graphplan.errors import DeviceError as DeviceError
 from graphplan.errors import FeedError as FeedError
 from graphplan.errors import GeneratorSeekError as GeneratorSeekError
 from graphplan.errors import GraphPlanError as GraphPlanError

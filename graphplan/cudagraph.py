@@ -1,14 +1,15 @@
 """The CUDA-graph backend: stream capture of a whole step into one graph.
 
 One capture stream and one memory pool serve all recordings of a backend. Capture runs with
-``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. A capture that
-fails leaves torch's default generator registered with a dead graph, which makes every later random operator raise; giving
-the generator a fresh copy of its state heals that.
+``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. One that fails
+leaves torch's default generator registered with a dead graph, which makes every later random operator raise;
+giving the generator a fresh copy of its state heals that.
 """
 
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -80,7 +81,7 @@ class CUDAGraphBackend:
     executes = False
 
     def __init__(
-        self, device: torch.device, generators: Sequence[torch.Generator] = (), *, device_constants: bool = False
+        self, device: torch.device, generators: Sequence[torch.Generator] = (), constants: Sequence[torch.Tensor] = ()
     ) -> None:
         if not torch.cuda.is_available():
             raise BackendError("backend='cudagraph' needs a CUDA device and this machine has none; pass backend='tape'")
@@ -89,7 +90,7 @@ class CUDAGraphBackend:
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
-        self.device_constants = device_constants
+        self.constants = list(constants)
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` on the capture stream, ordered after and before the current one.
@@ -131,16 +132,19 @@ class CUDAGraphBackend:
 
     def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self.device)
+        constants = DeviceConstants(self.constants) if self.constants else None
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                with DeviceConstants() if self.device_constants else nullcontext():
+                with constants or nullcontext():
                     result = body()
             except Exception as error:
                 self._abandon(graph)
                 if isinstance(error, RefusalError):
                     raise
+                # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
+                traceback.clear_frames(error.__traceback__)
                 raise CaptureError(f"the step failed while it was captured: {_first_line(error)}") from error
             except BaseException:
                 self._abandon(graph)

@@ -80,6 +80,10 @@ class FeedError(RefusalError, ValueError):
     reason = SkipReason.FEED
 
 
+class DeviceError(FeedError):
+    """A fed tensor is on another device than the step: running the step eagerly would fail as well."""
+
+
 class UncoveredRoleError(RefusalError, ValueError):
     """An external's role is in neither ``static_roles`` nor ``copy_roles``."""
 

@@ -44,7 +44,7 @@ class Guards:
         self._keys = [slot.key for slot in held] + [link[1] for link in walk.links]
         self._expected = [slot.get() for slot in held] + [link[2] for link in walk.links]
         tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
-        by_path = {path: param for path, param in walk.parameters.values()}
+        by_path = dict(walk.parameters.values())
         wanted = [(by_path[path], need) for path, need in plan.entry_grads.items() if path in by_path]
         self._grad_params = [param for param, _ in wanted]
         self._grads = [param.grad if need == "kept" else None for param, need in wanted]
@@ -112,7 +112,7 @@ class Fingerprint:
                     self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
 
     def values(self) -> tuple[Any, ...]:
-        """The values now: hyper-parameters first, in the order of :attr:`labels`; hashable unless a user made it not."""
+        """The values now: hyper-parameters first, in the order of :attr:`labels`."""
         hypers = tuple(map(getitem, self._containers, self._keys))
         flags = (
             *map(_get_training, self._modules),

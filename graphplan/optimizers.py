@@ -1,9 +1,9 @@
 """Making optimizers capturable, and keeping their learning rates in device memory while a step runs.
 
 On CUDA an optimizer is capturable when its step counter and learning rate live on the device (``capturable=True``, or
-``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. What is changed
-is reported, put back on :meth:`Preparation.undo`, stripped from ``state_dict`` and set again after ``load_state_dict``,
-so that checkpoints stay those of the unprepared optimizer.
+``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. What is
+changed is reported, put back on :meth:`Preparation.undo`, stripped from ``state_dict`` and set again after
+``load_state_dict``, so that checkpoints stay those of the unprepared optimizer.
 """
 
 from __future__ import annotations

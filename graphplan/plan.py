@@ -24,6 +24,14 @@ class Counter:
 
 
 @dataclass(frozen=True, slots=True)
+class Assignment:
+    """A Python value that the step's code assigns and that is the same after every step; replays assign it again."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """A list that every step appends ``count`` items to; replays append copies of the tensors."""
 
@@ -63,7 +71,7 @@ class Rates(Protocol):
         """Follow optimizers whose groups were replaced."""
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
 
@@ -76,14 +84,15 @@ class Plan:
         rebinds: slots that the step rebinds without reading what they held.
         counters: Python numbers that every step raises by the same amount.
         appends: lists that every step appends to.
+        assignments: Python values that every step assigns alike.
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
         launches: operators that one eager step launches.
-        device_constants: whether the step makes device tensors from Python numbers.
+        device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
-        reads: paths of owners' Python values that the step's code may have read: a replay is good for these values only.
-        global_reads: likewise module globals, as ``(namespace, name)``.
+        reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
+        only. global_reads: likewise module globals, as ``(namespace, name)``.
         device: where the step computes.
     """
 
@@ -94,11 +103,12 @@ class Plan:
     rebinds: tuple[str, ...]
     counters: tuple[Counter, ...]
     appends: tuple[Append, ...]
+    assignments: tuple[Assignment, ...]
     outputs: tuple[Output, ...]
     output_structure: Any
     entry_grads: Mapping[str, str]
     launches: int
-    device_constants: bool
+    device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
     global_reads: tuple[tuple[dict[str, Any], str], ...]

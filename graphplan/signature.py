@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.errors import FeedError
+from graphplan.errors import DeviceError, FeedError
 
 Key = tuple[Hashable, ...]
 
@@ -42,7 +42,7 @@ class Feed:
             return [f"args[{i}]" for i in range(len(self.leaves))]
         tree = pytree.tree_unflatten(list(self.leaves), self.structure)
         paths, _ = pytree.tree_flatten_with_path(tree)
-        return [("args" if p[0].idx == 0 else "kwargs") + pytree.keystr(p[1:]) for p, _ in paths]
+        return [("args" if str(p[0]) == "[0]" else "kwargs") + pytree.keystr(p[1:]) for p, _ in paths]
 
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves with their indices."""
@@ -86,9 +86,11 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
                 f"through a copy. Expected a leaf; feed {name}.detach(), or move what computes it into the step"
             )
         if leaf.layout is not torch.strided:
-            raise FeedError(f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: feed {name}.to_dense()")
-        if device is not None and leaf.device != device:
             raise FeedError(
+                f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: feed {name}.to_dense()"
+            )
+        if device is not None and leaf.device != device:
+            raise DeviceError(
                 f"{name} is on {leaf.device}, the step computes on {device}; move it first, or pass device='{device}'"
             )
 

@@ -1,8 +1,8 @@
 """The tape backend: record a step's operators once, and run them again on the same storages.
 
 It obeys the rules of a CUDA graph on a machine without one: fixed addresses, no Python, no host reads. Views and
-allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes straight
-into its recorded result. Random operators draw from the same generators as in eager.
+allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes
+straight into its recorded result. Random operators draw from the same generators as in eager.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _COPIES = ("aten.clone.default", "aten._to_copy.default")
 class _Kernel:
     """One recorded operator before it is compiled to a closure.
 
-    ``outs`` has one entry per result: the recorded tensor that a replay must fill, or None for what is not a new tensor.
-    ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
+    ``outs`` has one entry per result: the recorded tensor that a replay must fill, or None for what is not a new
+    tensor. ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
     """
 
     __slots__ = ("args", "constant", "func", "grad_mode", "kwargs", "outs", "writes")

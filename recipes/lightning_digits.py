@@ -97,9 +97,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     callback = GraphPlanCallback(backend=args.backend)
     graphed = train([callback], epochs=args.epochs, accelerator=args.accelerator)
 
-    print(callback.plan)
+    plan = callback.plan
+    assert plan is not None
+    print(plan)
     print(callback.report())
-    print(describe_launches(callback.plan.launches, callback.stats.replayed))
+    print(describe_launches(plan.launches, callback.stats.replayed))
     print(require_equal(eager.state, graphed.state))
     print(describe_times(eager.seconds, graphed.seconds))
     print(f"validation accuracy: {float(graphed.metrics['val/accuracy']):.4f}")

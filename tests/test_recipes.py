@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from recipes import plain_loop
+from recipes import lightning_digits, plain_loop
 from recipes.comparison import require_equal
 from recipes.data import DigitsData, StdlibText
 from recipes.datasets import (
@@ -172,8 +172,6 @@ def test_plain_loop_replays_and_equals_eager(capsys: pytest.CaptureFixture[str])
 
 
 def test_lightning_digits_replays_and_equals_eager(capsys: pytest.CaptureFixture[str]) -> None:
-    from recipes import lightning_digits
-
     lightning_digits.main(["--epochs", "2", "--accelerator", "cpu", "--backend", "tape"])
     printed = capsys.readouterr().out
     assert re.search(r"launches saved: \d+ \(\d\d replays of a step", printed)

@@ -14,6 +14,7 @@ from graphplan.backend import check_backend
 from graphplan.callback.gates import closed_gate, keeps_optimizer_outside
 from graphplan.callback.seam import StepSeam
 from graphplan.errors import NotCapturedError, PolicyError
+from graphplan.plan import Plan
 from graphplan.policy import MODES, Policy
 from graphplan.report import report, summary
 from graphplan.stats import Stats
@@ -29,8 +30,8 @@ class GraphPlanCallback(Callback):
     Args:
         mode: ``"auto"`` or ``"train"``: which policy training uses.
         backend: ``"auto"`` (a CUDA graph on CUDA, the tape on the CPU), ``"cudagraph"``, ``"tape"`` or ``"eager"``.
-        policies: policy by mode name, or its two role lists: ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
-        warmup_steps: eager steps per batch signature before it is traced; at least 1.
+        policies: policy by mode name, or its two role lists: ``{"train": {"static_roles": [...], "copy_roles":
+        [...]}}``. warmup_steps: eager steps per batch signature before it is traced; at least 1.
         on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
             ``"eager"``: it runs eagerly, with one warning.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
@@ -73,11 +74,17 @@ class GraphPlanCallback(Callback):
         self._stats = Stats()
         self._plans = 0
         self._notes: list[str] = []
+        self._plan: Plan | None = None
 
     @property
     def stats(self) -> Stats:
         """Counts of the current fit, or of the last one."""
         return self._seam.stats if self._seam is not None else self._stats
+
+    @property
+    def plan(self) -> Plan | None:
+        """The latest plan of the current fit, or of the last one."""
+        return self._seam.plan if self._seam is not None else self._plan
 
     def report(self) -> str:
         """What happened to the fit's steps, as text."""
@@ -89,9 +96,7 @@ class GraphPlanCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
         self._stats, self._plans, self._notes = Stats(), 0, []
-        if self.backend == "eager":
-            return
-        reason = closed_gate(trainer, pl_module)
+        reason = closed_gate(trainer, pl_module) if self.backend != "eager" else None
         if reason is not None:
             self._refuse(reason)
             return
@@ -108,7 +113,7 @@ class GraphPlanCallback(Callback):
         )
         self._seam.install()
         outside = keeps_optimizer_outside(pl_module)
-        if outside is not None:
+        if outside is not None and self.backend != "eager":
             self._seam.keep_optimizer_outside(outside)
 
     def _refuse(self, reason: str) -> None:
@@ -124,6 +129,7 @@ class GraphPlanCallback(Callback):
         if seam is not None:
             seam.remove()
             self._stats, self._plans, self._notes = seam.stats, seam.plans, seam.report_notes()
+            self._plan = seam.plan
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,6 +141,8 @@ class GraphPlanCallback(Callback):
 
     def _last_line(self) -> str:
         stats = self._stats
+        if self.backend == "eager":
+            return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
         if stats.captured == 0:
             return (
                 f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
@@ -154,4 +162,4 @@ class GraphPlanCallback(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the seam: a running fit is not part of a copy or a pickle."""
-        return {**self.__dict__, "_seam": None}
+        return {**self.__dict__, "_seam": None, "_plan": None}

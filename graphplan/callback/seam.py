@@ -16,15 +16,29 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 
 from graphplan.callback.gates import hooked_callbacks
 from graphplan.callback.logs import LogNotes, with_logs
-from graphplan.errors import NotCapturedError, RefusalError
+from graphplan.callback.numbers import WatchedIndex, trainer_numbers
+from graphplan.compiler import is_allowed
+from graphplan.errors import HostScalarError, NotCapturedError, RefusalError
+from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.stats import Stats
 from graphplan.step import GraphedStep
+from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "optimizer._opt_called", "optimizer._step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
 _DUE_AFTER = 4
 """Capture is overdue after this many times the calls that one signature needs."""
+
+
+def _refuse_index() -> None:
+    refuse_trace(
+        HostScalarError,
+        f"the step computes with batch_idx at {find_source()}, which differs for each batch; a replay would keep one "
+        "value. "
+        "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, or "
+        "allow=('batch_idx',) if the step's results do not depend on it",
+    )
 
 
 class _ReplayedClosure:
@@ -76,6 +90,7 @@ class StepSeam:
         self._raises = raises
         self._warmup_steps = warmup_steps
         self._eager_if = eager_if
+        self._watches_index = eager_if is None and not is_allowed("batch_idx", allow)
         self._logs = LogNotes(trainer)
         self._steps: list[GraphedStep] = []
         self._components: GraphedStep | None = None
@@ -91,7 +106,7 @@ class StepSeam:
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             owners["scaler"] = scaler
-        return owners | hooked_callbacks(self._trainer)
+        return owners | trainer_numbers(self._trainer) | hooked_callbacks(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
         step = GraphedStep(body, owners=owners, **self._options)
@@ -122,6 +137,11 @@ class StepSeam:
     def plans(self) -> int:
         """Plans that were captured."""
         return sum(step.stats.captured - step.stats.recaptured for step in self._steps)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The latest plan."""
+        return next((step.plan for step in reversed(self._steps) if step.plan is not None), None)
 
     def report_notes(self) -> list[str]:
         """Facts for the report: what was prepared, what runs on the host and why."""
@@ -170,8 +190,9 @@ class StepSeam:
         assert self._context is not None
         _, batch_idx, kwargs = self._context
         last_hook = self._logs.last_hook()
-        first = batch_idx % self._trainer.accumulate_grad_batches == 0
-        out = step(kwargs["batch"], (first, self._trainer.fit_loop._should_accumulate()))
+        divisor = self._trainer.accumulate_grad_batches
+        variant = (batch_idx % divisor == 0, self._trainer.fit_loop._should_accumulate(), divisor)
+        out = step(kwargs["batch"], variant)
         if out["logs"]:
             self._logs.carry_out(out["logs"], last_hook)
         self._check_due(step)
@@ -192,6 +213,8 @@ class StepSeam:
         assert self._context is not None
         kwargs = OrderedDict(self._context[2])
         kwargs["batch"] = batch
+        if "batch_idx" in kwargs and self._watches_index:
+            kwargs["batch_idx"] = WatchedIndex(kwargs["batch_idx"], _refuse_index)
         return kwargs
 
     def _whole_body(self, batch: Any, variant: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
-from graphplan.compiler.effects import find_appends, find_counters, find_reads, find_rebindings
+from graphplan.compiler.effects import find_appends, find_assignments, find_counters, find_reads, find_rebindings
 from graphplan.errors import OutputError
 from graphplan.owners import Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
@@ -62,11 +62,12 @@ def build_plan(
         rebinds=rebinds,
         counters=counters,
         appends=appends,
+        assignments=find_assignments(first, second, walk, counters, allow),
         outputs=tuple(_outputs(first, second, {*carries, *rebinds})),
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk)),
         launches=second.launches,
-        device_constants=second.device_constants,
+        device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),
         device=second.device,
         reads=find_reads(first, second, walk, counters, allow),
@@ -82,7 +83,8 @@ def build_plan(
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
     if first.output_structure != second.output_structure:
         raise OutputError(
-            f"the step returns {first.output_structure} on one call and {second.output_structure} on the next; a replay "
+            f"the step returns {first.output_structure} on one call and {second.output_structure} on the next; a "
+            "replay "
             "returns one structure: return the same one each time"
         )
     outputs = []
@@ -94,7 +96,8 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
             outputs.append(Output(kind, index=new.leaf, path=new.path if owned else None))
         elif not same_value(old, new):
             raise OutputError(
-                f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the next; a replay would "
+                f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "
+                "next; a replay would "
                 "return the first for ever. Return a tensor, or compute it outside the step"
             )
         else:

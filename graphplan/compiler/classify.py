@@ -33,7 +33,9 @@ def classify(
         UnownedTensorError: a tensor that nobody feeds or owns is mutated, or is another one in each step.
         HostSyncError: an external on the host in a step that computes elsewhere.
     """
-    found = [_input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages]
+    found = [
+        _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages
+    ]
     slots = second.entry_slots
     earlier = list(first.externals)
     fed = set(second.leaf_storages.values())
@@ -43,7 +45,9 @@ def classify(
         for slot in owned:
             owned_external = _owned(slot, storage, external, carried=slot.path in carries)
             # A shadow is in its slot only while the step runs: the program keeps the tensor, not the slot.
-            found.append(replace(owned_external, path=None, tensor=external.tensor) if storage in shadows else owned_external)
+            found.append(
+                replace(owned_external, path=None, tensor=external.tensor) if storage in shadows else owned_external
+            )
         if not owned and storage not in fed:
             unchanged = position < len(earlier) and earlier[position] == storage
             found.append(_unowned(external, unowned, unchanged=unchanged))
@@ -106,7 +110,8 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
         )
     if not unchanged:
         raise UnownedTensorError(
-            f"a {spec} tensor that nobody feeds or owns reaches {traced.operator} at {traced.source}, and it is another "
+            f"a {spec} tensor that nobody feeds or owns reaches {traced.operator} at {traced.source}, and it is "
+            "another "
             "tensor in each step; a replay would go on reading the old one. Feed it as an argument of the step, or "
             "name the object that holds it in owners=",
             component=traced.source.component,

@@ -9,18 +9,17 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Walk
-from graphplan.plan import Append, Counter
+from graphplan.owners import Numbers, Walk
+from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
 
 
 def is_allowed(path: str, allow: Iterable[str]) -> bool:
     """Whether ``path`` was declared harmless, by its name or by a pattern such as ``model.stats.*``; what lies
-    within an allowed path is allowed too."""
-    return any(
-        fnmatchcase(path, pattern) or path.startswith((f"{pattern}.", f"{pattern}[")) for pattern in allow
-    )
+    within an allowed path is allowed too.
+    """
+    return any(fnmatchcase(path, pattern) or path.startswith((f"{pattern}.", f"{pattern}[")) for pattern in allow)
 
 
 def find_counters(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Counter, ...]:
@@ -37,7 +36,8 @@ def find_counters(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Co
         delta = _constant_delta(old, new)
         if delta is None:
             raise HostEffectError(
-                f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no Python. "
+                f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
+                "Python. "
                 f"Expected a number that grows by the same amount each time. Keep it in a tensor, update it outside "
                 f"the step, or, if replays may leave it alone, pass allow=({path!r},)"
             )
@@ -79,7 +79,8 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
         before, after = first.changes.appended.get(path), second.changes.appended.get(path)
         if before is None or after is None or len(before) != len(after) or not _alike(before, after):
             raise HostEffectError(
-                f"the step appends {_items(before)} and then {_items(after)} to {path}; expected the same kind of items "
+                f"the step appends {_items(before)} and then {_items(after)} to {path}; expected the same kind of "
+                "items "
                 f"each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
             )
         appends.append(Append(path, len(after)))
@@ -132,7 +133,8 @@ def _check_carry(rebinding: Rebinding) -> None:
     old, new = [(p[2], p[4]) for p in before], [(p[2], p[4]) for p in after]
     if old != new:
         raise CarryError(
-            f"the step rebinds {rebinding.path} from {_shapes(old)} to {_shapes(new)}; a replay copies the new value into "
+            f"the step rebinds {rebinding.path} from {_shapes(old)} to {_shapes(new)}; a replay copies the new value "
+            "into "
             "the old storage, so shape and dtype must stay. Give it its final shape before the first step, and cast "
             "the new value"
         )
@@ -163,8 +165,26 @@ def find_reads(
         if not same_value(old, new):
             raise HostScalarError(
                 f"the step's code reads {path}, which is {old!r} before one step and {new!r} before the next; a replay "
-                f"would keep one value. Hold it in a tensor and update that in place, feed it, or, if the step's results "
+                "would keep one value. Hold it in a tensor and update that in place, feed it, or, if the step's "
+                "results "
                 f"do not depend on it, pass allow=({path!r},)"
             )
         paths.append(path)
     return tuple(paths)
+
+
+def find_assignments(
+    first: Trace, second: Trace, walk: Walk, counters: Iterable[Counter], allow: Iterable[str]
+) -> tuple[Assignment, ...]:
+    """Values that methods of their object may have assigned without changing them (a metric's ``_computed = None``).
+
+    Whoever changes such a value between two steps finds it reset by the next eager step, so a replay resets it too.
+    """
+    own = {counter.path for counter in counters}
+    found = []
+    for path, scalar in walk.scalars.items():
+        if path in own or is_allowed(path, allow) or isinstance(scalar.container, Numbers):
+            continue
+        if all(scalar.attribute in trace.reads.stored.get(id(scalar.owner), ()) for trace in (first, second)):
+            found.append(Assignment(path, scalar.get()))
+    return tuple(found)

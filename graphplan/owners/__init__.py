@@ -5,6 +5,7 @@ from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.snapshot import Snapshot as Snapshot
 from graphplan.owners.snapshot import default_generators as default_generators
+from graphplan.owners.walk import Numbers as Numbers
 from graphplan.owners.walk import Scalar as Scalar
 from graphplan.owners.walk import Slot as Slot
 from graphplan.owners.walk import Walk as Walk

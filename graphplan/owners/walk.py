@@ -2,8 +2,8 @@
 
 Walking the owners gives each *slot* (a container and a key that hold a tensor) a path, such as
 ``model.bn.running_mean`` or ``optimizer.state[model.fc.weight].exp_avg``. It also gives *links*, the chain of
-containers that leads to a slot: a guard that checks links and slots sees a replaced layer or a reloaded optimizer, which
-a kept list of tensors would not.
+containers that leads to a slot: a guard that checks links and slots sees a replaced layer or a reloaded optimizer,
+which a kept list of tensors would not.
 
 Walking knows modules, optimizers, and plain objects, dicts, lists and tuples; it does not enter objects of torch or
 Lightning that it was not given by name.
@@ -81,6 +81,17 @@ class Scalar:
         return self.container[self.key]
 
 
+class Numbers:
+    """Python values that some object shows as attributes, properties included: read, guarded, never written."""
+
+    def __init__(self, thing: Any, names: Iterable[str]) -> None:
+        self.thing = thing
+        self.names = tuple(names)
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.thing, name)
+
+
 @dataclass(slots=True)
 class Walk:
     """All that a walk over owners found, in walking order."""
@@ -93,6 +104,13 @@ class Walk:
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
+
+    def place(self, path: str) -> Slot | None:
+        """The slot of that path, also where it holds a Python value (None, say) at the moment."""
+        slot, scalar = self.slots.get(path), self.scalars.get(path)
+        if slot is None and scalar is not None:
+            return Slot(path, scalar.container, scalar.key)
+        return slot
 
     def by_storage(self) -> dict[int, list[Slot]]:
         """Slots grouped by the identity of the storage behind them."""
@@ -120,7 +138,10 @@ class _Walker:
 
     def enter(self, owner: Any, path: str) -> None:
         """Walk a named owner, whatever its type."""
-        if isinstance(owner, nn.Module):
+        if isinstance(owner, Numbers):
+            for name in owner.names:
+                self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
+        elif isinstance(owner, nn.Module):
             self._module(owner, path)
         elif isinstance(owner, torch.optim.Optimizer):
             self._optimizer(owner, path)
@@ -229,7 +250,7 @@ class _Walker:
             self._parameter(value, path, container, key)
         elif isinstance(value, Tensor) or (isinstance(value, tuple) and tensor_leaves(value)):
             self._slot(path, container, key)
-        elif isinstance(value, SCALARS) or isinstance(value, tuple):
+        elif isinstance(value, (SCALARS, tuple)):
             self.walk.scalars[path] = Scalar(container, key, *source)
         elif depth > _MAX_DEPTH:
             return

@@ -73,6 +73,8 @@ class Bindings:
             for c in self._plan.counters
             if c.path in walk.scalars
         ]
+        places = ((walk.place(assignment.path), assignment.value) for assignment in self._plan.assignments)
+        self._assignments = [(place.container, place.key, value) for place, value in places if place is not None]
 
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
@@ -82,7 +84,7 @@ class Bindings:
 
     def _set_fresh(self) -> None:
         for path, value in self._fresh.items():
-            slot = self._walk.slots.get(path)
+            slot = self._walk.place(path)
             if slot is not None:
                 slot.set(_clone(value))
 
@@ -93,6 +95,8 @@ class Bindings:
                 param.grad = grad
         for container, key, delta in self._counters:
             container[key] += delta
+        for container, key, value in self._assignments:
+            container[key] = value
         if self._fresh:
             self._set_fresh()
         for path, items in self._appended.items():

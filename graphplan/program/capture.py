@@ -36,9 +36,7 @@ class _Body:
         result = self._plan.function()(*self._args, **self._kwargs)
         self.after = walk_owners(self._plan.owners())
         with torch.no_grad():
-            self.outputs = Outputs(
-                self._plan, result, clone_from=lambda t: storage_id(t) in self._bindings.targets
-            )
+            self.outputs = Outputs(self._plan, result, clone_from=lambda t: storage_id(t) in self._bindings.targets)
             self._bindings.close_step(self.after, self._outside)
 
 
@@ -72,7 +70,8 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
         recording, _ = backend.record(body)
     finally:
         copied.swap_out()
-    assert body.after is not None and body.outputs is not None
+    assert body.after is not None
+    assert body.outputs is not None
     bindings.bind_back(body.after)
     return Program(
         plan,

@@ -41,7 +41,7 @@ class Outputs:
         self._lone = len(plan.outputs) == 1 and plan.output_structure.is_leaf() and 0 in self._static
 
     def build(self, leaves: Sequence[Any], walk: Walk) -> Any:
-        """The step's result: clones of what it made, and the caller's or owners' own tensors where it returned those."""
+        """The step's result: clones of what it made, the caller's or owners' own tensors where it returned those."""
         if self._lone:
             return self._static[0].clone()
         made = {number: static.clone() for number, static in self._static.items()}

@@ -187,4 +187,3 @@ class Program:
         if self._recording is not None:
             self._recording.reset()
             self._recording = None
-

@@ -66,7 +66,9 @@ class CopiedOwned:
         """Bind the buffers where the owners' tensors are (and at every other name of the same tensor)."""
         for external in self.externals:
             held, static = _held(external, self._walk), self._statics[external.name]
-            stand_in = nn.Parameter(static, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else static
+            stand_in = (
+                nn.Parameter(static, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else static
+            )
             for slot in self._walk.slots.values():
                 if slot.param is None and slot.get() is held:
                     self._swapped.append((slot, held))
@@ -79,7 +81,8 @@ class CopiedOwned:
         self._swapped = []
 
     def load(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Copy values in: those given by name; for a role that is not given, the owners' own. Returns pairs to write back.
+        """Copy values in: those given by name; for a role that is not given, the owners' own. Returns pairs to write
+        back.
 
         Raises:
             FeedError: for an unknown name, a missing one, or a tensor that does not fit.
@@ -114,7 +117,8 @@ class CopiedOwned:
             missing = [e.name for e in self.externals if values and e.role is role and e.name not in chosen]
             if missing:
                 raise FeedError(
-                    f"{missing[0]} is missing ({len(missing)} of the {role} values are); expected a value for every copied "
+                    f"{missing[0]} is missing ({len(missing)} of the {role} values are); expected a value for every "
+                    "copied "
                     f"{role}, since half of one set and half of another is rarely meant: pass a whole state_dict"
                 )
         return [chosen[e.name] if e.name in chosen else _held(e, self._walk) for e in self.externals]
@@ -142,7 +146,8 @@ def _refuse_given(given: Mapping[Role, Mapping[str, Tensor]]) -> None:
     for role, values in given.items():
         if values:
             raise FeedError(
-                f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: capture "
+                f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: "
+                "capture "
                 f"with copy_roles=('input', '{role}')"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -36,8 +37,8 @@ def compile_plan(
     """Compile the plan of ``fn`` called with ``args``.
 
     Runs ``fn`` three times: once so that lazy state exists, and twice traced. With ``restore`` the tensors, optimizer
-    state (state that did not exist goes again), gradients, Python attributes of owners and the random generators are then
-    put back as they were. Other Python effects of ``fn`` (files, prints, globals) cannot be undone.
+    state (state that did not exist goes again), gradients, Python attributes of owners and the random generators are
+    then put back as they were. Other Python effects of ``fn`` (files, prints, globals) cannot be undone.
 
     Args:
         fn: the step.
@@ -80,9 +81,9 @@ def _compile(
         device = find_device(managed.owners, feed)
         check_feed(feed, device)
         with managed.rates:
-            traces = [trace(fn, feed, owners=managed.owners, device=device)[1] for _ in range(2)]
+            first, second = (trace(fn, feed, owners=managed.owners, device=device)[1] for _ in range(2))
             held = _weak_owners(managed.owners) if weak else lambda: managed.owners
-            return build_plan(*traces, feed, owners=held, function=function, allow=allow, rates=managed.rates)
+            return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
     finally:
         if restore:
             for snapshot in reversed(snapshots):
@@ -96,8 +97,12 @@ def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, 
         try:
             references[name] = weakref.ref(owner)
         except TypeError:
-            references[name] = lambda owner=owner: owner
+            references[name] = partial(_same, owner)
     return lambda: {name: owner for name, get in references.items() if (owner := get()) is not None}
+
+
+def _same(owner: Any) -> Any:
+    return owner
 
 
 class _IdentityCache:
@@ -130,9 +135,9 @@ def compile_cached(
 ) -> Plan:
     """:func:`compile_plan`, once per function and feed signature.
 
-    Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function, both
-    weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan keeps
-    neither function nor model alive. The same plan object comes back each time.
+    Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function,
+    both weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan
+    keeps neither function nor model alive. The same plan object comes back each time.
 
     Raises:
         RefusalError: if the step cannot be replayed correctly.
@@ -154,7 +159,7 @@ def compile_cached(
 def _alive(fn: Any, name: str) -> Callable[..., Any]:
     if fn is None:
         raise ClosedError(f"the function {name} of this plan no longer exists; keep it, or compile the plan again")
-    return fn  # type: ignore[no-any-return]
+    return fn
 
 
 def make_backend(name: str, plan: Plan) -> Backend:
@@ -166,14 +171,12 @@ def make_backend(name: str, plan: Plan) -> Backend:
     resolved = resolve_backend(name, plan.device)
     if resolved == "eager":
         raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
-    return TapeBackend() if resolved == "tape" else CUDAGraphBackend(
-        plan.device, plan.generators, device_constants=plan.device_constants
+    return (
+        TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators, plan.device_constants)
     )
 
 
-def capture(
-    plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto"
-) -> Program:
+def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
     """Record ``plan``'s step as a program.
 
     Training state is left as it was found, on every backend; optimizer state that did not exist yet is made, with the
@@ -198,9 +201,7 @@ def capture(
     snapshot = Snapshot(walk_owners(plan.owners()), extra=[tensor for _, tensor in flat.tensors()])
     try:
         with plan.rates:
-            return capture_program(
-                plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers()
-            )
+            return capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
     finally:
         snapshot.restore()
 

@@ -1,7 +1,7 @@
 """State that an optimizer creates in its first step, at the value it is created with.
 
-A program adopts optimizer state, so the state has to exist before capture; but the step that creates it also updates it.
-Watching the operators of that one step gives the value each tensor was born with.
+A program adopts optimizer state, so the state has to exist before capture; but the step that creates it also updates
+it. Watching the operators of that one step gives the value each tensor was born with.
 """
 
 from __future__ import annotations

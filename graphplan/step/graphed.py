@@ -18,7 +18,7 @@ from graphplan.backend import Backend, check_backend, resolve_backend
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.errors import ClosedError, FeedError, OptionError, PolicyError, RefusalError, SkipReason
+from graphplan.errors import ClosedError, DeviceError, FeedError, OptionError, PolicyError, RefusalError, SkipReason
 from graphplan.owners import Snapshot
 from graphplan.plan import Plan
 from graphplan.policy import Policy, check_mode
@@ -281,16 +281,15 @@ class GraphedStep:
         self.stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
     def _capture(self, entry: Entry, line: Line, feed: Feed) -> Any:
-        assert line.plan is not None and self._backend is not None
+        assert line.plan is not None
+        assert self._backend is not None
         with self.stats.timed("capture"):
             backend = self._backend
             if isinstance(backend, CUDAGraphBackend):
                 backend.generators = list(line.plan.generators)
-                backend.device_constants = line.plan.device_constants
+                backend.constants = list(line.plan.device_constants)
             with self.managed.rates:
-                program = capture_program(
-                    line.plan, feed, policy=self._policy, backend=backend, buffers=self._buffers
-                )
+                program = capture_program(line.plan, feed, policy=self._policy, backend=backend, buffers=self._buffers)
             result = program.run_recorded(feed.leaves, executed=backend.executes)
         line.program = program
         if not line.plan.entry_grads:
@@ -333,7 +332,7 @@ class GraphedStep:
 
     def _refuse(self, error: RefusalError) -> None:
         """Raise if the refusal escalates, else warn once."""
-        if self.escalate(error):
+        if isinstance(error, DeviceError) or self.escalate(error):
             raise error
         text = str(error)
         if text not in self._warned:
@@ -373,7 +372,9 @@ def check_options(warmup_steps: int, on_failure: str, allow: Sequence[str], eage
         OptionError: naming the option, its value and what was expected.
     """
     if warmup_steps < 1:
-        raise OptionError(f"warmup_steps is {warmup_steps}; expected at least 1: an optimizer makes its state in that step")
+        raise OptionError(
+            f"warmup_steps is {warmup_steps}; expected at least 1: an optimizer makes its state in that step"
+        )
     if on_failure not in ("raise", "eager"):
         raise OptionError(f"on_failure is {on_failure!r}; expected 'raise' or 'eager'")
     if isinstance(allow, str):
@@ -423,16 +424,16 @@ def graph_step(
 
     Args:
         fn: the step: forward, backward, optimizer, whatever of these it has. Takes pytrees of tensors and literals.
-        owners: objects whose tensors make up the step's state, by name or as a sequence. Modules and optimizers that the
-            step uses are found without being named.
+        owners: objects whose tensors make up the step's state, by name or as a sequence. Modules and optimizers that
+            the step uses are found without being named.
         mode: ``"train"`` or ``"inference"``: which default policy holds.
         policy: which roles are static and which are copied in; overrides ``mode``.
         backend: ``"auto"`` (a CUDA graph where the tensors are on CUDA, the tape on the CPU), ``"cudagraph"``,
             ``"tape"``, or ``"eager"``.
         device: where to move fed tensors; without it they must be where the step computes.
         warmup_steps: eager steps per feed signature before it is traced; at least 1.
-        on_failure: ``"raise"`` (refusals before the first good replay raise, later ones go on eagerly with a warning) or
-            ``"eager"`` (always go on).
+        on_failure: ``"raise"`` (refusals before the first good replay raise, later ones go on eagerly with a warning)
+            or ``"eager"`` (always go on).
         allow: paths (or patterns) of Python effects that replays may leave out, such as ``"model.calls"``.
         eager_if: a predicate over the step's arguments, or n for every n-th call: these calls run eagerly.
         prepare_optimizers: whether optimizers may be made capturable (see :func:`prepare_optimizer`).

@@ -97,13 +97,15 @@ class Managed:
         self._churn = 0
 
     def _check_churn(self, before: tuple[Any, ...]) -> None:
-        assert self._fingerprint is not None and self._last is not None
+        assert self._fingerprint is not None
+        assert self._last is not None
         changed = self._fingerprint.changed(before, self._last)
         self._churn += bool(changed)
         if self._churn >= _CHURN:
             self._churn = 0
             raise OptimizerError(
-                f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and the kernel takes it "
+                f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and the kernel "
+                "takes it "
                 "as a Python number, so that each value needs a capture of its own. Expected a constant, or an lr that "
                 "the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with "
                 "capturable=True). Use one of those, change the value once per epoch, or leave optimizer.step() out "

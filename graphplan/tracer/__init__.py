@@ -6,10 +6,11 @@ The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares 
 from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
+from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.mode import is_allocation as is_allocation
+from graphplan.tracer.mode import refuse_trace as refuse_trace
 from graphplan.tracer.mode import written_tensors as written_tensors
-from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.profile import Profile as Profile
 from graphplan.tracer.records import Operator as Operator
 from graphplan.tracer.records import Trace as Trace

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import Numbers, Slot, Walk, storage_id, tensor_leaves, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage identity, offset, shape, strides, dtype: two tensors in one place are the same memory seen alike."""
@@ -20,7 +20,7 @@ def place_of(tensor: Tensor) -> Place:
     """Where ``tensor`` lies."""
     if tensor.layout is not torch.strided:
         return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype)
-    return (storage_id(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return (storage_id(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +78,15 @@ class Recorder:
         for path, items in now.lists.items():
             self._compare_list(found, path, items)
         grown = tuple(f"{path}[" for path in found.appended)
-        for path in {**self.places, **{p: () for p in now.slots}}:
+        for path in {**self.places, **dict.fromkeys(now.slots, ())}:
             before = self.places.get(path)
             slot = now.slots.get(path)
             after = tuple(place_of(t) for t in tensor_leaves(slot.get())) if slot else None
             if before != after and (before or after) and not (grown and path.startswith(grown)):
                 found.rebindings[path] = Rebinding(path, before or None, after or None)
         for path, scalar in now.scalars.items():
+            if isinstance(scalar.container, Numbers):
+                continue
             value = scalar.get()
             old = self.scalars.get(path, _ABSENT)
             if not same_value(old, value) and not (grown and path.startswith(grown)):

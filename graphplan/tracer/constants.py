@@ -1,8 +1,8 @@
-"""Constants that a capture should not copy from the host.
+"""Constants that a capture must not copy from the host.
 
-``torch.tensor(number, device="cuda")`` copies from a temporary, which a graph cannot hold. Under this mode it becomes a
-fill with the same value. The mode is entered only for steps whose trace has such constants, since torch's modules leave
-their fast paths where a ``TorchFunctionMode`` is active.
+``torch.tensor(values, device="cuda")`` copies from a temporary, which a graph cannot hold. Both traces made the same
+constants, so a capture can hand out copies of those instead. The mode is entered only for steps whose traces have such
+constants, since torch's modules leave their fast paths where a ``TorchFunctionMode`` is active.
 """
 
 from __future__ import annotations
@@ -14,25 +14,37 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from graphplan.errors import CaptureError
+
 
 class DeviceConstants(TorchFunctionMode):
-    """Makes zero-dimensional tensors of Python numbers on the device."""
+    """Gives the traced constants, in their order, for what the step makes from Python values on the device."""
+
+    def __init__(self, constants: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._left = [(constant, constant.cpu()) for constant in constants]
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and len(args) == 1:
-            filled = _fill(args[0], kwargs)
-            if filled is not None:
-                return filled
-        return func(*args, **kwargs)
+        device = kwargs.get("device")
+        made = func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(
+            args[0] if args else None, Tensor
+        )
+        if not made or device is None or torch.device(device).type == "cpu":
+            return func(*args, **kwargs)
+        return self._next(func(*args, **{**kwargs, "device": "cpu"}))
 
-
-def _fill(data: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """``torch.tensor(data, ...)`` as a fill, if ``data`` is a number that goes to another device than the host."""
-    device = kwargs.get("device")
-    if device is None or torch.device(device).type == "cpu" or not isinstance(data, bool | int | float):
-        return None
-    filled = torch.full((), data, dtype=kwargs.get("dtype"), device=device)
-    return filled.requires_grad_() if kwargs.get("requires_grad") else filled
+    def _next(self, wanted: Tensor) -> Tensor:
+        if not self._left:
+            raise CaptureError(
+                "the captured step makes more device constants from Python values than the traced ones did"
+            )
+        constant, value = self._left.pop(0)
+        if value.dtype != wanted.dtype or not torch.equal(value, wanted.detach()):
+            raise CaptureError(
+                f"the captured step makes a device constant {wanted.tolist()}, the traced steps made {value.tolist()}; "
+                "hold the value in a tensor that an owner has"
+            )
+        return constant.clone().requires_grad_(wanted.requires_grad)

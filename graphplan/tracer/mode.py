@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
@@ -64,6 +64,13 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     return written
 
 
+def refuse_trace(error: type[RefusalError], message: str) -> None:
+    """Note a violation in the trace that is going on; nothing where none is."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, TraceMode):
+            mode.refuse(error, message)
+
+
 class TraceMode(TorchDispatchMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
 
@@ -88,7 +95,7 @@ class TraceMode(TorchDispatchMode):
         if name.startswith(_IGNORED):
             return func(*args, **kwargs)
         source = find_source()
-        constant = self._lift(name, args, source) if name in _LIFT else None
+        constant = self._lift(args) if name in _LIFT else None
         operands = tuple(self._operand(t, name, source) for t in tensors_in([args, list(kwargs.values())]))
         written = written_tensors(func, args, kwargs)
         for tensor in written:
@@ -146,19 +153,14 @@ class TraceMode(TorchDispatchMode):
             if not external.mutated:
                 external.mutated, external.mutated_by, external.mutated_at = True, name, source
 
-    def _lift(self, name: str, args: tuple[Any, ...], source: Source) -> Tensor:
+    def _lift(self, args: tuple[Any, ...]) -> Tensor:
         """A constant made from Python values: not an external, but its value must stay the same."""
         value: Tensor = args[0]
         self._birth(value)
-        self._trace.device_constants |= value.device.type != "cpu"
-        if value.device.type != "cpu" and value.ndim:
-            self.refuse(
-                TemporaryCopyError,
-                f"a tensor is made from Python values on {value.device} at {source}, which copies from host memory "
-                "that is gone when the graph replays: make it once outside the step, or from a single number",
-                component=source.component,
-            )
-        return value.detach().clone()
+        constant = value.detach().clone()
+        if value.device.type != "cpu":
+            self._trace.device_constants.append(constant)
+        return constant
 
     def _check_seek(self, source: Source | None) -> None:
         for position, (generator, state) in enumerate(self._states):

@@ -1,7 +1,8 @@
-"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may have read.
+"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may have
+read.
 
-``Tensor.tolist`` and ``.numpy`` look straight at memory and never reach the dispatcher. A ``TorchFunctionMode`` would see
-them, but torch's modules look for such a mode and then leave their fast paths, which changes the numbers; a profile
+``Tensor.tolist`` and ``.numpy`` look straight at memory and never reach the dispatcher. A ``TorchFunctionMode`` would
+see them, but torch's modules look for such a mode and then leave their fast paths, which changes the numbers; a profile
 function changes nothing.
 
 A replay freezes what Python reads, so the owners' scalars that the traced code can have read are guarded. From the
@@ -29,10 +30,13 @@ _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 
 @dataclass(slots=True)
 class Reads:
-    """Names that code may have read: by any user code, by methods of one object (its id), and module globals."""
+    """Names that code may have read: by any user code, by methods of one object (its id), and module globals; and names
+    that methods of one object may have assigned.
+    """
 
     anywhere: set[str] = field(default_factory=set)
     of_self: dict[int, set[str]] = field(default_factory=dict)
+    stored: dict[int, set[str]] = field(default_factory=dict)
     global_values: dict[tuple[int, str], tuple[dict[str, Any], str]] = field(default_factory=dict)
 
     def covers(self, owner: Any, attribute: str) -> bool:
@@ -64,7 +68,7 @@ class Profile:
         if event == "call":
             code = frame.f_code
             owner = 0
-            if code.co_argcount and code.co_varnames[0] == "self":
+            if "self" in code.co_varnames[: code.co_argcount] or "self" in code.co_freevars:
                 owner = id(frame.f_locals.get("self"))
             self._ran[code, owner] = None
             self._globals[code] = frame.f_globals
@@ -76,9 +80,10 @@ class Profile:
         """What the code that ran may have read."""
         found = Reads()
         for code, owner in self._ran:
-            attributes, names = _loads(code)
+            attributes, names, stored = _names(code)
             if owner:
                 found.of_self.setdefault(owner, set()).update(attributes)
+                found.stored.setdefault(owner, set()).update(stored)
             if is_library(code.co_filename):
                 continue
             found.anywhere.update(attributes)
@@ -90,19 +95,22 @@ class Profile:
 
 
 @cache
-def _loads(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Attributes that the code loads without calling them at once, and globals that it loads."""
+def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Attributes that the code loads without calling them at once, globals that it loads, attributes that it stores."""
     attributes: set[str] = set()
     names: set[str] = set()
+    stored: set[str] = set()
     for step in dis.get_instructions(code):
         if step.opname == "LOAD_ATTR" and not _is_method_load(step):
             attributes.add(str(step.argval))
         elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(str(step.argval))
+        elif step.opname == "STORE_ATTR":
+            stored.add(str(step.argval))
     if not is_library(code.co_filename):
         # getattr(self, "temperature")
         attributes.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
-    return frozenset(attributes), frozenset(names)
+    return frozenset(attributes), frozenset(names), frozenset(stored)
 
 
 def _is_method_load(step: dis.Instruction) -> bool:

@@ -18,7 +18,8 @@ from graphplan.tracer.source import Source
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
-    first appearance; ``scalars`` are the other arguments by name; ``launches`` is False for views and allocations."""
+    first appearance; ``scalars`` are the other arguments by name; ``launches`` is False for views and allocations.
+    """
 
     name: str
     operands: tuple[tuple[str, int], ...]
@@ -58,7 +59,7 @@ class Trace:
     reads: Reads = field(default_factory=Reads)
     generators: list[torch.Generator] = field(default_factory=list)
     device: torch.device | None = None
-    device_constants: bool = False
+    device_constants: list[Tensor] = field(default_factory=list)
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def undo_unowned_writes(self) -> None:

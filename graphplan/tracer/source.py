@@ -79,5 +79,9 @@ def _component(frame: FrameType | None) -> str:
 def _may_serve_optimizer(filename: str) -> bool:
     if filename.startswith(_OPTIM):
         return True
-    nested = (os.path.join(_TORCH, "nn"), os.path.join(_TORCH, "autograd", "__init__"), os.path.join(_TORCH, "_tensor."))
+    nested = (
+        os.path.join(_TORCH, "nn"),
+        os.path.join(_TORCH, "autograd", "__init__"),
+        os.path.join(_TORCH, "_tensor."),
+    )
     return filename.startswith(_TORCH) and not filename.startswith(nested)

@@ -14,7 +14,8 @@ pytest.importorskip("sklearn")
 
 from graphplan import GraphPlanCallback
 from tests.gpu.helpers import BACKEND, CUDA, Generators
-from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_nothing_installed, assert_same_fits, fit
+from tests.lightning.endings import assert_nothing_installed
+from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_same_fits, fit
 
 EPOCHS, REPLAYED = 2, 18 - 6
 """Nine full batches in each epoch; the ragged one at its end is still eager after two."""

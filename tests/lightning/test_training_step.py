@@ -209,7 +209,7 @@ def branching_on_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 INDEX_STEPS = [
     (scaled_by_index, HostScalarError),
-    (branching_on_index, ControlFlowError),
+    (branching_on_index, HostScalarError),
     (branching_on_step, ControlFlowError),
 ]
 

@@ -1,0 +1,72 @@
+"""Python numbers of the Trainer that a step may read: watched, so that a replay does not freeze them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from graphplan.owners import Numbers
+
+_TRAINER = (
+    "current_epoch",
+    "global_step",
+    "max_epochs",
+    "max_steps",
+    "is_last_batch",
+    "num_training_batches",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "sanity_checking",
+)
+_LOOP = ("batch_idx", "total_batch_idx", "global_step")
+
+
+def trainer_numbers(trainer: Trainer) -> dict[str, Numbers]:
+    """Owners that stand for the Trainer's and its training loop's numbers."""
+    return {
+        "trainer": Numbers(trainer, _TRAINER),
+        "trainer.fit_loop.epoch_loop": Numbers(trainer.fit_loop.epoch_loop, _LOOP),
+    }
+
+
+class WatchedIndex(int):
+    """A batch index that reports when Python computes with it.
+
+    Passing it on reports nothing. C code that converts it without a method call (``torch.full((), batch_idx)``) is not
+    seen here, but shows as an operator's number that changes.
+    """
+
+    on_use: Callable[[], None]
+
+    def __new__(cls, value: int, on_use: Callable[[], None]) -> WatchedIndex:
+        """``value`` that calls ``on_use`` when it is used."""
+        index = super().__new__(cls, value)
+        index.on_use = on_use
+        return index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (int, (int.__int__(self),))
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: WatchedIndex, *args: Any) -> Any:
+        self.on_use()
+        return plain(self, *args)
+
+    method.__name__ = name
+    return method
+
+
+_USES = (
+    "add radd sub rsub mul rmul mod rmod floordiv rfloordiv truediv rtruediv pow rpow divmod rdivmod lt le gt ge eq ne"
+)
+_USES += (
+    " and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert bool hash format repr str int float index"
+)
+for _use in _USES.split():
+    setattr(WatchedIndex, f"__{_use}__", _watched(f"__{_use}__"))
