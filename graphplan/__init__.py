@@ -30,7 +30,6 @@ from graphplan.optimizers import prepare_optimizer as prepare_optimizer
 from graphplan.plan import Plan as Plan
 from graphplan.policy import Policy as Policy
 from graphplan.program import Program as Program
-from graphplan.report import report as report
 from graphplan.roles import External as External
 from graphplan.roles import Role as Role
 from graphplan.roles import TensorSpec as TensorSpec

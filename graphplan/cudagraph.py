@@ -1,8 +1,8 @@
 """The CUDA-graph backend: stream capture of a whole step into one graph.
 
 One capture stream and one memory pool serve all recordings of a backend. Capture runs with
-``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. One that fails
-leaves torch's default generator registered with a dead graph, which makes every later random operator raise;
+``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. A capture
+that fails leaves torch's default generator registered with a dead graph, which makes every later random operator raise;
 giving the generator a fresh copy of its state heals that.
 """
 

@@ -88,6 +88,7 @@ class Plan:
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
+        host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
         launches: operators that one eager step launches.
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
@@ -155,6 +156,7 @@ class Plan:
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.carries]
         notes += [f"rebound: {path}" for path in self.rebinds if not path.endswith(".grad")]
+        notes += [f"guarded: {path}" for path in self.reads]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
         return notes + [f"note: {fact}" for fact in self.host_facts]

@@ -7,27 +7,29 @@ from collections.abc import Sequence
 from graphplan.stats import Stats
 
 
-def _time(microseconds: float | None) -> str:
-    return "not measured" if microseconds is None else f"{microseconds:.0f} µs"
-
-
 def summary(stats: Stats, *, plans: int) -> str:
-    """One line: plans, steps replayed of all, recaptures, host time per step before and after, memory."""
+    """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory."""
     parts = [
         f"{plans} plan{'' if plans == 1 else 's'}",
         f"{stats.replayed} of {stats.calls} steps replayed",
-        f"{stats.eager} eager, {stats.traced} traced, {stats.captured} captured",
+        f"{stats.eager} eager{_why(stats)}, {stats.traced} traced, {stats.captured} captured",
     ]
     if stats.recaptured:
         parts.append(f"{stats.recaptured} recaptured")
-    before, after = stats.mean_us("warmup"), stats.mean_us("steady")
+    before, after = stats.step_us("eager"), stats.step_us("replayed")
     if before is not None and after is not None:
-        parts.append(f"step {_time(before)} -> {_time(after)} (host time)")
-    parts.append(f"static memory {stats.bytes_static / 2**20:.1f} MiB")
+        parts.append(f"step {before:.0f} -> {after:.0f} µs")
+    parts.append(f"extra memory {stats.bytes_static / 2**20:.1f} MiB")
     return "graphplan: " + "; ".join(parts)
 
 
-def report(stats: Stats, *, plans: int, notes: Sequence[str] = ()) -> str:
+def _why(stats: Stats) -> str:
+    """The commonest reasons for eager steps, in brackets."""
+    reasons = [f"{count}: {reason.value}" for reason, count in stats.skipped.most_common(2)]
+    return f" ({'; '.join(reasons)})" if reasons else ""
+
+
+def describe(stats: Stats, *, plans: int, notes: Sequence[str] = ()) -> str:
     """The summary, why steps were eager, what was invalidated, launches and phases, one fact per line."""
     lines = [summary(stats, plans=plans)]
     lines += [f"  eager {count}x: {text}" for text, count in stats.reasons.items()]

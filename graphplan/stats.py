@@ -10,6 +10,7 @@ from time import perf_counter
 
 from graphplan.errors import SkipReason
 
+KINDS = ("eager", "replayed")
 PHASES = ("warmup", "trace", "capture", "first_replay", "steady")
 
 
@@ -19,7 +20,9 @@ class Stats:
 
     ``launches_eager`` and ``launches_replayed`` count what the host issued: one per operator in an eager, traced or
     captured step, one per replay. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
-    ``"steady"`` is every replay of a program but its first.
+    ``"steady"`` is every replay of a program but its first. ``step_seconds`` and ``step_counts`` are the time from one
+    call's end to the next one's, where both were ``"eager"`` or both ``"replayed"``: what a training step takes all
+    in all, on a busy device too, where the host runs ahead of it.
     """
 
     eager: int = 0
@@ -34,6 +37,10 @@ class Stats:
     launches_replayed: int = 0
     bytes_copied: int = 0
     bytes_static: int = 0
+    step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    step_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    last_end: float = 0.0
+    last_kind: str = ""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     phase_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
@@ -62,6 +69,19 @@ class Stats:
         self.phases[phase] += seconds
         self.phase_counts[phase] += 1
 
+    def end_call(self, kind: str) -> None:
+        """Note that a call of ``kind`` has ended now."""
+        now = perf_counter()
+        if kind == self.last_kind and kind in self.step_seconds:
+            self.step_seconds[kind] += now - self.last_end
+            self.step_counts[kind] += 1
+        self.last_end, self.last_kind = now, kind
+
+    def step_us(self, kind: str) -> float | None:
+        """Mean time from call to call in microseconds, or None if no two calls of ``kind`` followed each other."""
+        count = self.step_counts[kind]
+        return self.step_seconds[kind] / count * 1e6 if count else None
+
     def mean_us(self, phase: str) -> float | None:
         """Mean host time of one call of ``phase`` in microseconds, or None if there was none."""
         count = self.phase_counts[phase]
@@ -85,6 +105,9 @@ class Stats:
         self.events += other.events
         for text, count in other.reasons.items():
             self.reasons[text] = self.reasons.get(text, 0) + count
+        for kind in KINDS:
+            self.step_seconds[kind] += other.step_seconds[kind]
+            self.step_counts[kind] += other.step_counts[kind]
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
             self.phase_counts[phase] += other.phase_counts[phase]

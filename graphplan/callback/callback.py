@@ -10,15 +10,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.backend import check_backend
 from graphplan.callback.gates import closed_gate, keeps_optimizer_outside
 from graphplan.callback.seam import StepSeam
 from graphplan.errors import NotCapturedError, PolicyError
 from graphplan.plan import Plan
 from graphplan.policy import MODES, Policy
-from graphplan.report import report, summary
+from graphplan.report import describe, summary
 from graphplan.stats import Stats
-from graphplan.step.graphed import check_options
+from graphplan.step import Options
 
 
 class GraphPlanCallback(Callback):
@@ -57,8 +56,7 @@ class GraphPlanCallback(Callback):
         super().__init__()
         if mode not in ("auto", "train"):
             raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
-        check_backend(backend)
-        check_options(warmup_steps, on_failure, allow, eager_if, 1)
+        Options(backend=backend, warmup_steps=warmup_steps, on_failure=on_failure, allow=allow, eager_if=eager_if)
         unknown = sorted(set(policies or {}) - set(MODES))
         if unknown:
             raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
@@ -90,7 +88,7 @@ class GraphPlanCallback(Callback):
         """What happened to the fit's steps, as text."""
         plans = self._seam.plans if self._seam is not None else self._plans
         notes = self._seam.report_notes() if self._seam is not None else self._notes
-        return report(self.stats, plans=plans, notes=notes)
+        return describe(self.stats, plans=plans, notes=notes)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

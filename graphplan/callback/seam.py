@@ -22,7 +22,7 @@ from graphplan.errors import HostScalarError, NotCapturedError, RefusalError
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.stats import Stats
-from graphplan.step import GraphedStep
+from graphplan.step import GraphedStep, Options
 from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "optimizer._opt_called", "optimizer._step_count")
@@ -78,15 +78,14 @@ class StepSeam:
         self._trainer = trainer
         self._module = module
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._options: dict[str, Any] = {
-            "policy": policy,
-            "backend": backend,
-            "warmup_steps": warmup_steps,
-            "on_failure": "raise" if raises else "eager",
-            "allow": (*_OWN_EFFECTS, *allow),
-            "prepare_optimizers": prepare_optimizers,
-            "eager_if": self._asks_eager if eager_if is not None else None,
-        }
+        self._options = Options(
+            policy=policy,
+            backend=backend,
+            warmup_steps=warmup_steps,
+            allow=(*_OWN_EFFECTS, *allow),
+            prepare_optimizers=prepare_optimizers,
+            eager_if=self._asks_eager if eager_if is not None else None,
+        )
         self._raises = raises
         self._warmup_steps = warmup_steps
         self._eager_if = eager_if
@@ -109,13 +108,13 @@ class StepSeam:
         return owners | trainer_numbers(self._trainer) | hooked_callbacks(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
-        step = GraphedStep(body, owners=owners, **self._options)
+        step = GraphedStep(body, owners, self._options)
         self._steps.append(step)
         return step
 
     def install(self) -> None:
         """Put the seam in."""
-        self._whole.escalate = lambda error: error.component == "optimizer" or self._must_raise()
+        self._whole.decide_refusals(lambda error: error.component == "optimizer" or self._must_raise())
         self._loop.run = self._run
 
     def remove(self) -> None:
@@ -157,7 +156,7 @@ class StepSeam:
         owners = {name: owner for name, owner in self._owners().items() if name != "optimizer"}
         self._whole.close()
         self._components = self._make(self._closure_body, owners)
-        self._components.escalate = lambda error: self._must_raise()
+        self._components.decide_refusals(lambda error: self._must_raise())
         self._loop._make_closure = self._make_closure
 
     def _asks_eager(self, *args: Any) -> bool:

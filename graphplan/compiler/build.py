@@ -72,7 +72,7 @@ def build_plan(
         device=second.device,
         reads=find_reads(first, second, walk, counters, allow),
         global_reads=tuple(second.reads.global_values.values()),
-        host_facts=(),
+        host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         rates=rates,
         owners=owners,
@@ -103,6 +103,17 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
         else:
             outputs.append(Output("literal", value=new))
     return outputs
+
+
+def _host_facts(trace: Trace) -> list[str]:
+    """What the host does in a step that a reader of the plan should know, each with its source line once."""
+    facts: dict[str, None] = {}
+    for operator in trace.operators:
+        if operator.random:
+            facts[f"draws random numbers at {operator.source}"] = None
+        if operator.constant is not None:
+            facts[f"makes a constant from Python values at {operator.source}"] = None
+    return list(facts)
 
 
 def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphplan.owners.naming import free_name
-from graphplan.owners.walk import Walk
+from graphplan.owners.records import Walk
 
 
 class Discovery:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners.walk import Container, Walk
+from graphplan.owners.records import Container, Walk
 
 
 class Snapshot:

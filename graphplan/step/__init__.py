@@ -4,4 +4,5 @@ from graphplan.step.bare import capture as capture
 from graphplan.step.bare import compile_cached as compile_cached
 from graphplan.step.bare import compile_plan as compile_plan
 from graphplan.step.graphed import GraphedStep as GraphedStep
-from graphplan.step.graphed import graph_step as graph_step
+from graphplan.step.making import graph_step as graph_step
+from graphplan.step.options import Options as Options

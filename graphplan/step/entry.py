@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
-from graphplan.errors import GraphPlanError
+from graphplan.errors import RefusalError
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.tracer import Trace
@@ -14,25 +14,13 @@ Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 
 
-class Phase(Enum):
-    """Where a variant of a key stands."""
-
-    WARMUP = "warm-up"
-    TRACE = "trace"
-    CAPTURE = "capture"
-
-
 @dataclass(slots=True)
 class Line:
-    """One variant on its way to a program."""
+    """One variant on its way to a program: traces, then a plan, then the program."""
 
     traces: list[Trace] = field(default_factory=list)
     plan: Plan | None = None
     program: Program | None = None
-
-    def phase(self) -> Phase:
-        """What the next call of this variant is for."""
-        return Phase.CAPTURE if self.plan is not None else Phase.TRACE
 
 
 @dataclass(slots=True)
@@ -43,8 +31,16 @@ class Entry:
     eager_calls: int = 0
     lines: dict[Variant, Line] = field(default_factory=dict)
     any_program: Program | None = None
-    refusal: GraphPlanError | None = None
+    refusal: RefusalError | None = None
     recapture: bool = False
+    wants_grad: bool = False
+
+    def select(self, variant: Callable[[], Variant]) -> Program | None:
+        """The program for the gradients that there are now, if it is ready."""
+        if self.any_program is not None or not self.lines:
+            return self.any_program
+        line = self.lines.get(variant())
+        return None if line is None else line.program
 
     def programs(self) -> list[Program]:
         """Programs that are ready, each once."""

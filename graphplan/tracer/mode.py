@@ -110,7 +110,7 @@ class TraceMode(TorchDispatchMode):
         fresh = [self._birth(t) for t in tensors_in(out)]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(_scalars(func, args, kwargs))
-        self._trace.operators.append(Operator(name, operands, scalars, source, launches, constant))
+        self._trace.operators.append(Operator(name, operands, scalars, source, launches, constant, random))
         return out
 
     def finish(self) -> None:

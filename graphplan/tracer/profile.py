@@ -72,9 +72,8 @@ class Profile:
                 owner = id(frame.f_locals.get("self"))
             self._ran[code, owner] = None
             self._globals[code] = frame.f_globals
-        elif event == "c_call" and getattr(arg, "__name__", "") in _READERS:
-            if isinstance(getattr(arg, "__self__", None), Tensor):
-                self._on_read(f"Tensor.{arg.__name__}")
+        elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
+            self._on_read(f"Tensor.{arg.__name__}")
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""

@@ -27,6 +27,7 @@ class Operator:
     source: Source
     launches: bool
     constant: Tensor | None = None
+    random: bool = False
 
 
 @dataclass(slots=True)

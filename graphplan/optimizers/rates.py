@@ -1,0 +1,116 @@
+"""Learning rates in device memory while a step runs, Python numbers between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.optimizers.preparation import device_of
+
+
+def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of a device learning rate that this group's kernel takes; None if it takes only Python floats.
+
+    The fused CPU kernels and the capturable foreach ones take float64, which equals the Python float bitwise; the fused
+    CUDA kernels take float32 only.
+    """
+    device = device_of(group).type
+    if group.get("fused"):
+        return torch.float64 if device == "cpu" else torch.float32
+    return torch.float64 if group.get("capturable") and device != "cpu" else None
+
+
+class Shadow:
+    """A device tensor that stands in for one group's Python learning rate while a step runs."""
+
+    __slots__ = ("_replaced", "_version", "group", "last", "tensor")
+
+    def __init__(self, group: dict[str, Any], dtype: torch.dtype) -> None:
+        self.group = group
+        self.last: Any = float(group["lr"])
+        with torch.inference_mode(False):
+            self.tensor = torch.tensor(self.last, dtype=dtype).to(device_of(group))
+        self._version = 0
+        self._replaced: Any = self.last
+
+    def push(self) -> None:
+        """Copy the group's value to the device if it changed (a tensor, which a checkpoint may bring, always)."""
+        value = self.group["lr"]
+        if isinstance(value, Tensor):
+            with torch.no_grad():
+                self.tensor.copy_(value)
+            self.last = None
+        elif value != self.last:
+            with torch.no_grad():
+                self.tensor.fill_(value)
+            self.last = value
+
+    def enter(self) -> None:
+        """Put the tensor in place of the number."""
+        self.push()
+        self._version = self.tensor._version
+        self._replaced = self.group["lr"]
+        self.group["lr"] = self.tensor
+
+    def leave(self) -> None:
+        """Put the number back: the one from before, or what the step itself made of it."""
+        if self.group["lr"] is not self.tensor:
+            return
+        if self.tensor._version != self._version:
+            self._replaced = self.last = self.tensor.item()
+        self.group["lr"] = self._replaced
+
+
+class LearningRates:
+    """Shadows of every managed optimizer's groups, entered around each managed step."""
+
+    def __init__(self) -> None:
+        self._shadows: dict[tuple[int, int], Shadow] = {}
+        self._entered = False
+
+    def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
+        for optimizer in optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                key = (id(optimizer), index)
+                shadow = self._shadows.get(key)
+                if shadow is None:
+                    self._add(key, group)
+                else:
+                    shadow.group = group
+
+    def _add(self, key: tuple[int, int], group: dict[str, Any]) -> None:
+        dtype = shadow_dtype(group)
+        if dtype is not None and not isinstance(group.get("lr"), Tensor) and "lr" in group:
+            shadow = self._shadows[key] = Shadow(group, dtype)
+            if self._entered:
+                shadow.enter()
+
+    @property
+    def shadowed(self) -> set[int]:
+        """Identities of the groups that have a shadow."""
+        return {id(shadow.group) for shadow in self._shadows.values()}
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Storages of the shadows."""
+        return frozenset(shadow.tensor.untyped_storage()._cdata for shadow in self._shadows.values())
+
+    def push(self) -> None:
+        """Bring every shadow up to its group's Python value (before a replay)."""
+        for shadow in self._shadows.values():
+            shadow.push()
+
+    def __enter__(self) -> LearningRates:
+        self._entered = True
+        for shadow in self._shadows.values():
+            shadow.enter()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._entered = False
+        for shadow in self._shadows.values():
+            shadow.leave()

@@ -1,0 +1,72 @@
+"""The public verb that makes a graphed step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphplan.policy import Policy
+from graphplan.step.graphed import GraphedStep
+from graphplan.step.options import EagerIf, Options
+
+
+def graph_step(
+    fn: Callable[..., Any],
+    *,
+    owners: Mapping[str, Any] | Sequence[Any] | None = None,
+    mode: str = "train",
+    policy: Policy | None = None,
+    backend: str = "auto",
+    device: str | torch.device | None = None,
+    warmup_steps: int = 3,
+    on_failure: str = "raise",
+    allow: Sequence[str] = (),
+    eager_if: EagerIf = None,
+    prepare_optimizers: bool = True,
+    max_graphs: int = 16,
+) -> GraphedStep:
+    """Make a step that replays itself as one CUDA graph (or tape).
+
+    Example:
+        >>> step = graph_step(train_step, owners={"model": model, "optimizer": optimizer})
+        >>> loss = step(x, y)
+
+    Args:
+        fn: the step: forward, backward, optimizer, whatever of these it has. Takes pytrees of tensors and literals.
+        owners: objects whose tensors make up the step's state, by name or as a sequence. Modules and optimizers that
+            the step uses are found without being named.
+        mode: ``"train"`` or ``"inference"``: which default policy holds.
+        policy: which roles are static and which are copied in; overrides ``mode``.
+        backend: ``"auto"`` (a CUDA graph where the tensors are on CUDA, the tape on the CPU), ``"cudagraph"``,
+            ``"tape"``, or ``"eager"``.
+        device: where to move fed tensors; without it they must be where the step computes.
+        warmup_steps: eager steps per feed signature before it is traced; at least 1.
+        on_failure: ``"raise"`` (refusals before the first good replay raise, later ones go on eagerly with a warning)
+            or ``"eager"`` (always go on).
+        allow: paths (or patterns) of Python effects that replays may leave out, such as ``"model.calls"``.
+        eager_if: a predicate over the step's arguments, or n for every n-th call: these calls run eagerly.
+        prepare_optimizers: whether optimizers may be made capturable (see :func:`prepare_optimizer`).
+        max_graphs: how many programs are kept.
+
+    Returns:
+        A callable with ``plan``, ``stats``, ``invalidate(why)`` and ``close()``. Tensors that the step makes come back
+        as detached clones, so a replayed loss has no ``grad_fn``.
+
+    Raises:
+        OptionError, PolicyError, BackendError, OwnersError: for arguments that make no sense.
+    """
+    options = Options(
+        mode=mode,
+        policy=policy,
+        backend=backend,
+        device=device,
+        warmup_steps=warmup_steps,
+        on_failure=on_failure,
+        allow=allow if isinstance(allow, str) else tuple(allow),
+        eager_if=eager_if,
+        prepare_optimizers=prepare_optimizers,
+        max_graphs=max_graphs,
+    )
+    return GraphedStep(fn, owners, options)
