@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
-from graphplan import GraphPlanError, Policy, graph_step, report
+from graphplan import GraphPlanError, Policy, graph_step
 from recipes.configuration import ConfigError, check_config, explain_overrides
 
 
@@ -46,7 +46,7 @@ def predict(trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDa
     correct = torch.cat([batch["correct"].flatten() for batch in batches])
     print(f"predictions: {correct.numel()} in {len(batches)} batches")
     print(f"accuracy: {correct.float().mean():.4f}")
-    print(report(step.stats, plans=step.stats.captured))
+    print(step.report())
 
 
 def run(cfg: DictConfig) -> None:

@@ -156,7 +156,9 @@ class Plan:
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.carries]
         notes += [f"rebound: {path}" for path in self.rebinds if not path.endswith(".grad")]
-        notes += [f"guarded: {path}" for path in self.reads]
+        if self.reads:
+            shown = ", ".join(self.reads[:6]) + (", …" if len(self.reads) > 6 else "")
+            notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({shown})")
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
         return notes + [f"note: {fact}" for fact in self.host_facts]

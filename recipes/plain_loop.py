@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan import graph_step, report
+from graphplan import graph_step
 from recipes.comparison import describe_launches, describe_times, now, require_equal, training_state
 from recipes.datasets import TensorBatches, digits_splits
 from recipes.networks import DigitsMLP
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if step.plan is None:
         raise SystemExit("too few steps to trace one: ask for more epochs")
     print(step.plan)
-    print(report(step.stats, plans=step.stats.captured))
+    print(step.report())
     print(describe_launches(step.plan.launches, step.stats.replayed))
     print(require_equal(expected, actual))
     print(describe_times(eager.seconds, graphed.seconds))

@@ -23,6 +23,9 @@ class LogCall:
     name: str
     options: tuple[tuple[str, Any], ...]
 
+    def __repr__(self) -> str:
+        return f"self.log({self.name!r}) in {self.fx}"
+
 
 class LogNotes:
     """Notes the log calls of one step, and carries out a step's notes."""

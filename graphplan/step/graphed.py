@@ -16,6 +16,7 @@ from graphplan.buffers import Buffers
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason
 from graphplan.plan import Plan
 from graphplan.program import Program
+from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
 from graphplan.step.entry import Entry
@@ -88,6 +89,11 @@ class GraphedStep:
     def stats(self) -> Stats:
         """What the calls so far were."""
         return self._stages.stats
+
+    def report(self) -> str:
+        """What the calls so far were, why some were eager, and what was prepared, as text."""
+        plans = self.stats.captured - self.stats.recaptured
+        return describe(self.stats, plans=plans, notes=[f"prepared: {change}" for change in self.prepared])
 
     @property
     def prepared(self) -> list[str]:

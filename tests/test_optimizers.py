@@ -1,0 +1,126 @@
+"""Every optimizer of torch: replayed with eager's numbers, or refused by name; and what preparing one leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from graphplan import GraphPlanError, graph_step, prepare_optimizer
+from tests.facts import assert_same, flatten
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    "Adam": optim.Adam,
+    "Adam amsgrad": partial(optim.Adam, amsgrad=True),
+    "AdamW": optim.AdamW,
+    "SGD": optim.SGD,
+    "SGD nesterov": partial(optim.SGD, momentum=0.9, nesterov=True),
+    "SGD dampened": partial(optim.SGD, momentum=0.9, dampening=0.1),
+    "Adagrad": optim.Adagrad,
+    "RMSprop": partial(optim.RMSprop, momentum=0.9, centered=True),
+    "NAdam": optim.NAdam,
+    "RAdam": optim.RAdam,
+    "Adamax": optim.Adamax,
+    "Adadelta": optim.Adadelta,
+    "ASGD": optim.ASGD,
+    "Rprop": optim.Rprop,
+    "Adafactor": optim.Adafactor,
+    "Muon": optim.Muon,
+}
+ON_DEVICE = {"Adam", "Adam amsgrad", "AdamW", "SGD", "SGD nesterov", "SGD dampened", "Adagrad"}
+"""Those with a fused CPU kernel: they take the learning rate from a tensor."""
+CONSTANT = {"RMSprop", "Muon", "Adadelta", "Rprop"}
+"""Those whose CPU step has no Python number that changes, as long as the learning rate stays."""
+
+
+def build(name: str, *, prepared: bool, device: str | torch.device = "cpu") -> tuple[nn.Module, Any]:
+    """A model of matrices only (Muon takes nothing else) and its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).to(device)
+    optimizer = MAKERS[name](model.parameters(), lr=0.01)
+    if prepared:
+        prepare_optimizer(optimizer)
+    return model, optimizer
+
+
+def train(name: str, *, scheduled: bool, graphed: bool) -> tuple[dict[str, Any], Any]:
+    """State after 30 steps, and the graphed step."""
+    model, optimizer = build(name, prepared=not graphed)
+    scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = graph_step(fn, owners=[model, optimizer], backend="tape") if graphed else fn
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(30):
+        losses.append(step(torch.randn(5, 6, generator=generator)).detach())
+        if scheduled:
+            scheduler.step()
+    return flatten(model=model, state=optimizer.state_dict()["state"], losses=losses), step
+
+
+@pytest.mark.parametrize("name", sorted(ON_DEVICE))
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_fused_optimizers_are_replayed_under_any_schedule(name: str, scheduled: bool) -> None:
+    """Prepared: the fused kernel, a device learning rate, one capture; bitwise the prepared eager run."""
+    expected, _ = train(name, scheduled=scheduled, graphed=False)
+    found, step = train(name, scheduled=scheduled, graphed=True)
+    assert_same(expected, found)
+    assert (step.stats.captured, step.stats.replayed) == (1, 24)
+    assert any("fused" in change for change in step.prepared)
+
+
+@pytest.mark.parametrize("name", sorted(CONSTANT))
+def test_optimizers_without_a_device_lr_are_replayed_while_it_stays(name: str) -> None:
+    """A constant learning rate is a constant of the program; a schedule is refused by name."""
+    expected, _ = train(name, scheduled=False, graphed=False)
+    found, step = train(name, scheduled=False, graphed=True)
+    assert_same(expected, found)
+    assert step.stats.replayed == 24
+    with pytest.raises(GraphPlanError, match=rf"{name}.*param_groups\[0\]\.lr"):
+        train(name, scheduled=True, graphed=True)
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS.keys() - ON_DEVICE - CONSTANT))
+def test_host_counters_are_refused(name: str) -> None:
+    """Optimizers whose CPU step computes with a Python step count: refused as the optimizer's doing, with a fix."""
+    with pytest.raises(GraphPlanError, match="optimizer") as caught:
+        train(name, scheduled=False, graphed=True)
+    assert caught.value.component == "optimizer"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(ON_DEVICE))
+def test_close_gives_the_optimizer_back(name: str) -> None:
+    """After ``close`` flags, learning rate and state dict are those of an optimizer that was never prepared."""
+    _, optimizer = build(name, prepared=False)
+    flags = [dict(group, params=None) for group in optimizer.param_groups]
+    parameter = optimizer.param_groups[0]["params"][0]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (parameter @ x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = graph_step(fn, owners=[optimizer], backend="tape")
+    for _ in range(9):
+        step(torch.ones(6))
+        assert isinstance(optimizer.param_groups[0]["lr"], float)
+        saved = optimizer.state_dict()["param_groups"][0]
+        assert {key: value for key, value in saved.items() if key != "params"} == {
+            key: value for key, value in flags[0].items() if key != "params"
+        }
+    assert step.stats.replayed > 0
+    step.close()
+    assert [dict(group, params=None) for group in optimizer.param_groups] == flags
