@@ -51,9 +51,9 @@ class Guards:
         tensors += [grad for grad in self._grads if grad is not None]
         scalars = [walk.scalars[path] for path in plan.reads if path in walk.scalars]
         self._labels = [path for path in plan.reads if path in walk.scalars]
-        self._labels += [f"global {name}" for _, name in plan.global_reads]
-        self._spaces = [s.container for s in scalars] + [space for space, _ in plan.global_reads]
-        self._names = [s.key for s in scalars] + [name for _, name in plan.global_reads]
+        self._labels += [name for name, _, _, _ in plan.global_reads]
+        self._spaces = [s.container for s in scalars] + [space for _, space, _, _ in plan.global_reads]
+        self._names = [s.key for s in scalars] + [key for _, _, key, _ in plan.global_reads]
         self._values = values if values is not None else list(map(getitem, self._spaces, self._names))
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
@@ -80,7 +80,10 @@ class Guards:
     def changed_value(self) -> str | None:
         """The first Python value that is no longer what it was, described."""
         for label, space, name, old in zip(self._labels, self._spaces, self._names, self._values, strict=True):
-            new = space.get(name) if isinstance(space, dict) else space[name]
+            try:
+                new = space[name]
+            except (KeyError, IndexError):
+                new = None
             if type(new) is not type(old) or new != old:
                 return f"{label} was {old!r} and is {new!r}"
         return None
@@ -99,7 +102,12 @@ class Fingerprint:
         self._containers: list[Any] = []
         self._keys: list[str] = []
         self.labels: list[str] = []
-        self._sized: list[list[Any]] = []
+        # A hook that is registered or removed changes what a step runs.
+        self._sized: list[Any] = [
+            hooks
+            for module in walk.modules
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        ]
         for path, optimizer in walk.optimizers.items():
             self._sized.append(optimizer.param_groups)
             for index, group in enumerate(optimizer.param_groups):

@@ -93,7 +93,7 @@ class Plan:
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
-        only. global_reads: likewise module globals, as ``(namespace, name)``.
+        only. global_reads: likewise globals and closure variables, as ``(name, space, key, value)``.
         device: where the step computes.
     """
 
@@ -112,7 +112,7 @@ class Plan:
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
-    global_reads: tuple[tuple[dict[str, Any], str], ...]
+    global_reads: tuple[tuple[str, Any, Any, Any], ...]
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]

@@ -7,7 +7,9 @@ broadcast or cast to make them equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -17,6 +19,53 @@ from torch.utils import _pytree as pytree
 from graphplan.errors import DeviceError, FeedError
 
 Key = tuple[Hashable, ...]
+_LITERALS = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
+
+
+@dataclass
+class _Record:
+    """A dataclass instance opened for flattening."""
+
+    kind: type
+    values: dict[str, Any]
+
+
+def _flatten_record(record: _Record) -> tuple[list[Any], Any]:
+    return list(record.values.values()), (record.kind, tuple(record.values))
+
+
+def _unflatten_record(values: Iterable[Any], context: Any) -> _Record:
+    return _Record(context[0], dict(zip(context[1], values, strict=True)))
+
+
+pytree.register_pytree_node(_Record, _flatten_record, _unflatten_record)
+
+
+def _is_record(leaf: Any) -> bool:
+    return is_dataclass(leaf) and not isinstance(leaf, type)
+
+
+def _open_records(tree: Any) -> Any:
+    """``tree`` with dataclass instances as nodes, so that the tensors in them are leaves."""
+
+    def opened(leaf: Any) -> Any:
+        if not _is_record(leaf):
+            return leaf
+        return _Record(type(leaf), {f.name: _open_records(getattr(leaf, f.name)) for f in fields(leaf)})
+
+    return pytree.tree_map(opened, tree)
+
+
+def _close_records(tree: Any) -> Any:
+    def closed(node: Any) -> Any:
+        if not isinstance(node, _Record):
+            return node
+        record: Any = object.__new__(node.kind)
+        for name, value in node.values.items():
+            object.__setattr__(record, name, _close_records(value))
+        return record
+
+    return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, _Record))
 
 
 class Feed:
@@ -33,7 +82,7 @@ class Feed:
         """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
         if self.structure is None:
             return tuple(leaves), {}
-        args, kwargs = pytree.tree_unflatten(list(leaves), self.structure)
+        args, kwargs = _close_records(pytree.tree_unflatten(list(leaves), self.structure))
         return args, kwargs
 
     def names(self) -> list[str]:
@@ -54,13 +103,12 @@ def _leaf_key(leaf: Any) -> Hashable:
         if leaf.layout is not torch.strided:
             return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-    try:
-        hash(leaf)
-    except TypeError:
+    if not isinstance(leaf, _LITERALS) and not callable(leaf):
         raise FeedError(
-            f"a {type(leaf).__name__} is fed, which is neither a tensor nor a hashable literal, so a replay could not "
-            "tell when it changes: convert it to a tensor, or register its type with torch.utils._pytree"
-        ) from None
+            f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when "
+            "it changes: feed tensors in dicts, tuples, lists or dataclasses, or register the type with "
+            "torch.utils._pytree"
+        )
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
 
@@ -70,6 +118,8 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
         return Feed(list(args), None, (len(args), *map(_leaf_key, args)))
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    if any(map(_is_record, leaves)):
+        leaves, structure = pytree.tree_flatten(_open_records((args, dict(kwargs))))
     return Feed(leaves, structure, (structure, *map(_leaf_key, leaves)))
 
 

@@ -8,6 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from graphplan.owners import free_name
+
 STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Hooks that Lightning calls inside the step, so that they run in the recording and not in a replay."""
 
@@ -29,8 +31,11 @@ def closed_gate(trainer: Trainer, module: LightningModule) -> str | None:
 def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
     """Callbacks with hooks inside the step: their Python state is watched like the module's."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    hooked = [cb for cb in callbacks if any(is_overridden(hook, cb, Callback) for hook in STEP_HOOKS)]
-    return {f"callbacks[{type(cb).__name__}]": cb for cb in hooked}
+    hooked: dict[str, Any] = {}
+    for callback in callbacks:
+        if any(is_overridden(hook, callback, Callback) for hook in STEP_HOOKS):
+            hooked[free_name(f"callbacks[{type(callback).__name__}]", hooked)] = callback
+    return hooked
 
 
 def keeps_optimizer_outside(module: LightningModule) -> str | None:

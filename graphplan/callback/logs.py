@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class LogNotes:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        tensors = trainer.lightning_module.state_dict().values()
+        self._in_double = any(isinstance(t, Tensor) and t.dtype is torch.float64 for t in tensors)
 
     @contextmanager
     def noting(self) -> Iterator[list[tuple[LogCall, Any]]]:
@@ -43,6 +47,10 @@ class LogNotes:
             return
 
         def log(fx: str, name: str, value: Any, **options: Any) -> None:
+            if isinstance(value, Tensor) and value.dtype is torch.float64 and not self._in_double:
+                # A learning rate that the step reads is a float64 device tensor; as a Python float it would have been
+                # logged in the default dtype.
+                value = value.to(torch.get_default_dtype())
             notes.append((LogCall(fx, name, tuple(options.items())), value))
 
         results.log = log

@@ -47,8 +47,12 @@ class WatchedIndex(int):
         index.on_use = on_use
         return index
 
+    def plain(self) -> int:
+        """The number itself."""
+        return int.__int__(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (int, (int.__int__(self),))
+        return (int, (self.plain(),))
 
 
 def _watched(name: str) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from torch.utils import _pytree as pytree
 
 from graphplan.callback.gates import hooked_callbacks
 from graphplan.callback.logs import LogNotes, with_logs
@@ -91,6 +92,7 @@ class StepSeam:
         self._eager_if = eager_if
         self._watches_index = eager_if is None and not is_allowed("batch_idx", allow)
         self._logs = LogNotes(trainer)
+        self._optimizer = trainer.optimizers[0]
         self._steps: list[GraphedStep] = []
         self._components: GraphedStep | None = None
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
@@ -169,7 +171,7 @@ class StepSeam:
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
-        if self._loop._skip_backward or "batch" not in kwargs:
+        if self._loop._skip_backward or "batch" not in kwargs or optimizer is not self._optimizer:
             return self._stock_run(optimizer, batch_idx, kwargs)
         self._context = (optimizer, batch_idx, kwargs)
         if self._components is None:
@@ -189,13 +191,15 @@ class StepSeam:
         assert self._context is not None
         _, batch_idx, kwargs = self._context
         last_hook = self._logs.last_hook()
-        divisor = self._trainer.accumulate_grad_batches
-        variant = (batch_idx % divisor == 0, self._trainer.fit_loop._should_accumulate(), divisor)
+        trainer = self._trainer
+        divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+        accumulates = trainer.fit_loop._should_accumulate()
+        variant = (batch_idx % divisor == 0, accumulates, divisor, clip, str(trainer.gradient_clip_algorithm))
         out = step(kwargs["batch"], variant)
         if out["logs"]:
             self._logs.carry_out(out["logs"], last_hook)
         self._check_due(step)
-        return out["result"]
+        return pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
 
     def _check_due(self, step: GraphedStep) -> None:
         stats = step.stats

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
-from graphplan.compiler.effects import find_appends, find_assignments, find_counters, find_reads, find_rebindings
+from graphplan.compiler.effects import (
+    find_appends,
+    find_assignments,
+    find_counters,
+    find_reads,
+    find_rebindings,
+    find_values,
+)
 from graphplan.errors import OutputError
 from graphplan.owners import Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
@@ -48,7 +55,7 @@ def build_plan(
     """
     check_difference(first, second)
     walk = walk_owners(owners())
-    counters = find_counters(first, second, allow)
+    counters = find_counters(first, second, walk, allow)
     appends = find_appends(first, second, allow)
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
@@ -71,7 +78,7 @@ def build_plan(
         generators=tuple(second.generators),
         device=second.device,
         reads=find_reads(first, second, walk, counters, allow),
-        global_reads=tuple(second.reads.global_values.values()),
+        global_reads=find_values(first, second, allow),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         rates=rates,

@@ -22,11 +22,12 @@ def is_allowed(path: str, allow: Iterable[str]) -> bool:
     return any(fnmatchcase(path, pattern) or path.startswith((f"{pattern}.", f"{pattern}[")) for pattern in allow)
 
 
-def find_counters(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Counter, ...]:
+def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> tuple[Counter, ...]:
     """Numbers that grew by the same amount in both traces.
 
     Raises:
         HostEffectError: for any other changed Python value that ``allow`` does not name.
+        HostScalarError: for a counter that user code also reads.
     """
     counters = []
     for path in {**first.changes.scalars, **second.changes.scalars}:
@@ -34,11 +35,23 @@ def find_counters(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Co
             continue
         old, new = first.changes.scalars.get(path), second.changes.scalars.get(path)
         delta = _constant_delta(old, new)
-        if delta is None:
+        scalar = walk.scalars.get(path)
+        # model.counts["steps"] += 1 has to load model.counts: only attributes themselves tell a read from a count.
+        direct = scalar is not None and scalar.key == scalar.attribute
+        if delta is not None and direct and scalar.attribute in second.reads.anywhere:
+            raise HostScalarError(
+                f"the step's code reads {path}, which it also counts up ({_change(old)}, then {_change(new)}); a "
+                "replay "
+                f"would act on one value for ever. Count in a tensor, or count and decide outside the step, or, if the "
+                f"step's results do not depend on it, pass allow=({path!r},)"
+            )
+        plain = direct and scalar.attribute in second.reads.assigned
+        if delta is None or plain:
             raise HostEffectError(
                 f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
                 "Python. "
-                f"Expected a number that grows by the same amount each time. Keep it in a tensor, update it outside "
+                "Expected a number that `+=` raises by the same amount each time. Keep it in a tensor, update it "
+                "outside "
                 f"the step, or, if replays may leave it alone, pass allow=({path!r},)"
             )
         counters.append(Counter(path, delta))
@@ -187,4 +200,18 @@ def find_assignments(
             continue
         if all(scalar.attribute in trace.reads.stored.get(id(scalar.owner), ()) for trace in (first, second)):
             found.append(Assignment(path, scalar.get()))
+    return tuple(found)
+
+
+def find_values(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[tuple[str, Any, Any, Any], ...]:
+    """Globals and closure variables that user code read, as ``(name, space, key, value)``.
+
+    One that changes from step to step although the operators do not (a count of calls, say) cannot be a condition of
+    the replay, so it is left out.
+    """
+    found = []
+    for name, (space, key, value) in second.reads.values.items():
+        old = first.reads.values.get(name, (None, None, None))[2]
+        if same_value(old, value) and not is_allowed(name, allow):
+            found.append((name, space, key, value))
     return tuple(found)

@@ -67,10 +67,21 @@ class _Walker:
         for name, value in list(inner.items()):
             if name not in _MODULE_INTERNALS and name != "training":
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
+        self._class_values(module, path)
         for name, child in module._modules.items():
             if child is not None:
                 self.walk.links.append((module._modules, name, child))
                 self._module(child, f"{path}.{name}")
+
+    def _class_values(self, thing: Any, path: str) -> None:
+        """Python values that the user's classes hold for ``thing``, unless it has its own."""
+        for kind in type(thing).__mro__:
+            if kind.__module__.split(".")[0] in _FOREIGN:
+                continue
+            for name, value in vars(kind).items():
+                known = f"{path}.{name}" in self.walk.scalars or name in vars(thing)
+                if isinstance(value, SCALARS) and not name.startswith("__") and not known:
+                    self.walk.scalars[f"{path}.{name}"] = Scalar(Numbers(kind, (name,)), name, thing, name)
 
     def _parameter(self, param: nn.Parameter, path: str, container: Container, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key, is_parameter=True)
@@ -136,6 +147,7 @@ class _Walker:
         self.walk.containers.append(inner)
         for name, value in list(inner.items()):
             self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+        self._class_values(thing, path)
 
     def _value(
         self, value: Any, path: str, container: Container, key: Any, depth: int, source: tuple[Any, str]

@@ -59,9 +59,13 @@ class GraphedStep:
         if self._closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
         self._calls += 1
-        feed = flatten(args, kwargs)
         if self._options.backend == "eager":
-            return self._stages.eager(feed, SkipReason.BACKEND_EAGER, managed=False)
+            return self._stages.plain(args, kwargs, SkipReason.BACKEND_EAGER)
+        try:
+            feed = flatten(args, kwargs)
+        except FeedError as error:
+            self._stages.refuse(error)
+            return self._stages.plain(args, kwargs, error.reason, str(error))
         if self._options.eager_if is not None and self._asks_eager(args, kwargs):
             return self._stages.eager(self._moved(feed), SkipReason.EAGER_IF)
         if self._demoted is None and self._managed.refusal is not None:

@@ -7,7 +7,7 @@ raises or the step goes on eagerly is decided here too.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -53,9 +53,15 @@ class Stages:
         with self._managed.rates:
             return self._backend.run(body) if self._backend is not None else body()
 
-    def eager(self, feed: Feed, reason: SkipReason, detail: str = "", *, managed: bool = True) -> Any:
-        """An eager step, counted under ``reason``."""
-        result = self._run(lambda: self._call(feed)) if managed else self._call(feed)
+    def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
+        """An eager step as managed ones run, counted under ``reason``."""
+        return self._count_eager(self._run(lambda: self._call(feed)), reason, detail)
+
+    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
+        """An eager step on arguments as they came, with nothing of ours around it."""
+        return self._count_eager(self._fn(*args, **kwargs), reason, detail)
+
+    def _count_eager(self, result: Any, reason: SkipReason, detail: str) -> Any:
         self.stats.eager += 1
         self.stats.end_call("eager")
         self.stats.skip(reason, detail)

@@ -48,7 +48,7 @@ def trace(
     with mode, profile:
         result = fn(*args, **kwargs)
     mode.finish()
-    record.reads = profile.reads()
+    record.reads = profile.reads(fn)
     changes, after = recorder.changes()
     record.changes = changes
     for path, items in changes.appended.items():
