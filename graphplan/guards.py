@@ -7,6 +7,7 @@ by identity, read from the owners' own dicts), and where the adopted tensors' me
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from operator import attrgetter, getitem, is_not
 from typing import Any
 
@@ -58,6 +59,10 @@ class Guards:
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
 
+    def gradients_fit(self) -> bool:
+        """Whether gradients are there where the program reads them, and missing where it makes new ones."""
+        return all((p.grad is None) == (g is None) for p, g in zip(self._grad_params, self._grads, strict=True))
+
     def hold(self) -> bool:
         """Whether everything is where it was."""
         try:
@@ -102,12 +107,22 @@ class Fingerprint:
         self._containers: list[Any] = []
         self._keys: list[str] = []
         self.labels: list[str] = []
-        # A hook that is registered or removed changes what a step runs.
+        # A hook, layer, parameter or buffer that comes or goes changes what a step runs.
         self._sized: list[Any] = [
-            hooks
+            parts
             for module in walk.modules
-            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            for parts in (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._modules,
+                module._parameters,
+                module._buffers,
+            )
         ]
+        for optimizer in walk.optimizers.values():
+            self._sized += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+        self._dicts = [vars(module) for module in walk.modules]
         for path, optimizer in walk.optimizers.items():
             self._sized.append(optimizer.param_groups)
             for index, group in enumerate(optimizer.param_groups):
@@ -126,6 +141,8 @@ class Fingerprint:
             *map(_get_training, self._modules),
             *map(_get_requires_grad, self._parameters),
             *map(len, self._sized),
+            # An instance's own forward stands before its class's.
+            *map(id, map(dict.get, self._dicts, repeat("forward"))),
         )
         return hypers + flags
 

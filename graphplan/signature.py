@@ -38,7 +38,12 @@ def _unflatten_record(values: Iterable[Any], context: Any) -> _Record:
     return _Record(context[0], dict(zip(context[1], values, strict=True)))
 
 
-pytree.register_pytree_node(_Record, _flatten_record, _unflatten_record)
+def _flatten_record_with_keys(record: _Record) -> tuple[list[tuple[Any, Any]], Any]:
+    values, context = _flatten_record(record)
+    return [(pytree.GetAttrKey(name), value) for name, value in zip(context[1], values, strict=True)], context
+
+
+pytree.register_pytree_node(_Record, _flatten_record, _unflatten_record, flatten_with_keys_fn=_flatten_record_with_keys)
 
 
 def _is_record(leaf: Any) -> bool:

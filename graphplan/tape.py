@@ -7,6 +7,7 @@ straight into its recorded result. Random operators draw from the same generator
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import groupby
@@ -43,7 +44,7 @@ class _Kernel:
     tensor. ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
     """
 
-    __slots__ = ("args", "constant", "func", "grad_mode", "kwargs", "outs", "writes")
+    __slots__ = ("args", "constant", "func", "grad_mode", "kwargs", "outs", "overload", "writes")
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class _Kernel:
         self.outs = outs
         self.writes = writes
         self.constant = constant
+        self.overload: tuple[Any, tuple[str, ...]] | None = None
         # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass).
         self.grad_mode = torch.is_grad_enabled()
 
@@ -112,9 +114,10 @@ class _TapeMode(TorchDispatchMode):
             return
         outs = [_alias(t) if new else None for t, new in zip(results, made, strict=True)]
         writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
-        self.kernels.append(
-            _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=name in _CONSTANT)
-        )
+        kernel = _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=name in _CONSTANT)
+        pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
+        kernel.overload = _working_overload(kernel) if pure else None
+        self.kernels.append(kernel)
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
@@ -156,11 +159,36 @@ def _compile(kernel: _Kernel) -> Callable[[], Any]:
         return run
     if str(kernel.func) in _COPIES and isinstance(kernel.args[0], Tensor):
         return partial(_callable(torch.ops.aten.copy_.default), outs[0], kernel.args[0])
-    found = _out_overload(kernel.func)
-    if found is not None and len(found[1]) == len(outs) and all(out is not None for out in outs):
-        given = dict(zip(found[1], outs, strict=True))
-        return partial(_callable(found[0]), *kernel.args, **kernel.kwargs, **given)
+    if kernel.overload is not None:
+        given = dict(zip(kernel.overload[1], outs, strict=True))
+        return partial(_callable(kernel.overload[0]), *kernel.args, **kernel.kwargs, **given)
     return _copying(run, outs)
+
+
+def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
+    """The kernel's ``out=`` overload, if it fills given results with the same bits where they lie.
+
+    Some do not: torch's ``binary_cross_entropy.out`` leaves a scalar result alone, ``mse_loss.out`` reallocates it.
+    """
+    found = _out_overload(kernel.func)
+    outs = [out for out in kernel.outs if out is not None]
+    if found is None or len(found[1]) != len(kernel.outs) or len(outs) != len(kernel.outs):
+        return None
+    probes = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in outs]
+    places = [probe.data_ptr() for probe in probes]
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], probes, strict=True)))
+    same = all(map(_same_bits, probes, outs)) and [probe.data_ptr() for probe in probes] == places
+    return found if same else None
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    if first.shape != second.shape or first.stride() != second.stride():
+        return False
+    if not first.is_floating_point() and not first.is_complex():
+        return torch.equal(first, second)
+    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], Any]:

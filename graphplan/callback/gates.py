@@ -14,8 +14,13 @@ STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", 
 """Hooks that Lightning calls inside the step, so that they run in the recording and not in a replay."""
 
 
-def closed_gate(trainer: Trainer, module: LightningModule) -> str | None:
+def closed_gate(trainer: Any, module: LightningModule) -> str | None:
     """Why no step of this run can be captured; None if nothing speaks against it."""
+    if not isinstance(trainer, Trainer):
+        return (
+            f"the Trainer is {type(trainer).__module__}'s, and the callback works with lightning.pytorch's: import "
+            "lightning.pytorch as pl instead of pytorch_lightning"
+        )
     if not module.automatic_optimization:
         return "the module uses manual optimization; only automatic optimization is captured"
     if not isinstance(trainer.strategy, SingleDeviceStrategy):

@@ -55,6 +55,13 @@ class WatchedIndex(int):
         return (int, (self.plain(),))
 
 
+def unwatch(thing: Any) -> None:
+    """Leave plain numbers where a step stored its watched index."""
+    for name, value in vars(thing).items():
+        if isinstance(value, WatchedIndex):
+            vars(thing)[name] = value.plain()
+
+
 def _watched(name: str) -> Callable[..., Any]:
     plain = getattr(int, name)
 

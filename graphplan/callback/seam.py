@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.callback.gates import hooked_callbacks
 from graphplan.callback.logs import LogNotes, with_logs
-from graphplan.callback.numbers import WatchedIndex, trainer_numbers
+from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.compiler import is_allowed
 from graphplan.errors import HostScalarError, NotCapturedError, RefusalError
 from graphplan.plan import Plan
@@ -224,7 +224,9 @@ class StepSeam:
         assert self._context is not None
         optimizer, batch_idx, _ = self._context
         kwargs = self._batch_kwargs(batch)
-        return with_logs(self._logs, lambda: self._stock_run(optimizer, batch_idx, kwargs))
+        out = with_logs(self._logs, lambda: self._stock_run(optimizer, batch_idx, kwargs))
+        unwatch(self._module)
+        return out
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """In place of ``automatic_optimization._make_closure`` in the components form."""
@@ -249,4 +251,6 @@ class StepSeam:
             closure()
             return closure.consume_result().asdict()
 
-        return with_logs(self._logs, body)
+        out = with_logs(self._logs, body)
+        unwatch(self._module)
+        return out

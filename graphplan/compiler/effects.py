@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
@@ -37,15 +38,16 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         delta = _constant_delta(old, new)
         scalar = walk.scalars.get(path)
         # model.counts["steps"] += 1 has to load model.counts: only attributes themselves tell a read from a count.
-        direct = scalar is not None and scalar.key == scalar.attribute
-        if delta is not None and direct and scalar.attribute in second.reads.anywhere:
+        attribute = scalar.attribute if scalar is not None and scalar.key == scalar.attribute else None
+        if delta is not None and attribute in second.reads.anywhere:
             raise HostScalarError(
                 f"the step's code reads {path}, which it also counts up ({_change(old)}, then {_change(new)}); a "
                 "replay "
                 f"would act on one value for ever. Count in a tensor, or count and decide outside the step, or, if the "
-                f"step's results do not depend on it, pass allow=({path!r},)"
+                f"step's results do not depend on it, pass allow=({path!r},)",
+                component="optimizer" if scalar is not None and isinstance(scalar.owner, Optimizer) else "step",
             )
-        plain = direct and scalar.attribute in second.reads.assigned
+        plain = attribute in second.reads.assigned
         if delta is None or plain:
             raise HostEffectError(
                 f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "

@@ -108,7 +108,7 @@ class _Walker:
                 self._items(values, f"{path}.state[{name}]", 1, (optimizer, "state"))
         for name, value in list(inner.items()):
             own = name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_")
-            if isinstance(value, Tensor | list | dict) and not own:
+            if isinstance(value, (Tensor, list, dict, *SCALARS)) and not own:
                 self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
     def _group(self, group: dict[str, Any], path: str, groups: list[Any], index: int) -> None:

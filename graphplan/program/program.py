@@ -56,7 +56,12 @@ class Program:
         """Take the owners' tensors as they lie now for this program's fixed storage."""
         self._walk = walk
         paths = {e.path for e in self.plan.externals if e.path is not None}
-        self._slots = [walk.slots[path] for path in sorted(paths - self._copied.paths) if path in walk.slots]
+        adopted = [walk.slots[path] for path in sorted(paths - self._copied.paths) if path in walk.slots]
+        # Tied weights have several names, of which a plan lists one: the others must go on holding the same tensor.
+        same = {id(slot.get()) for slot in adopted}
+        named = {slot.path for slot in adopted} | self._copied.paths
+        twins = [s for s in walk.slots.values() if s.is_parameter and s.path not in named and id(s.get()) in same]
+        self._slots = adopted + twins
         self._held = {slot.path: slot.get() for slot in self._slots}
         self._aliases = {slot.path: [t.detach() for t in slot.tensors()] for slot in self._slots}
         unowned = [e.tensor for e in self.plan.externals if e.path is None and e.tensor is not None]
@@ -144,13 +149,20 @@ class Program:
         if changed is not None:
             return f"the step's code reads {changed}"
         walk = walk_owners(self.plan.owners())
+        moved: list[tuple[str, Slot]] = []
         for path, held in self._held.items():
-            reason = self._resync_slot(path, held, walk.slots.get(path))
-            if reason is not None:
-                return reason
+            slot = walk.slots.get(path)
+            if slot is None:
+                return f"{path} is gone"
+            if self._has_moved(path, held, slot):
+                reason = self._misfit(path, held, slot)
+                if reason is not None:
+                    return reason
+                moved.append((path, slot))
         for path, parameter in walk.parameters.values():
             if self.plan.entry_grads.get(path) == "none" and parameter.grad is not None:
                 return f"{path}.grad is set, and was not when the step was captured"
+        self._copy_in(moved)
         walk = walk_owners(self.plan.owners())
         self.plan.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
@@ -158,29 +170,41 @@ class Program:
         self._adopt(walk, self.guards.values)
         return None if self.guards.hold() else "a tensor that nobody owns has moved"
 
-    def _resync_slot(self, path: str, held: Any, slot: Slot | None) -> str | None:
-        if slot is None:
-            return f"{path} is gone"
+    def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
         now = slot.get()
-        statics, current = self._aliases[path], tensor_leaves(now)
-        if now is held and all(a.data_ptr() == b.data_ptr() for a, b in zip(statics, current, strict=True)):
-            return None
-        if slot.is_parameter and now is not held:
+        pairs = zip(self._aliases[path], tensor_leaves(now), strict=False)
+        return now is not held or any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in pairs)
+
+    def _misfit(self, path: str, held: Any, slot: Slot) -> str | None:
+        """Why the slot's new tensors cannot be copied to where the old ones lie."""
+        statics, current = self._aliases[path], slot.tensors()
+        if slot.is_parameter and slot.get() is not held:
             return f"parameter {path} was replaced by another object"
         if len(statics) != len(current):
             return f"{path} holds {len(current)} tensors, expected {len(statics)}"
         for static, tensor in zip(statics, current, strict=True):
-            if not TensorSpec.of(static).fits(TensorSpec.of(tensor)):
-                return f"{path} is {TensorSpec.of(tensor)}, expected {TensorSpec.of(static)}"
-        with torch.no_grad():
-            for static, tensor in zip(statics, current, strict=True):
-                static.copy_(tensor)
-        if now is held:
-            for static, tensor in zip(statics, current, strict=True):
-                tensor.data = static
-        else:
-            slot.set(held)
+            if not TensorSpec.of(static).fits(TensorSpec.of(tensor)) or static.stride() != tensor.stride():
+                return (
+                    f"{path} is {TensorSpec.of(tensor)} with strides {tensor.stride()}, expected "
+                    f"{TensorSpec.of(static)} "
+                    f"with {static.stride()}"
+                )
         return None
+
+    def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
+        """Copy what moved into the fixed storage and bind it back: values first, since two slots may have swapped."""
+        with torch.no_grad():
+            values = [[tensor.detach().clone() for tensor in slot.tensors()] for _, slot in moved]
+            for (path, _), new in zip(moved, values, strict=True):
+                for static, value in zip(self._aliases[path], new, strict=True):
+                    static.copy_(value)
+        for path, slot in moved:
+            held, now = self._held[path], slot.get()
+            if now is held:
+                for static, tensor in zip(self._aliases[path], slot.tensors(), strict=True):
+                    tensor.data = static
+            else:
+                slot.set(held)
 
     def close(self) -> None:
         """Give the recording's memory back."""

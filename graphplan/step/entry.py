@@ -40,7 +40,10 @@ class Entry:
         if self.any_program is not None or not self.lines:
             return self.any_program
         line = self.lines.get(variant())
-        return None if line is None else line.program
+        if line is not None and line.program is not None:
+            return line.program
+        # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
+        return next((program for program in self.programs() if program.guards.gradients_fit()), None)
 
     def programs(self) -> list[Program]:
         """Programs that are ready, each once."""

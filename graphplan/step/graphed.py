@@ -73,16 +73,26 @@ class GraphedStep:
         if self._demoted is not None:
             return self._refused(feed, self._demoted)
         try:
-            entry = self._entry(feed)
+            entry, program = self._find(feed)
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
         if entry.refusal is not None:
             return self._refused(feed, entry.refusal)
-        program = entry.select(self._managed.grad_presence)
-        if program is not None and self._ready(program, entry):
+        if program is not None:
             return self._stages.replay(program, feed)
         return self._advance(entry, self._moved(feed))
+
+    def _find(self, feed: Feed) -> tuple[Entry, Program | None]:
+        """The feed's entry, and its program if that is ready and fits."""
+        while True:
+            entry = self._entry(feed)
+            program = entry.select(self._managed.grad_presence)
+            if program is None or program.guards.hold():
+                return entry, program
+            # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
+            if not self._follow(program, entry):
+                return self._entry(feed), None
 
     @property
     def plan(self) -> Plan | None:
@@ -139,10 +149,8 @@ class GraphedStep:
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
         return self._stages.eager(self._moved(feed), error.reason, str(error))
 
-    def _ready(self, program: Program, entry: Entry) -> bool:
-        """Whether the program fits, after following what can be followed."""
-        if program.guards.hold():
-            return True
+    def _follow(self, program: Program, entry: Entry) -> bool:
+        """Let the program follow what moved; one that cannot is dropped."""
         reason = program.resync()
         self._managed.refresh()
         if reason is None:
