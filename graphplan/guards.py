@@ -12,6 +12,7 @@ from operator import attrgetter, getitem, is_not
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from graphplan.owners import Slot, Walk, tensor_leaves
 from graphplan.plan import Plan
@@ -44,6 +45,8 @@ class Guards:
         self._containers = [slot.container for slot in held] + [link[0] for link in walk.links]
         self._keys = [slot.key for slot in held] + [link[1] for link in walk.links]
         self._expected = [slot.get() for slot in held] + [link[2] for link in walk.links]
+        self._links = walk.links
+        self._add_missing(walk)
         tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
         by_path = dict(walk.parameters.values())
         wanted = [(by_path[path], need) for path, need in plan.entry_grads.items() if path in by_path]
@@ -58,6 +61,7 @@ class Guards:
         self._values = values if values is not None else list(map(getitem, self._spaces, self._names))
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
+        self._strides = [tensor.stride() for tensor in tensors]
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
@@ -75,7 +79,32 @@ class Guards:
             return False
         if any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
             return False
-        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+        if list(map(Tensor.data_ptr, self._tensors)) != self._pointers:
+            return False
+        return list(map(Tensor.stride, self._tensors)) == self._strides
+
+    def _add_missing(self, walk: Walk) -> None:
+        """Parameters and buffers that are None: a module runs other code once they are there."""
+        self._missing = [
+            (parts, name)
+            for module in walk.modules
+            for parts in (module._parameters, module._buffers)
+            for name, part in parts.items()
+            if part is None
+        ]
+        self._containers += [parts for parts, _ in self._missing]
+        self._keys += [name for _, name in self._missing]
+        self._expected += [None] * len(self._missing)
+
+    def changed_structure(self) -> str | None:
+        """The first layer, parameter or buffer that came, went or was replaced, described."""
+        for container, key, child in self._links:
+            if isinstance(child, Module) and not _holds(container, key, child):
+                return f"the {type(child).__name__} {key!r} was replaced or removed"
+        for parts, name in self._missing:
+            if parts.get(name) is not None:
+                return f"{name!r} was None at capture and is there now"
+        return None
 
     @property
     def values(self) -> list[Any]:
@@ -150,3 +179,10 @@ class Fingerprint:
         """Descriptions of the hyper-parameters that differ."""
         pairs = zip(self.labels, old, new, strict=False)
         return [f"{label}: {a!r} then {b!r}" for label, a, b in pairs if a != b]
+
+
+def _holds(container: Any, key: Any, child: Any) -> bool:
+    try:
+        return container[key] is child
+    except (KeyError, IndexError):
+        return False

@@ -128,7 +128,8 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
                 f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it on "
                 f"every call, or update it in place"
             )
-        if _is_read(two, second):
+        dropped = path.endswith(".grad") and two.after is None
+        if _is_read(two, second) and not dropped:
             _check_carry(two)
             carries.append(path)
         elif two.after is not None or two.before is not None:

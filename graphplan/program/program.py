@@ -148,6 +148,9 @@ class Program:
         changed = self.guards.changed_value()
         if changed is not None:
             return f"the step's code reads {changed}"
+        structure = self.guards.changed_structure()
+        if structure is not None:
+            return structure
         walk = walk_owners(self.plan.owners())
         moved: list[tuple[str, Slot]] = []
         for path, held in self._held.items():
