@@ -35,3 +35,11 @@ def nothing_stays_installed() -> Iterator[None]:
     before = _installed()
     yield
     assert _installed() == before
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_flag_goes_back() -> Iterator[None]:
+    """``Trainer(deterministic=True)`` sets torch's global flag and leaves it; libraries choose other kernels by it."""
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)

@@ -16,14 +16,18 @@ class Snapshot:
 
     def __init__(self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = ()) -> None:
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c)) for c in walk.containers]
-        self._grads = [(param, param.grad) for _, param in walk.parameters.values()]
+        extra = list(extra)
+        self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
+        self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf and tensor.requires_grad]
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         if values:
             slots = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
             with torch.no_grad():
                 for tensor in [*slots, *extra]:
-                    if tensor.layout is torch.strided and id(tensor) not in self._tensors:
+                    # An expanded tensor cannot be written to, by the step no more than by us.
+                    written = tensor.layout is torch.strided and 0 not in tensor.stride()
+                    if written and id(tensor) not in self._tensors:
                         self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
             self._generators = [(gen, gen.get_state()) for gen in default_generators()]
 

@@ -85,9 +85,15 @@ class GraphedStep:
 
     def _find(self, feed: Feed) -> tuple[Entry, Program | None]:
         """The feed's entry, and its program if that is ready and fits."""
+        looked = False
         while True:
             entry = self._entry(feed)
             program = entry.select(self._managed.grad_presence)
+            if program is None and not looked:
+                # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).
+                looked = True
+                self._managed.look_again()
+                continue
             if program is None or program.guards.hold():
                 return entry, program
             # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.

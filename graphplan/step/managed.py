@@ -71,6 +71,11 @@ class Managed:
         self._fingerprint = Fingerprint(walk, self.rates.shadowed)
         self._parameters = [param for _, param in walk.parameters.values()]
 
+    def look_again(self) -> None:
+        """:meth:`refresh`, once the first step has made the owners known."""
+        if self._fingerprint is not None:
+            self.refresh()
+
     def fingerprint(self) -> int:
         """A number for the Python values that a program bakes in; equal values have equal numbers."""
         if self._fingerprint is None:
