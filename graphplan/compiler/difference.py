@@ -10,7 +10,7 @@ import torch
 from graphplan.errors import ControlFlowError, HostScalarError
 from graphplan.tracer import Operator, Trace
 from graphplan.tracer.changes import same_value
-from graphplan.tracer.mode import OPTIMIZER_FIX
+from graphplan.tracer.mode import optimizer_fix
 
 
 def check_difference(first: Trace, second: Trace) -> None:
@@ -57,7 +57,7 @@ def _check_numbers(a: Operator, b: Operator) -> None:
 
 def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoReturn:
     if operator.source.component == "optimizer":
-        fix = OPTIMIZER_FIX
+        fix = optimizer_fix(operator.source)
     else:
         fix = "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step"
     made = "a tensor made from a Python value" if operator.constant is not None else f"{operator.name}"

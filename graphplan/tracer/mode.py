@@ -17,10 +17,6 @@ from graphplan.tracer.source import Source, find_source
 
 HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
-OPTIMIZER_FIX = (
-    "It comes from the optimizer's Python code: use capturable=True or fused=True where the optimizer has them "
-    "(prepare_optimizers=True sets them), keep the value constant, or step the optimizer outside"
-)
 _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
     "pass eager_if="
@@ -62,6 +58,14 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
         for name in HIDDEN_WRITES:
             written += tensors_in(by_name.get(name))
     return written
+
+
+def optimizer_fix(source: Source) -> str:
+    """What to do about an operator that an optimizer's ``step`` launched."""
+    return (
+        f"It comes from the Python code of the optimizer {source.optimizer}: use capturable=True or fused=True where "
+        "the optimizer has them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer outside"
+    )
 
 
 def refuse_trace(error: type[RefusalError], message: str) -> None:
@@ -191,7 +195,7 @@ class TraceMode(TorchDispatchMode):
         self._check_transfer(name, args, out, source)
 
     def _refuse_sync(self, what: str, source: Source) -> None:
-        fix = OPTIMIZER_FIX if source.component == "optimizer" else _SYNC_FIX
+        fix = optimizer_fix(source) if source.component == "optimizer" else _SYNC_FIX
         self.refuse(
             HostSyncError,
             f"{what} at {source}; a replay would keep the first value. {fix}",

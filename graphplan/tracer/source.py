@@ -29,6 +29,7 @@ class Source:
     line: int
     function: str
     component: str
+    optimizer: str = ""
 
     def __str__(self) -> str:
         text = linecache.getline(self.filename, self.line).strip()
@@ -44,22 +45,23 @@ def is_library(filename: str) -> bool:
 def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package."""
     frame: FrameType | None = sys._getframe(1)
-    component = _component(frame)
+    component, optimizer = _component(frame)
     last = frame
     while frame is not None:
         if not is_library(frame.f_code.co_filename):
-            return _source(frame, component)
+            return _source(frame, component, optimizer)
         last, frame = frame, frame.f_back
     assert last is not None
-    return _source(last, component)
+    return _source(last, component, optimizer)
 
 
-def _source(frame: FrameType, component: str) -> Source:
-    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, component)
+def _source(frame: FrameType, component: str, optimizer: str) -> Source:
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, component, optimizer)
 
 
-def _component(frame: FrameType | None) -> str:
-    """``"optimizer"`` if the frames lead to an optimizer's ``step`` without passing a closure of somebody else's.
+def _component(frame: FrameType | None) -> tuple[str, str]:
+    """``"optimizer"`` and the optimizer's type if the frames lead to an optimizer's ``step`` without passing a
+    closure of somebody else's.
 
     Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
     the optimizer's own, which is what tells them apart.
@@ -69,11 +71,12 @@ def _component(frame: FrameType | None) -> str:
         code = frame.f_code
         if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             own = between - {code.co_filename}
-            return "optimizer" if all(_may_serve_optimizer(name) for name in own) else "step"
+            serves = all(_may_serve_optimizer(name) for name in own)
+            return ("optimizer", type(frame.f_locals["self"]).__name__) if serves else ("step", "")
         if not code.co_filename.startswith(_HERE):
             between.add(code.co_filename)
         frame = frame.f_back
-    return "step"
+    return "step", ""
 
 
 def _may_serve_optimizer(filename: str) -> bool:
