@@ -64,7 +64,8 @@ def optimizer_fix(source: Source) -> str:
     """What to do about an operator that an optimizer's ``step`` launched."""
     return (
         f"It comes from the Python code of the optimizer {source.optimizer}: use capturable=True or fused=True where "
-        "the optimizer has them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer outside"
+        "the optimizer has them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer "
+        "outside"
     )
 
 
