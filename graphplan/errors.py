@@ -7,6 +7,7 @@ step refuses with carry a :class:`SkipReason`, so that statistics can count why 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 
 class SkipReason(Enum):
@@ -29,6 +30,7 @@ class SkipReason(Enum):
     BACKEND_EAGER = "backend='eager'"
     MAX_GRAPHS = "the limit on the number of programs is reached"
     GUARD = "state moved in a way that a replay cannot follow"
+    VERIFY = "a replay differed from the eager step"
     SHAPE = "a feed signature that has no program yet"
 
 
@@ -160,3 +162,16 @@ class GuardError(RefusalError, RuntimeError):
     """A program was replayed although something that it depends on is no longer where it was."""
 
     reason = SkipReason.GUARD
+
+
+class VerifyError(RefusalError, RuntimeError):
+    """A replay was compared with the eager step and left something else. The eager step's outcome stands.
+
+    ``result`` is what the eager step returned.
+    """
+
+    reason = SkipReason.VERIFY
+
+    def __init__(self, message: str, *, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result

@@ -19,6 +19,8 @@ def summary(stats: Stats, *, plans: int) -> str:
     before, after = stats.step_us("eager"), stats.step_us("replayed")
     if before is not None and after is not None:
         parts.append(f"step {before:.0f} -> {after:.0f} µs")
+    if stats.verified:
+        parts.append(f"{stats.verified} replays checked against eager")
     parts.append(f"extra memory {stats.bytes_static / 2**20:.1f} MiB")
     return "graphplan: " + "; ".join(parts)
 
@@ -39,6 +41,11 @@ def describe(stats: Stats, *, plans: int, notes: Sequence[str] = ()) -> str:
         f"  launches: {stats.launches_eager} by eager steps, {stats.launches_replayed} by replays; "
         f"{stats.bytes_copied / 2**20:.1f} MiB copied in"
     )
+    if stats.verified:
+        size = stats.bytes_verified / 2**20
+        lines.append(
+            f"  verify: {stats.verified} replays equal the eager step; each check copies {size:.1f} MiB of state"
+        )
     phases = [f"{name} {stats.phases[name] * 1e3:.1f} ms / {n}" for name, n in stats.phase_counts.items() if n]
     lines.append("  phases: " + ", ".join(phases))
     return "\n".join(lines)

@@ -11,13 +11,15 @@ from time import perf_counter
 from graphplan.errors import SkipReason
 
 KINDS = ("eager", "replayed")
-PHASES = ("warmup", "trace", "capture", "first_replay", "steady")
+PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
 
 
 @dataclass(slots=True)
 class Stats:
     """What a step did. ``eager + traced + captured + replayed`` is the number of calls that returned.
 
+    ``verified`` of the replayed calls were also run eagerly, and compared; there eager's outcome stands.
+    ``bytes_verified`` is the size of one copy of what such a check copies.
     ``launches_eager`` and ``launches_replayed`` count what the host issued: one per operator in an eager, traced or
     captured step, one per replay. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
     ``"steady"`` is every replay of a program but its first. ``step_seconds`` and ``step_counts`` are the time from one
@@ -30,6 +32,8 @@ class Stats:
     captured: int = 0
     replayed: int = 0
     recaptured: int = 0
+    verified: int = 0
+    bytes_verified: int = 0
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     reasons: dict[str, int] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
@@ -95,6 +99,8 @@ class Stats:
             "captured",
             "replayed",
             "recaptured",
+            "verified",
+            "bytes_verified",
             "launches_eager",
             "launches_replayed",
             "bytes_copied",

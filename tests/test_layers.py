@@ -17,6 +17,7 @@ LAYERS = {
     "callback": 7,
     "step": 6,
     "report": 5,
+    "verify": 5,
     "program": 4,
     "compiler": 3,
     "buffers": 3,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from graphplan.errors import HostSyncError, UnownedTensorError
-from graphplan.owners import Slot, Walk, storage_id
+from graphplan.owners import Slot, Walk, is_optimizer_state, storage_id
 from graphplan.roles import External, Role, TensorSpec
 from graphplan.signature import Feed
 from graphplan.tracer import Trace, TracedExternal
@@ -97,7 +97,7 @@ def _passed_on(slot: Slot) -> External:
 
 
 def _is_optimizer_path(path: str) -> bool:
-    return ".state[" in path or ".param_groups[" in path
+    return is_optimizer_state(path) or ".param_groups[" in path
 
 
 def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
@@ -128,5 +128,5 @@ def _check_devices(externals: Sequence[External], device: torch.device | None) -
             raise HostSyncError(
                 f"{external.name} lies on {external.spec.device} while the step computes on {device} (first used at "
                 f"{external.where}); a graph would keep the value it had at capture. Move it to {device}",
-                component="optimizer" if ".state[" in external.name else "step",
+                component="optimizer" if is_optimizer_state(external.name) else "step",
             )

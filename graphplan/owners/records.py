@@ -115,3 +115,8 @@ def storage_id(tensor: Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def is_optimizer_state(path: str) -> bool:
+    """Whether ``path`` is a slot of an optimizer's ``state``."""
+    return ".state[" in path

@@ -12,9 +12,14 @@ from graphplan.owners.records import Container, Walk
 
 
 class Snapshot:
-    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``."""
+    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``.
 
-    def __init__(self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = ()) -> None:
+    Copies lie beside the tensors, or all on ``device``.
+    """
+
+    def __init__(
+        self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = (), device: torch.device | None = None
+    ) -> None:
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c)) for c in walk.containers]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
@@ -28,8 +33,13 @@ class Snapshot:
                     # An expanded tensor cannot be written to, by the step no more than by us.
                     written = tensor.layout is torch.strided and 0 not in tensor.stride()
                     if written and id(tensor) not in self._tensors:
-                        self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
+                        self._tensors[id(tensor)] = (tensor, copy_to(tensor, device))
             self._generators = [(gen, gen.get_state()) for gen in default_generators()]
+
+    def value(self, tensor: Tensor) -> Tensor | None:
+        """What ``tensor`` held when the snapshot was made."""
+        found = self._tensors.get(id(tensor))
+        return None if found is None else found[1]
 
     def restore(self) -> None:
         """Put everything back. Tensors keep their identity and storage; new dict keys and list items go."""
@@ -43,6 +53,11 @@ class Snapshot:
                 tensor.detach().copy_(value)
         for generator, state in self._generators:
             generator.set_state(state)
+
+
+def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """A detached copy of ``tensor``, beside it or on ``device``."""
+    return tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
 
 
 def _shallow(container: Container) -> Any:

@@ -20,6 +20,9 @@ from graphplan.program.statics import CopiedOwned
 from graphplan.roles import Role, TensorSpec
 from graphplan.signature import check_match, flatten
 
+NO_CHECK = -1
+"""No replay has this number."""
+
 
 class Program:
     """One recorded step. Made by :func:`graphplan.capture` and by :class:`graphplan.GraphedStep`."""
@@ -50,7 +53,14 @@ class Program:
         self._adopt(walk, None)
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
-        self.has_replayed = False
+        self.replays = 0
+        self.next_check = NO_CHECK
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all tensors that the owners hold."""
+        tensors = {id(t): t for slot in self._walk.slots.values() for t in slot.tensors()}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     def _adopt(self, walk: Walk, values: list[Any] | None) -> None:
         """Take the owners' tensors as they lie now for this program's fixed storage."""

@@ -16,9 +16,13 @@ Variant = tuple[bool, ...]
 
 @dataclass(slots=True)
 class Line:
-    """One variant on its way to a program: traces, then a plan, then the program."""
+    """One variant on its way to a program: traces, then a plan, then the program.
+
+    ``state`` are the paths of the optimizer state that the latest trace found.
+    """
 
     traces: list[Trace] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
     plan: Plan | None = None
     program: Program | None = None
 

@@ -80,6 +80,8 @@ class GraphedStep:
         if entry.refusal is not None:
             return self._refused(feed, entry.refusal)
         if program is not None:
+            if program.replays + 1 == program.next_check:
+                return self._check(program, self._moved(feed))
             return self._stages.replay(program, feed)
         return self._advance(entry, self._moved(feed))
 
@@ -167,6 +169,16 @@ class GraphedStep:
         entry.warm = min(entry.warm, self._options.warmup_steps - 1)
         return False
 
+    def _check(self, program: Program, feed: Feed) -> Any:
+        """A replay that is checked against eager. After a difference, the step stays eager."""
+        result, error = self._stages.check(program, feed, self._options.schedule)
+        if error is not None:
+            self.invalidate(str(error))
+            self._demoted = error
+            self._stages.refuse(error)
+            self._stages.count_eager(error.reason, str(error))
+        return result
+
     def _advance(self, entry: Entry, feed: Feed) -> Any:
         """One step on the way to a program."""
         if entry.warm >= self._options.warmup_steps:
@@ -174,6 +186,9 @@ class GraphedStep:
             result = self._stages.advance(entry, feed)
             if self.stats.captured > captured:
                 self._count_capture(entry, feed)
+                for program in entry.programs():
+                    if program.replays == 0:
+                        program.next_check = self._options.schedule.after(0)
             return result
         result = self._stages.warm_up(entry, feed)
         if entry.warm == 1:

@@ -26,6 +26,7 @@ def graph_step(
     eager_if: EagerIf = None,
     prepare_optimizers: bool = True,
     max_graphs: int = 16,
+    verify: str | int | None = "geometric",
 ) -> GraphedStep:
     """Make a step that replays itself as one CUDA graph (or tape).
 
@@ -49,6 +50,9 @@ def graph_step(
         eager_if: a predicate over the step's arguments, or n for every n-th call: these calls run eagerly.
         prepare_optimizers: whether optimizers may be made capturable (see :func:`prepare_optimizer`).
         max_graphs: how many programs are kept.
+        verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
+            every 1000th), n for every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same
+            state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
 
     Returns:
         A callable with ``plan``, ``stats``, ``invalidate(why)`` and ``close()``. Tensors that the step makes come back
@@ -68,5 +72,6 @@ def graph_step(
         eager_if=eager_if,
         prepare_optimizers=prepare_optimizers,
         max_graphs=max_graphs,
+        verify=verify,
     )
     return GraphedStep(fn, owners, options)

@@ -10,6 +10,7 @@ import torch
 from graphplan.backend import check_backend
 from graphplan.errors import OptionError, PolicyError
 from graphplan.policy import Policy, check_mode
+from graphplan.verify import Schedule
 
 EagerIf = Callable[..., bool] | int | None
 
@@ -32,6 +33,7 @@ class Options:
     eager_if: EagerIf = None
     prepare_optimizers: bool = True
     max_graphs: int = 16
+    verify: str | int | None = "geometric"
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -49,11 +51,17 @@ class Options:
         if self.max_graphs < 1:
             raise OptionError(f"max_graphs is {self.max_graphs}; expected at least 1")
         self._check_eager_if()
+        Schedule.parse(self.verify)
 
     def _check_eager_if(self) -> None:
         countable = isinstance(self.eager_if, int) and not isinstance(self.eager_if, bool) and self.eager_if >= 1
         if self.eager_if is not None and not callable(self.eager_if) and not countable:
             raise OptionError(f"eager_if is {self.eager_if!r}; expected a predicate, or n >= 1 for every n-th call")
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which replays are checked."""
+        return Schedule.parse(self.verify)
 
     @property
     def roles(self) -> Policy:

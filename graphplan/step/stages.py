@@ -16,10 +16,10 @@ from graphplan.backend import Backend, resolve_backend
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.errors import DeviceError, RefusalError, SkipReason
-from graphplan.owners import Snapshot
+from graphplan.errors import DeviceError, RefusalError, SkipReason, VerifyError
+from graphplan.owners import Snapshot, is_optimizer_state
 from graphplan.plan import Plan
-from graphplan.program import Program, capture_program
+from graphplan.program import NO_CHECK, Program, capture_program
 from graphplan.signature import Feed, check_feed
 from graphplan.stats import Stats
 from graphplan.step.entry import Entry, Line
@@ -27,6 +27,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.tape import TapeBackend
 from graphplan.tracer import Trace, trace
+from graphplan.verify import Schedule, Verdict, check_replay, find_room
 
 
 class Stages:
@@ -55,19 +56,23 @@ class Stages:
 
     def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
         """An eager step as managed ones run, counted under ``reason``."""
-        return self._count_eager(self._run(lambda: self._call(feed)), reason, detail)
+        result = self._run(lambda: self._call(feed))
+        self.count_eager(reason, detail)
+        return result
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
         """An eager step on arguments as they came, with nothing of ours around it."""
-        return self._count_eager(self._fn(*args, **kwargs), reason, detail)
+        result = self._fn(*args, **kwargs)
+        self.count_eager(reason, detail)
+        return result
 
-    def _count_eager(self, result: Any, reason: SkipReason, detail: str) -> Any:
+    def count_eager(self, reason: SkipReason, detail: str = "") -> None:
+        """Count an eager call that has returned."""
         self.stats.eager += 1
         self.stats.end_call("eager")
         self.stats.skip(reason, detail)
         if self.plan is not None:
             self.stats.launches_eager += self.plan.launches
-        return result
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it turns out to use."""
@@ -96,8 +101,14 @@ class Stages:
     def advance(self, entry: Entry, feed: Feed) -> Any:
         """A trace, or with a plan in hand the capture, as a transaction."""
         line = entry.lines.setdefault(self._managed.grad_presence(), Line())
-        extra = [tensor for _, tensor in feed.tensors()]
-        snapshot = Snapshot(self._managed.walk(), extra=extra)
+        walk = self._managed.walk()
+        gone = next((path for path in line.state if path not in walk.slots), None)
+        if gone is not None:
+            # A recording would make it anew in every replay.
+            self.stats.events.append(f"traced anew: {gone} is gone, which only an eager step can make")
+            del entry.lines[self._managed.grad_presence()]
+            return self.warm_up(entry, feed)
+        snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])
         try:
             return self._trace(entry, line, feed) if line.plan is None else self._capture(entry, line, feed)
         except RefusalError as error:
@@ -132,6 +143,7 @@ class Stages:
         if facts.violation is not None:
             raise facts.violation
         line.traces.append(facts)
+        line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         if len(line.traces) < 2:
             return
         first, second = line.traces
@@ -174,14 +186,46 @@ class Stages:
 
     def replay(self, program: Program, feed: Feed) -> Any:
         """One replay."""
-        with self.stats.timed("steady" if program.has_replayed else "first_replay"):
+        with self.stats.timed("steady" if program.replays else "first_replay"):
             result = program.run(feed.leaves)
-        program.has_replayed = True
-        self.stats.replayed += 1
+        self._count_replay(program)
         self.stats.end_call("replayed")
+        return result
+
+    def _count_replay(self, program: Program) -> None:
+        program.replays += 1
+        self.stats.replayed += 1
         self.stats.launches_replayed += 1
         self.stats.bytes_copied += program.bytes_per_replay
-        return result
+
+    def check(self, program: Program, feed: Feed, schedule: Schedule) -> tuple[Any, VerifyError | None]:
+        """A replay that is checked against eager, where there is room for that; then eager's outcome stands."""
+        number = program.replays + 1
+        program.next_check = schedule.after(number)
+        assert self.device is not None
+        room, reason = find_room(program.state_bytes, self.device)
+        if room is None:
+            return self._unchecked(program, feed, reason)
+        try:
+            with self.stats.timed("verify"):
+                eager = lambda: self._run(lambda: self._call(feed))  # noqa: E731
+                verdict = check_replay(program, feed.leaves, eager, allow=self._options.allow, device=room)
+        except torch.OutOfMemoryError as error:
+            return self._unchecked(program, feed, str(error).splitlines()[0])
+        if verdict.differences:
+            return verdict.result, _disagreement(program, number, verdict)
+        self._count_replay(program)
+        self.stats.launches_eager += program.plan.launches
+        self.stats.verified += 1
+        self.stats.bytes_verified = program.state_bytes
+        self.stats.end_call("verified")
+        return verdict.result, None
+
+    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
+        """Go on without checks of this program, and say so."""
+        program.next_check = NO_CHECK
+        self.stats.events.append(f"not checked against eager: {reason}")
+        return self.replay(program, feed), None
 
     def _escalates(self, error: RefusalError) -> bool:
         """Whether a refusal is the caller's affair: before the first good replay, if asked for."""
@@ -195,3 +239,15 @@ class Stages:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(f"graphplan runs this step eagerly: {text}", UserWarning, stacklevel=5)
+
+
+def _disagreement(program: Program, number: int, verdict: Verdict) -> VerifyError:
+    first, *others = verdict.differences
+    more = f" (and {len(others)} more: {', '.join(d.path for d in others[:4])})" if others else ""
+    return VerifyError(
+        f"replay {number} of {program.plan.name} is not what the eager step does: {first}{more}. Something that the "
+        "step depends on is not in the recording: a Python or NumPy value that changes where graphplan cannot see it, "
+        "an operator that writes memory unseen, or host code. Hold it in a tensor that the step updates, feed it, or "
+        "keep the step eager. The eager step's outcome stands, nothing is lost",
+        result=verdict.result,
+    )

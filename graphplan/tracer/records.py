@@ -56,6 +56,7 @@ class Trace:
     changes: Changes = field(default_factory=Changes)
     violation: RefusalError | None = None
     entry_slots: dict[int, list[Slot]] = field(default_factory=dict)
+    entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
     generators: list[torch.Generator] = field(default_factory=list)

@@ -33,6 +33,7 @@ def trace(
         if storage is not None:
             record.leaf_storages[index] = storage
     recorder = Recorder(owners)
+    record.entry_paths = frozenset(recorder.places)
     record.entry_slots, record.entry_scalars = recorder.entry_slots(), recorder.scalars
     mode = TraceMode(record)
 

@@ -1,0 +1,6 @@
+"""Replays checked against eager: when, with which copies, and what counts as a difference."""
+
+from graphplan.verify.check import Verdict as Verdict
+from graphplan.verify.check import check_replay as check_replay
+from graphplan.verify.memory import find_room as find_room
+from graphplan.verify.schedule import Schedule as Schedule

@@ -1,0 +1,114 @@
+"""One replay, checked: the same step is replayed and run eagerly from one state, and eager's outcome stays.
+
+The order is: copy what the step may change, replay, keep what it left, put everything back, run the step eagerly,
+compare. Eager runs once, so its Python effects happen once, as they would have without the check. Only if something is
+not the same bit by bit is the replay run a second time, from the same state, to see how far two replays lie apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.compiler import is_allowed
+from graphplan.owners import Snapshot, Walk, walk_owners
+from graphplan.program import Program
+from graphplan.verify.compare import Difference, beyond_spread, differing, differing_values
+from graphplan.verify.state import State, collect, host_generators
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Outcome of a check: the eager step's ``result``, and where the replay was otherwise (nowhere, one hopes)."""
+
+    result: Any
+    differences: list[Difference]
+
+
+class _Check:
+    def __init__(self, program: Program, feed: Sequence[Any], allow: Sequence[str], device: torch.device) -> None:
+        self._program = program
+        self._feed = feed
+        self._allow = allow
+        self._device = device
+        plan = program.plan
+        fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
+        unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
+        self._extra: dict[str, Tensor] = {**unowned, **fed}
+
+    def walk(self) -> Walk:
+        return walk_owners(self._program.plan.owners())
+
+    def snapshot(self, walk: Walk) -> Snapshot:
+        return Snapshot(walk, extra=self._extra.values(), device=self._device)
+
+    def state(self, result: Any, *, copy: bool) -> State:
+        allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731
+        return collect(self.walk(), result, self._extra, allowed, copy=copy, device=self._device)
+
+    def replay(self) -> State:
+        return self.state(self._program.run(self._feed), copy=True)
+
+
+def check_replay(
+    program: Program, leaves: Sequence[Any], eager: Callable[[], Any], *, allow: Sequence[str], device: torch.device
+) -> Verdict:
+    """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
+
+    Args:
+        program: whose guards hold.
+        leaves: the call's flat arguments, on the step's device.
+        eager: the same call of the step itself.
+        allow: paths that replays may leave out, so that they may differ.
+        device: where copies go.
+
+    Raises:
+        torch.OutOfMemoryError: with everything as it was, if there is no room for the eager step beside the program.
+        Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
+    """
+    check = _Check(program, leaves, allow, device)
+    # Device learning rates are among what is put back: they have to be up to date first.
+    program.plan.rates.push()
+    walk = check.walk()
+    start = check.snapshot(walk)
+    before = collect(walk, None, check._extra, lambda path: False, copy=False)
+    hosts = host_generators()
+    try:
+        replayed = check.replay()
+    finally:
+        start.restore()
+    try:
+        result = eager()
+    except torch.OutOfMemoryError:
+        # The copies and a second set of activations are the check's doing; without it there was room.
+        start.restore()
+        raise
+    found = [
+        Difference(name, "the eager step draws from it, which a replay does not")
+        for name, state in host_generators().items()
+        if state != hosts.get(name, state)
+    ]
+    after = check.state(result, copy=False)
+    paths = differing(replayed.tensors, after.tensors)
+    if paths:
+        end = check.snapshot(check.walk())
+        start.restore()
+        try:
+            again = check.replay()
+        finally:
+            end.restore()
+        old = _values_before(before.tensors, start)
+        found += beyond_spread(paths, old, replayed.tensors, again.tensors, check.state(result, copy=False).tensors)
+    # As after every replay: what the caller gets back leads to no autograd graph.
+    result = pytree.tree_map_only(Tensor, lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
+    return Verdict(result, found + differing_values(replayed.values, after.values))
+
+
+def _values_before(tensors: Mapping[str, Tensor], start: Snapshot) -> dict[str, Tensor]:
+    values = {path: start.value(tensor) for path, tensor in tensors.items()}
+    return {path: value for path, value in values.items() if value is not None}

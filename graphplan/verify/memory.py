@@ -1,0 +1,41 @@
+"""Where the copies of a check may lie."""
+
+from __future__ import annotations
+
+import torch
+
+_COPIES = 3
+"""Full copies alive at once: before the step, after the replay, and eager's while the replay is run a second time."""
+_MARGIN = 1.2
+"""Room is left for fragments and temporaries."""
+
+
+def find_room(nbytes: int, device: torch.device) -> tuple[torch.device | None, str]:
+    """Where copies of ``nbytes`` of state fit: on ``device``, else on the host, else nowhere.
+
+    Returns:
+        The device, or None with the reason.
+    """
+    needed = int(nbytes * _COPIES * _MARGIN)
+    host = torch.device("cpu")
+    for place in dict.fromkeys((device, host)):
+        free = free_bytes(place)
+        if free is None or needed <= free:
+            return place, ""
+    return None, (
+        f"a check needs {needed / 2**20:.0f} MiB for copies of parameters and state, and neither {device} nor the host "
+        "has that much free"
+    )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``; None where nobody tells."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    try:
+        with open("/proc/meminfo", encoding="ascii") as facts:
+            lines = dict(line.split(":", 1) for line in facts)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None

@@ -1,0 +1,72 @@
+"""What a step has left: tensors, Python values, random generators and results, by path."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.owners import Numbers, Walk, copy_to, default_generators
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything that can be compared after a step. Results are among the tensors and values, as ``result…``."""
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+
+
+def collect(
+    walk: Walk,
+    result: Any,
+    extra: Mapping[str, Tensor],
+    allowed: Callable[[str], bool],
+    *,
+    copy: bool,
+    device: torch.device | None = None,
+) -> State:
+    """What owners, ``extra`` tensors, generators and ``result`` hold now; with ``copy``, copied (to ``device``)."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for key, leaf in pytree.tree_flatten_with_path(result)[0]:
+        name = "result" + pytree.keystr(key)
+        if isinstance(leaf, Tensor):
+            tensors[name] = leaf
+        else:
+            values[name] = leaf
+    tensors.update(_held(walk, allowed))
+    tensors.update(extra)
+    for number, generator in enumerate(default_generators()):
+        tensors[f"torch's random generator of {generator.device} ({number})"] = generator.get_state()
+    for path, scalar in walk.scalars.items():
+        if not isinstance(scalar.container, Numbers) and not allowed(path):
+            values[path] = scalar.get()
+    values.update({f"len({path})": len(items) for path, items in walk.lists.items() if not allowed(path)})
+    strided = {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided}
+    return State({path: copy_to(t, device) for path, t in strided.items()} if copy else strided, values)
+
+
+def _held(walk: Walk, allowed: Callable[[str], bool]) -> Iterable[tuple[str, Tensor]]:
+    for path, slot in walk.slots.items():
+        if allowed(path):
+            continue
+        leaves = slot.tensors()
+        for number, tensor in enumerate(leaves):
+            yield (path if len(leaves) == 1 else f"{path}[{number}]"), tensor
+
+
+def host_generators() -> dict[str, Any]:
+    """States of generators that only Python draws from, by the name of what moves them."""
+    states: dict[str, Any] = {"Python's random generator": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["NumPy's random generator"] = (name, keys.tobytes(), *rest)
+    return states
