@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from graphplan.owners import Slot, Walk, tensor_leaves
 from graphplan.plan import Plan
+from graphplan.tracer import same_value
 
 _get_grad = attrgetter("grad")
 _get_training = attrgetter("training")
@@ -42,22 +43,23 @@ class Guards:
         values: list[Any] | None = None,
     ) -> None:
         held = [slot for slot in slots if slot.param is None]
-        self._containers = [slot.container for slot in held] + [link[0] for link in walk.links]
-        self._keys = [slot.key for slot in held] + [link[1] for link in walk.links]
-        self._expected = [slot.get() for slot in held] + [link[2] for link in walk.links]
         self._links = walk.links
-        self._add_missing(walk)
+        self._missing = _missing_parts(walk)
+        places = [(slot.container, slot.key, slot.get()) for slot in held] + walk.links
+        places += [(parts, name, None) for parts, name in self._missing]
+        # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
+        self._dicts, self._dict_keys, self._dict_items = _columns(place for place in places if _is_dict(place[0]))
+        self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
         tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
         by_path = dict(walk.parameters.values())
         wanted = [(by_path[path], need) for path, need in plan.entry_grads.items() if path in by_path]
         self._grad_params = [param for param, _ in wanted]
         self._grads = [param.grad if need == "kept" else None for param, need in wanted]
         tensors += [grad for grad in self._grads if grad is not None]
-        scalars = [walk.scalars[path] for path in plan.reads if path in walk.scalars]
-        self._labels = [path for path in plan.reads if path in walk.scalars]
-        self._labels += [name for name, _, _, _ in plan.global_reads]
-        self._spaces = [s.container for s in scalars] + [space for _, space, _, _ in plan.global_reads]
-        self._names = [s.key for s in scalars] + [key for _, _, key, _ in plan.global_reads]
+        read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
+        self._labels = [path for path, _ in read]
+        self._spaces = [value.container for _, value in read]
+        self._names = [value.key for _, value in read]
         self._values = values if values is not None else list(map(getitem, self._spaces, self._names))
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
@@ -70,9 +72,11 @@ class Guards:
     def hold(self) -> bool:
         """Whether everything is where it was."""
         try:
-            if any(map(is_not, map(getitem, self._containers, self._keys), self._expected)):
+            if any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
                 return False
-            if list(map(getitem, self._spaces, self._names)) != self._values:
+            if any(map(is_not, map(getitem, self._others, self._keys), self._items)):
+                return False
+            if any(map(is_not, map(getitem, self._spaces, self._names), self._values)) and not self._equal():
                 return False
         except (KeyError, IndexError, RuntimeError):
             # A key that is gone, or a Python value that became a tensor.
@@ -83,18 +87,13 @@ class Guards:
             return False
         return list(map(Tensor.stride, self._tensors)) == self._strides
 
-    def _add_missing(self, walk: Walk) -> None:
-        """Parameters and buffers that are None: a module runs other code once they are there."""
-        self._missing = [
-            (parts, name)
-            for module in walk.modules
-            for parts in (module._parameters, module._buffers)
-            for name, part in parts.items()
-            if part is None
-        ]
-        self._containers += [parts for parts, _ in self._missing]
-        self._keys += [name for _, name in self._missing]
-        self._expected += [None] * len(self._missing)
+    def _equal(self) -> bool:
+        """Whether Python values that are other objects than at capture are the same values still."""
+        now = list(map(getitem, self._spaces, self._names))
+        if not all(map(same_value, now, self._values)):
+            return False
+        self._values = now
+        return True
 
     def changed_structure(self) -> str | None:
         """The first layer, parameter or buffer that came, went or was replaced, described."""
@@ -111,14 +110,14 @@ class Guards:
         """The Python values that the program was captured with."""
         return self._values
 
-    def changed_value(self) -> str | None:
-        """The first Python value that is no longer what it was, described."""
-        for label, space, name, old in zip(self._labels, self._spaces, self._names, self._values, strict=True):
-            try:
-                new = space[name]
-            except (KeyError, IndexError):
-                new = None
-            if type(new) is not type(old) or new != old:
+    def changed_value(self, walk: Walk) -> str | None:
+        """The first Python value that is no longer what it was, described. ``walk`` knows where it lies now."""
+        for label, old in zip(self._labels, self._values, strict=True):
+            place = walk.value(label)
+            if place is None:
+                return f"{label} was {old!r} and is gone"
+            new = place.get()
+            if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
         return None
 
@@ -179,6 +178,26 @@ class Fingerprint:
         """Descriptions of the hyper-parameters that differ."""
         pairs = zip(self.labels, old, new, strict=False)
         return [f"{label}: {a!r} then {b!r}" for label, a, b in pairs if a != b]
+
+
+def _is_dict(container: Any) -> bool:
+    return isinstance(container, dict)
+
+
+def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+    kept = list(rows)
+    return [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
+
+
+def _missing_parts(walk: Walk) -> list[tuple[Any, str]]:
+    """Parameters and buffers that are None: a module runs other code once they are there."""
+    return [
+        (parts, name)
+        for module in walk.modules
+        for parts in (module._parameters, module._buffers)
+        for name, part in parts.items()
+        if part is None
+    ]
 
 
 def _holds(container: Any, key: Any, child: Any) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graphplan.owners import Walk
 from graphplan.policy import Policy
 from graphplan.roles import External, Role
 from graphplan.signature import FeedSpec
@@ -93,7 +94,7 @@ class Plan:
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
-        only. global_reads: likewise globals and closure variables, as ``(name, space, key, value)``.
+        only.
         device: where the step computes.
     """
 
@@ -112,7 +113,6 @@ class Plan:
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
-    global_reads: tuple[tuple[str, Any, Any, Any], ...]
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]
@@ -123,6 +123,11 @@ class Plan:
     def by_role(self, role: Role) -> tuple[External, ...]:
         """Externals of one role."""
         return tuple(external for external in self.externals if external.role is role)
+
+    def changed_tensors(self, walk: Walk) -> list[Tensor]:
+        """The tensors in ``walk`` that the step changes."""
+        slots = [walk.slots[e.path] for e in self.externals if e.mutated and e.path in walk.slots]
+        return [tensor for slot in slots for tensor in slot.tensors()]
 
     @property
     def inputs(self) -> tuple[External, ...]:

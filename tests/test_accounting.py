@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from graphplan import Policy, SkipReason, capture, compile_cached
+from graphplan import Policy, SkipReason, capture, compile_cached, compile_plan
 from tests.facts import assert_same, flatten
 from tests.twins import Rig, assert_equals_eager, build, drive, managed, state_of
 from tests.zoo import float_batches, training_rig
@@ -205,3 +205,15 @@ def test_two_steps_on_two_models() -> None:
             assert_same(state_of(twin) | {"generator": 0}, state_of(rig) | {"generator": 0})
     assert steps[0].plan is not steps[1].plan
     assert all(step.stats.replayed == 18 for step in steps)
+
+
+def test_compile_restores_what_only_a_closure_holds() -> None:
+    """Three runs of the step leave a tensor that nobody named as it was."""
+    total = torch.zeros(())
+
+    def step(x: Tensor) -> Tensor:
+        return total.add_(x.sum())
+
+    plan = compile_plan(step, torch.ones(3))
+    assert total.item() == 0.0
+    assert [e.name for e in plan.state] == ["total"]

@@ -25,37 +25,38 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import Memory, Mlp, attributes, float_batches, training_rig, updating_rig
+from tests.zoo import Box, Memory, Mlp, attributes, float_batches, training_rig, updating_rig
 
 PLANNED = WARMUP + TRACED
 """Calls before the one that captures."""
 
 
-def closure_rig(kind: str) -> Rig:
+def closure_rig(kind: str, holder: Any = Box) -> Rig:
     """A step that reads or writes a tensor through its closure, which no owner holds."""
     model = Mlp()
     optimizer = SGD(model.parameters(), lr=0.05, fused=True)
-    box = {"noise": torch.randn(4), "total": torch.zeros(())}
+    noise, total = holder(item=torch.randn(4)), holder(item=torch.zeros(()))
 
     def step_of(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         logits = model(x)
         if kind == "fresh":
-            logits = logits + box["noise"]
+            logits = logits + noise.item
         loss = F.cross_entropy(logits, y)
         loss.backward()
         if kind == "mutated":
-            box["total"].add_(loss.detach())
+            total.item.add_(loss.detach())
         if kind == "chained":
-            loss = loss + box["total"]
-            box["total"] = loss.detach()
+            loss = loss + total.item
+            total.item = loss.detach()
         optimizer.step()
         return loss
 
     def after(index: int) -> None:
-        box["noise"] = torch.randn(4)
+        noise.item = torch.randn(4)
 
-    return Rig(step_of, {"model": model, "optimizer": optimizer}, list(float_batches(12)), after, {"box": box})
+    extra = {"noise": [noise.item], "total": [total.item]} if kind == "mutated" else {}
+    return Rig(step_of, {"model": model, "optimizer": optimizer}, list(float_batches(12)), after, extra)
 
 
 @pytest.mark.parametrize(("kind", "operator"), [("fresh", "add"), ("mutated", "add_")])
@@ -65,6 +66,14 @@ def test_unowned_tensors_are_refused(kind: str, operator: str) -> None:
     patterns = [rf"aten\.{operator}\b", r"test_refused_tensors\.py", "owners"]
     assert_refused(make, UnownedTensorError, *patterns, done=SECOND_TRACE)
     assert_falls_back(make, SkipReason.UNOWNED_TENSOR, *patterns)
+
+
+@pytest.mark.parametrize("kind", ["fresh", "mutated", "chained"])
+def test_tensors_that_the_code_names_are_owned(kind: str) -> None:
+    """The same, on objects that graphplan can look into: found through the closure, guarded, and part of the state."""
+    step = assert_equals_eager(partial(closure_rig, kind, Memory))
+    (name,) = [e.name for e in step.plan.externals if e.name in ("noise.item", "total.item")]
+    assert name == ("noise.item" if kind == "fresh" else "total.item")
 
 
 def test_a_chain_of_unowned_tensors_is_refused() -> None:
@@ -135,8 +144,8 @@ def test_parameters_replaced_between_calls() -> None:
     assert_same_runs(expected, drive(rig, managed(rig, on_failure="eager")))
 
 
-def summing_rig(memory: Memory) -> Rig:
-    """A step that sums its losses in a tensor on ``memory``, which is not among the owners."""
+def summing_rig(box: Box) -> Rig:
+    """A step that sums its losses in the tensor in ``box``, where nobody can look."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], lr=0.1, fused=True)
 
@@ -145,22 +154,21 @@ def summing_rig(memory: Memory) -> Rig:
         loss = (weight * x).sum().square()
         loss.backward()
         optimizer.step()
-        memory.total.add_(loss.detach())
+        box.item.add_(loss.detach())
         return loss
 
     return Rig(step_of, {"optimizer": optimizer}, [(torch.ones(3) * index,) for index in range(10)])
 
 
 def test_an_owner_makes_an_unowned_tensor_state() -> None:
-    """What the message advises works: naming the object that holds the tensor makes it state."""
-    make = partial(summing_rig, Memory(total=torch.zeros(())))
-    assert_refused(make, UnownedTensorError, "owners", done=SECOND_TRACE)
+    """What the message advises works: naming the tensor's holder makes it state."""
+    assert_refused(lambda: summing_rig(Box(torch.zeros(()))), UnownedTensorError, "owners", done=SECOND_TRACE)
 
     def owned() -> Rig:
-        memory = Memory(total=torch.zeros(()))
-        rig = summing_rig(memory)
-        rig.owners["memory"] = memory
+        box = Box(torch.zeros(()))
+        rig = summing_rig(box)
+        rig.owners["sums"] = [box.item]
         return rig
 
     step = assert_equals_eager(owned)
-    assert [e.name for e in step.plan.state if "memory" in e.name] == ["memory.total"]
+    assert [e.name for e in step.plan.state if "sums" in e.name] == ["sums[0]"]

@@ -144,6 +144,15 @@ class Memory:
         vars(self).update(values)
 
 
+class Box:
+    """An object without a dictionary, so that nobody can look for tensors in it, named ``item``."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+
 def updating_rig(
     update: Callable[[nn.Module, Tensor, Tensor], Any],
     prepare: Callable[[nn.Module], object],

@@ -16,7 +16,6 @@ from graphplan.compiler.effects import (
     find_counters,
     find_reads,
     find_rebindings,
-    find_values,
 )
 from graphplan.errors import OutputError
 from graphplan.owners import Walk, walk_owners
@@ -78,7 +77,6 @@ def build_plan(
         generators=tuple(second.generators),
         device=second.device,
         reads=find_reads(first, second, walk, counters, allow),
-        global_reads=find_values(first, second, allow),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         rates=rates,

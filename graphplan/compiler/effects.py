@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Numbers, Walk
+from graphplan.owners import Contents, Numbers, Walk
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
@@ -37,9 +37,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         old, new = first.changes.scalars.get(path), second.changes.scalars.get(path)
         delta = _constant_delta(old, new)
         scalar = walk.scalars.get(path)
-        # model.counts["steps"] += 1 has to load model.counts: only attributes themselves tell a read from a count.
-        attribute = scalar.attribute if scalar is not None and scalar.key == scalar.attribute else None
-        if delta is not None and attribute in second.reads.anywhere:
+        if delta is not None and scalar is not None and second.reads.uses(scalar):
             raise HostScalarError(
                 f"the step's code reads {path}, which it also counts up ({_change(old)}, then {_change(new)}); a "
                 "replay "
@@ -47,7 +45,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
                 f"step's results do not depend on it, pass allow=({path!r},)",
                 component="optimizer" if scalar is not None and isinstance(scalar.owner, Optimizer) else "step",
             )
-        plain = attribute in second.reads.assigned
+        plain = scalar is not None and scalar.key in second.reads.assigned
         if delta is None or plain:
             raise HostEffectError(
                 f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
@@ -170,14 +168,18 @@ def find_reads(
     """
     own = {counter.path for counter in counters}
     paths = []
-    for path, scalar in walk.scalars.items():
-        if path in own or is_allowed(path, allow):
+    grown = {f"len({path})" for path in {**first.changes.appended, **second.changes.appended}}
+    for path, scalar in {**walk.scalars, **walk.objects}.items():
+        if path in own or path in grown or is_allowed(path, allow):
             continue
-        if not any(trace.reads.covers(scalar.owner, scalar.attribute) for trace in (first, second)):
+        if not any(trace.reads.covers(scalar) for trace in (first, second)):
             continue
         if path not in first.entry_scalars or path not in second.entry_scalars:
             continue
         old, new = first.entry_scalars[path], second.entry_scalars[path]
+        if path in walk.objects and not same_value(old, new):
+            # An object that is another one each time, or a container that grows, says nothing by itself.
+            continue
         if not same_value(old, new):
             raise HostScalarError(
                 f"the step's code reads {path}, which is {old!r} before one step and {new!r} before the next; a replay "
@@ -199,22 +201,8 @@ def find_assignments(
     own = {counter.path for counter in counters}
     found = []
     for path, scalar in walk.scalars.items():
-        if path in own or is_allowed(path, allow) or isinstance(scalar.container, Numbers):
+        if path in own or is_allowed(path, allow) or isinstance(scalar.container, (Numbers, Contents)):
             continue
         if all(scalar.attribute in trace.reads.stored.get(id(scalar.owner), ()) for trace in (first, second)):
             found.append(Assignment(path, scalar.get()))
-    return tuple(found)
-
-
-def find_values(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[tuple[str, Any, Any, Any], ...]:
-    """Globals and closure variables that user code read, as ``(name, space, key, value)``.
-
-    One that changes from step to step although the operators do not (a count of calls, say) cannot be a condition of
-    the replay, so it is left out.
-    """
-    found = []
-    for name, (space, key, value) in second.reads.values.items():
-        old = first.reads.values.get(name, (None, None, None))[2]
-        if same_value(old, value) and not is_allowed(name, allow):
-            found.append((name, space, key, value))
     return tuple(found)

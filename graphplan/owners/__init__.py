@@ -3,6 +3,9 @@
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
+from graphplan.owners.records import Cell as Cell
+from graphplan.owners.records import Contents as Contents
+from graphplan.owners.records import Namespace as Namespace
 from graphplan.owners.records import Numbers as Numbers
 from graphplan.owners.records import Scalar as Scalar
 from graphplan.owners.records import Slot as Slot
@@ -13,4 +16,6 @@ from graphplan.owners.records import tensor_leaves as tensor_leaves
 from graphplan.owners.snapshot import Snapshot as Snapshot
 from graphplan.owners.snapshot import copy_to as copy_to
 from graphplan.owners.snapshot import default_generators as default_generators
+from graphplan.owners.walk import SCALARS as SCALARS
+from graphplan.owners.walk import is_user_object as is_user_object
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections import deque
+from collections.abc import Collection, Iterable, MutableMapping, Sized
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Container = MutableMapping[Any, Any] | list[Any]
+Container = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,22 +71,105 @@ class Scalar:
 
 
 class Numbers:
-    """Python values that some object shows as attributes, properties included: read, guarded, never written."""
+    """Python values that some object shows as attributes, properties included: read, guarded, never written.
 
-    def __init__(self, thing: Any, names: Iterable[str]) -> None:
+    With ``via``, only code that also loads an attribute of that name can have come here.
+    """
+
+    def __init__(self, thing: Any, names: Iterable[str], *, via: str | None = None) -> None:
         self.thing = thing
         self.names = tuple(names)
+        self.via = via
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.thing, name)
 
 
+class Extent:
+    """How many items a list or dictionary has, shown as an item of it: read and guarded, never written."""
+
+    def __init__(self, items: Sized) -> None:
+        self.items = items
+
+    def __getitem__(self, key: str) -> int:
+        return len(self.items)
+
+
+class Contents:
+    """What a set or deque holds, as one value to compare: read and guarded, never written."""
+
+    def __init__(self, items: Collection[Any]) -> None:
+        self.items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return frozenset(self.items) if isinstance(self.items, AbstractSet) else tuple(map(id, self.items))
+
+
+class Cell:
+    """A closure's variable, used like a dictionary of one item."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+class Namespace:
+    """Names that a step's code uses: globals, closure variables, functions of modules and classes.
+
+    An owner whose items lie in many places. ``entries`` leads from a label to a space and the key in it.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[Any, Any]] = {}
+        self._known: set[tuple[int, Any]] = set()
+
+    def add(self, label: str, space: Any, key: Any) -> bool:
+        """Take in one name; False if it is known."""
+        place = (id(space.cell) if isinstance(space, Cell) else id(space), key)
+        if place in self._known:
+            return False
+        self._known.add(place)
+        number = 2
+        free = label
+        while free in self.entries:
+            free, number = f"{label}_{number}", number + 1
+        self.entries[free] = (space, key)
+        return True
+
+    def plain(self) -> Namespace:
+        """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
+        plain = Namespace()
+        for label, (space, key) in self.entries.items():
+            try:
+                if isinstance(space[key], (bool, int, float, complex, str, bytes, type(None))):
+                    plain.add(label, space, key)
+            except KeyError:
+                continue
+        return plain
+
+
 @dataclass(slots=True)
 class Walk:
-    """All that a walk over owners found, in walking order."""
+    """All that a walk over owners found, in walking order.
+
+    ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
+    elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
+    only known by a name in the step's code.
+    """
 
     slots: dict[str, Slot] = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
+    objects: dict[str, Scalar] = field(default_factory=dict)
+    places: list[tuple[Any, Any]] = field(default_factory=list)
+    found: set[int] = field(default_factory=set)
     lists: dict[str, list[Any]] = field(default_factory=dict)
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
@@ -97,6 +183,10 @@ class Walk:
         if slot is None and scalar is not None:
             return Slot(path, scalar.container, scalar.key)
         return slot
+
+    def value(self, path: str) -> Scalar | None:
+        """The Python value, object or size of that path."""
+        return self.scalars.get(path) or self.objects.get(path)
 
     def by_storage(self) -> dict[int, list[Slot]]:
         """Slots grouped by the identity of the storage behind them."""

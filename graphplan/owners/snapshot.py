@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ class Snapshot:
         self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = (), device: torch.device | None = None
     ) -> None:
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c)) for c in walk.containers]
+        self._places = [(space, key, space[key]) for space, key in walk.places]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
         self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf and tensor.requires_grad]
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: list[tuple[torch.Generator, Tensor]] = []
         if values:
-            slots = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
+            # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
+            slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
             with torch.no_grad():
                 for tensor in [*slots, *extra]:
                     # An expanded tensor cannot be written to, by the step no more than by us.
@@ -45,6 +48,9 @@ class Snapshot:
         """Put everything back. Tensors keep their identity and storage; new dict keys and list items go."""
         for container, copy in self._copies:
             _put_back(container, copy)
+        for space, key, value in self._places:
+            if space[key] is not value:
+                space[key] = value
         for param, grad in self._grads:
             if param.grad is not grad:
                 param.grad = grad
@@ -61,13 +67,20 @@ def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def _shallow(container: Container) -> Any:
-    return list(container) if isinstance(container, list) else dict(container)
+    if isinstance(container, MutableMapping):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def _put_back(container: Container, copy: Any) -> None:
-    if isinstance(container, list):
+    if isinstance(container, set):
+        container.intersection_update(copy)
+        container.update(copy)
+        return
+    if isinstance(container, list | deque):
         if len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True)):
-            container[:] = copy
+            container.clear()
+            container.extend(copy)
         return
     for key in [key for key in container if key not in copy]:
         del container[key]

@@ -10,16 +10,32 @@ Lightning that it was not given by name.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping
+from enum import Enum
+from functools import partial
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.owners.records import Container, Numbers, Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.records import (
+    Container,
+    Contents,
+    Extent,
+    Namespace,
+    Numbers,
+    Scalar,
+    Slot,
+    Walk,
+    tensor_leaves,
+)
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "builtins", "threading", "logging")
+_ATOMS = (type, ModuleType, Enum, partial)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 6
 _MAX_ITEMS = 4096
@@ -35,14 +51,33 @@ class _Walker:
         if isinstance(owner, Numbers):
             for name in owner.names:
                 self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
+        elif isinstance(owner, Namespace):
+            self._names(owner)
         elif isinstance(owner, nn.Module):
             self._module(owner, path)
         elif isinstance(owner, torch.optim.Optimizer):
             self._optimizer(owner, path)
         elif isinstance(owner, MutableMapping | list):
             self._items(owner, path, 0, (owner, path))
+        elif isinstance(owner, set | deque):
+            self._contents(owner, path, (owner, path))
         elif hasattr(owner, "__dict__"):
             self._object(owner, path, 0)
+
+    def _names(self, names: Namespace) -> None:
+        known = set(self.walk.slots)
+        for label, (space, key) in names.entries.items():
+            try:
+                value = space[key]
+            except KeyError:
+                continue
+            if not isinstance(space, MappingProxyType):
+                self.walk.places.append((space, key))
+            self._value(value, label, space, key, 0, (names, key))
+        fresh = [slot for path, slot in self.walk.slots.items() if path not in known and not slot.is_parameter]
+        self.walk.found.update(id(tensor) for slot in fresh if slot.param is None for tensor in slot.tensors())
+        modules = [part for module in self.walk.modules for part in module._buffers.values()]
+        self.walk.found.difference_update(map(id, modules))
 
     def _first_visit(self, thing: Any) -> bool:
         if id(thing) in self._seen:
@@ -126,10 +161,14 @@ class _Walker:
     def _slot(self, path: str, container: Container, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key)
 
-    def _items(self, items: Container, path: str, depth: int, source: tuple[Any, str]) -> None:
+    def _items(
+        self, items: MutableMapping[Any, Any] | list[Any], path: str, depth: int, source: tuple[Any, str]
+    ) -> None:
         if not self._first_visit(items):
             return
         self.walk.containers.append(items)
+        if not isinstance(source[0], torch.optim.Optimizer):
+            self.walk.objects[f"len({path})"] = Scalar(Extent(items), "len", *source)
         dotted = isinstance(items, MutableMapping)
         if isinstance(items, list):
             self.walk.lists[path] = items
@@ -139,6 +178,10 @@ class _Walker:
                 break
             name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key)}]"
             self._value(value, name, items, key, depth + 1, source)
+
+    def _contents(self, items: set[Any] | deque[Any], path: str, source: tuple[Any, str]) -> None:
+        self.walk.containers.append(items)
+        self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
 
     def _object(self, thing: Any, path: str, depth: int) -> None:
         if not self._first_visit(thing):
@@ -156,8 +199,6 @@ class _Walker:
             self._parameter(value, path, container, key)
         elif isinstance(value, Tensor) or (isinstance(value, tuple) and tensor_leaves(value)):
             self._slot(path, container, key)
-        elif isinstance(value, (SCALARS, tuple)):
-            self.walk.scalars[path] = Scalar(container, key, *source)
         elif depth > _MAX_DEPTH:
             return
         elif isinstance(value, nn.Module):
@@ -166,18 +207,28 @@ class _Walker:
         elif isinstance(value, dict | list):
             self.walk.links.append((container, key, value))
             self._items(value, path, depth, source)
-        elif _is_user_object(value):
+        elif isinstance(value, set | deque):
             self.walk.links.append((container, key, value))
+            self._contents(value, path, source)
+        elif is_user_object(value):
+            self.walk.links.append((container, key, value))
+            self.walk.objects[path] = Scalar(container, key, *source)
             self._object(value, path, depth)
+        else:
+            # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
+            self.walk.scalars[path] = Scalar(container, key, *source)
 
 
 def _key_name(key: Any) -> str:
     return repr(key) if isinstance(key, str | int) else type(key).__name__
 
 
-def _is_user_object(value: Any) -> bool:
+def is_user_object(value: Any) -> bool:
+    """Whether ``value``'s attributes are walked: an instance of a class that is not a library's."""
+    if isinstance(value, LRScheduler):
+        return True
     root = type(value).__module__.split(".")[0]
-    return hasattr(value, "__dict__") and root not in _FOREIGN and not callable(value) and not isinstance(value, type)
+    return hasattr(value, "__dict__") and root not in _FOREIGN and not isinstance(value, _ATOMS)
 
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:
@@ -196,4 +247,6 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
 def _rank(owner: Any) -> int:
     if isinstance(owner, nn.Module):
         return 0
-    return 1 if isinstance(owner, torch.optim.Optimizer) else 2
+    if isinstance(owner, torch.optim.Optimizer):
+        return 1
+    return 3 if isinstance(owner, Namespace) else 2

@@ -155,13 +155,13 @@ class Program:
         Returns:
             None if the program fits again, else why it cannot.
         """
-        changed = self.guards.changed_value()
+        walk = walk_owners(self.plan.owners())
+        changed = self.guards.changed_value(walk)
         if changed is not None:
             return f"the step's code reads {changed}"
         structure = self.guards.changed_structure()
         if structure is not None:
             return structure
-        walk = walk_owners(self.plan.owners())
         moved: list[tuple[str, Slot]] = []
         for path, held in self._held.items():
             slot = walk.slots.get(path)

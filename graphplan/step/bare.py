@@ -13,7 +13,7 @@ from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
-from graphplan.owners import Snapshot, walk_owners
+from graphplan.owners import Namespace, Snapshot, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program import Program, capture_program
@@ -21,7 +21,7 @@ from graphplan.signature import Feed, check_feed, check_match, flatten
 from graphplan.step.fresh import create_state
 from graphplan.step.managed import Managed
 from graphplan.tape import TapeBackend
-from graphplan.tracer import trace
+from graphplan.tracer import Trace, trace
 
 Owners = Mapping[str, Any] | Sequence[Any] | None
 
@@ -75,17 +75,22 @@ def _compile(
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
         snapshots.append(Snapshot(walk_owners({"": thing})))
 
+    traces: list[Trace] = []
+    run = lambda device: trace(fn, feed, owners=managed.owners, device=device)[1]  # noqa: E731
     try:
         with managed.rates:
-            managed.discover(lambda: fn(*args), on_first_sight)
+            traces.append(managed.discover(lambda: run(None), on_first_sight))
+        managed.take_names(traces[0].ran)
         device = find_device(managed.owners, feed)
         check_feed(feed, device)
         with managed.rates:
-            first, second = (trace(fn, feed, owners=managed.owners, device=device)[1] for _ in range(2))
+            traces += [run(device), run(device)]
             held = _weak_owners(managed.owners) if weak else lambda: managed.owners
-            return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
+            return build_plan(traces[1], traces[2], feed, owners=held, function=function, allow=allow, rates=managed.rates)
     finally:
         if restore:
+            for record in reversed(traces):
+                record.undo_unowned_writes()
             for snapshot in reversed(snapshots):
                 snapshot.restore()
 
@@ -94,6 +99,9 @@ def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, 
     """Owners behind weak references, where their types allow that: a cached plan must not keep a model alive."""
     references: dict[str, Callable[[], Any]] = {}
     for name, owner in owners.items():
+        if isinstance(owner, Namespace):
+            references[name] = partial(_same, owner.plain())
+            continue
         try:
             references[name] = weakref.ref(owner)
         except TypeError:
@@ -198,7 +206,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     check_feed(flat, plan.device)
     recorder = make_backend(backend, plan)
     _make_missing_state(plan, flat, recorder)
-    snapshot = Snapshot(walk_owners(plan.owners()), extra=[tensor for _, tensor in flat.tensors()])
+    snapshot = _snapshot(plan, flat)
     try:
         with plan.rates:
             return capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
@@ -206,11 +214,16 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
         snapshot.restore()
 
 
+def _snapshot(plan: Plan, feed: Feed) -> Snapshot:
+    walk = walk_owners(plan.owners())
+    return Snapshot(walk, extra=[*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())])
+
+
 def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
     """Make what the plan's step creates lazily, and warm the step up."""
     walk = walk_owners(plan.owners())
     missing = [external.path for external in plan.externals if external.path and external.path not in walk.slots]
-    snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])
+    snapshot = _snapshot(plan, feed)
     args, kwargs = feed.rebuild(feed.leaves)
 
     def step() -> None:

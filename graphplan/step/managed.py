@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from graphplan.errors import OptimizerError
 from graphplan.guards import Fingerprint
 from graphplan.optimizers import LearningRates, Preparation, check_optimizer
-from graphplan.owners import Discovery, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import Discovery, Namespace, Walk, free_name, name_owners, walk_owners
+from graphplan.tracer import Profile, Ran
 
+_NAMES = "names"
+"""The owner that stands for the names in the step's code."""
 _CHURN = 3
 """New values of a hyper-parameter without one capture between them: it changes faster than steps can be captured."""
 
@@ -34,6 +38,8 @@ class Managed:
         self._last_id = 0
         self._seen: dict[tuple[Any, ...], int] = {}
         self._churn = 0
+        self._names = Namespace()
+        self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
                 self.manage(owner)
@@ -63,6 +69,33 @@ class Managed:
         for name, owner in discovery.unknown(self.walk(), self._fn).items():
             self.owners[free_name(name, self.owners)] = owner
         return result
+
+    def discover_all(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:
+        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses."""
+        profile = Profile()
+        with profile:
+            result = self.discover(call, on_first_sight)
+        self.take_names(profile.ran)
+        return result
+
+    def take_names(self, ran: Ran) -> bool:
+        """Take in the names that code used, and the objects that it ran on; whether there are any new ones.
+
+        An object is taken in when it turns up a second time: others are made by the step itself.
+        """
+        grown = ran.name_all(self._fn, self._names)
+        self.owners.setdefault(_NAMES, self._names)
+        known = {id(container) for container in self.walk().containers}
+        for thing in ran.objects():
+            inner = getattr(thing, "__dict__", None)
+            if inner is None or id(inner) in known:
+                continue
+            if self._met.get(id(thing)) is thing:
+                self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
+                grown = True
+            else:
+                self._met[id(thing)] = thing
+        return grown
 
     def refresh(self) -> None:
         """Look at the owners anew: after a warm-up step, or when containers were replaced."""

@@ -78,7 +78,7 @@ class Stages:
         """An eager step that takes in the owners that it turns out to use."""
         self.settle_backend(feed)
         with self.stats.timed("warmup"):
-            result = self._run(lambda: self._managed.discover(lambda: self._call(feed)))
+            result = self._run(lambda: self._managed.discover_all(lambda: self._call(feed)))
         self._managed.refresh()
         entry.warm += 1
         entry.eager_calls += 1
@@ -108,7 +108,8 @@ class Stages:
             self.stats.events.append(f"traced anew: {gone} is gone, which only an eager step can make")
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
-        snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])
+        changed = line.plan.changed_tensors(walk) if line.plan is not None else []
+        snapshot = Snapshot(walk, extra=[*changed, *(tensor for _, tensor in feed.tensors())])
         try:
             return self._trace(entry, line, feed) if line.plan is None else self._capture(entry, line, feed)
         except RefusalError as error:
@@ -142,6 +143,10 @@ class Stages:
         """Keep a trace; with the second one comes the plan."""
         if facts.violation is not None:
             raise facts.violation
+        if self._managed.take_names(facts.ran):
+            # Code ran that had not run before: what it uses was not watched yet.
+            line.traces = []
+            return
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         if len(line.traces) < 2:

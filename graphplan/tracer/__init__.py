@@ -6,6 +6,7 @@ The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares 
 from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
+from graphplan.tracer.changes import same_value as same_value
 from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.mode import is_allocation as is_allocation
@@ -18,3 +19,4 @@ from graphplan.tracer.records import TracedExternal as TracedExternal
 from graphplan.tracer.run import trace as trace
 from graphplan.tracer.source import Source as Source
 from graphplan.tracer.source import find_source as find_source
+from graphplan.tracer.spaces import Ran as Ran

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,7 @@ class Recorder:
         self._weak: list[StorageWeakRef] = []
         self.places = {path: self._note(slot.tensors()) for path, slot in self.walk.slots.items()}
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
+        self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
         self.lengths = {path: (items, len(items)) for path, items in self.walk.lists.items()}
 
     def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:
@@ -114,11 +116,13 @@ _ABSENT = _Absent()
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two Python values are interchangeable: same type, and equal or both NaN."""
+    """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN."""
     if first is second:
         return True
     if type(first) is not type(second):
         return False
+    if isinstance(first, float) and first == 0.0 == second:
+        return math.copysign(1.0, first) == math.copysign(1.0, second)
     try:
         return bool(first == second) or (first != first and second != second)
     except (TypeError, ValueError, RuntimeError):

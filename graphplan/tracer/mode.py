@@ -153,7 +153,8 @@ class TraceMode(TorchDispatchMode):
         storage = storage_id(tensor)
         if storage in self._external:
             external = self._trace.externals[storage]
-            if not external.mutated and storage not in self._trace.entry_slots:
+            copied = storage in self._trace.entry_slots and storage not in self._trace.found
+            if not external.mutated and not copied:
                 self._trace.unowned_writes.append((external.tensor, external.tensor.detach().clone()))
             if not external.mutated:
                 external.mutated, external.mutated_by, external.mutated_at = True, name, source

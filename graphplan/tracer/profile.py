@@ -5,7 +5,7 @@ read.
 see them, but torch's modules look for such a mode and then leave their fast paths, which changes the numbers; a profile
 function changes nothing.
 
-A replay freezes what Python reads, so the owners' scalars that the traced code can have read are guarded. From the
+A replay freezes what Python reads, so the owners' values that the traced code can have read are guarded. From the
 bytecode of the code objects that ran come the attributes that they load (not the methods that they call). Library code
 counts only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would match everything.
 """
@@ -13,54 +13,46 @@ counts only for its own ``self``: torch's modules read ``self.p``, but torch's m
 from __future__ import annotations
 
 import cProfile
-import dis
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
-from types import CellType, CodeType, FrameType, FunctionType
+from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
 
-from graphplan.tracer.source import is_library
+from graphplan.owners import Namespace, Numbers, Scalar
+from graphplan.tracer.names import names_of
+from graphplan.tracer.source import file_of, is_library
+from graphplan.tracer.spaces import Ran
 
-SCALARS = (bool, int, float, complex, str)
-_MAX_ITEMS = 64
-_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL")
-_DUPLICATES = ("COPY", "DUP_TOP")
 _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 
 
 @dataclass(slots=True)
 class Reads:
-    """Names that code may have read: by any user code, by methods of one object (its id), and module globals; and names
-    that methods of one object may have assigned.
+    """Names that code may have read: attributes by any user code, or by methods of one object (its id), and variables;
+    and attributes that methods of one object may have stored, or that user code assigned by other means than ``+=``.
     """
 
     anywhere: set[str] = field(default_factory=set)
     of_self: dict[int, set[str]] = field(default_factory=dict)
+    variables: set[str] = field(default_factory=set)
     stored: dict[int, set[str]] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
-    values: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict)
 
-    def add_value(self, space: Any, name: str) -> None:
-        """Note a global or a closure's variable, or the items of one that is a small dict or list, with its value."""
-        try:
-            value = space[name]
-        except KeyError:
-            return
-        if isinstance(value, SCALARS):
-            self.values[name] = (space, name, value)
-        elif isinstance(value, dict | list) and len(value) <= _MAX_ITEMS:
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for key, item in pairs:
-                if isinstance(item, SCALARS):
-                    self.values[f"{name}[{key!r}]"] = (value, key, item)
+    def covers(self, scalar: Scalar) -> bool:
+        """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
+        if isinstance(scalar.owner, Namespace):
+            return True
+        if isinstance(scalar.container, Numbers) and scalar.container.via not in (None, *self.anywhere):
+            return False
+        return scalar.attribute in self.anywhere or scalar.attribute in self.of_self.get(id(scalar.owner), ())
 
-    def covers(self, owner: Any, attribute: str) -> bool:
-        """Whether ``owner.attribute`` may have been read."""
-        return attribute in self.anywhere or attribute in self.of_self.get(id(owner), ())
+    def uses(self, scalar: Scalar) -> bool:
+        """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
+        names = self.variables if isinstance(scalar.owner, Namespace) else self.anywhere
+        return scalar.attribute in names
 
 
 class Profile:
@@ -69,11 +61,11 @@ class Profile:
     ``on_read(name)`` is called for each read of a tensor's memory.
     """
 
-    def __init__(self, on_read: Callable[[str], None]) -> None:
+    def __init__(self, on_read: Callable[[str], None] = lambda name: None) -> None:
         self._on_read = on_read
-        self._ran: dict[tuple[CodeType, int], None] = {}
-        self._globals: dict[CodeType, dict[str, Any]] = {}
+        self._codes: dict[tuple[CodeType, int], None] = {}
         self._previous: Any = None
+        self.ran = Ran()
 
     def __enter__(self) -> Profile:
         self._previous = sys.getprofile()
@@ -91,110 +83,26 @@ class Profile:
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
             code = frame.f_code
-            owner = 0
+            owner = None
             if "self" in code.co_varnames[: code.co_argcount] or "self" in code.co_freevars:
-                owner = id(frame.f_locals.get("self"))
-            self._ran[code, owner] = None
-            self._globals[code] = frame.f_globals
+                owner = frame.f_locals.get("self")
+            known = (code, 0 if owner is None else id(owner)) in self._codes
+            self._codes[code, 0 if owner is None else id(owner)] = None
+            if (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):
+                self.ran.note(frame, owner)
         elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
             self._on_read(f"Tensor.{arg.__name__}")
 
-    def reads(self, fn: Any) -> Reads:
-        """What the code that ran may have read; ``fn`` is the step, from which closures are reached."""
+    def reads(self) -> Reads:
+        """What the code that ran may have read."""
         found = Reads()
-        for code, owner in self._ran:
-            names = _names(code)
+        for code, owner in self._codes:
+            names = names_of(code)
             if owner:
-                found.of_self.setdefault(owner, set()).update(names.loaded)
+                found.of_self.setdefault(owner, set()).update(names.attributes)
                 found.stored.setdefault(owner, set()).update(names.stored)
-            if is_library(code.co_filename):
-                continue
-            found.anywhere.update(names.loaded)
-            found.assigned.update(names.assigned)
-            space = self._globals[code]
-            for name in names.used_globals & space.keys():
-                found.add_value(space, name)
-        ran = {code for code, _ in self._ran}
-        for function in _functions(fn):
-            if function.__code__ in ran:
-                for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-                    found.add_value(Cell(cell), name)
+            if code in self.ran.codes:
+                found.anywhere.update(names.attributes)
+                found.assigned.update(names.assigned)
+                found.variables.update(names.read)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Names in one code object; ``assigned`` are the attributes that it stores by other means than ``+=``."""
-
-    loaded: frozenset[str]
-    stored: frozenset[str]
-    assigned: frozenset[str]
-    used_globals: frozenset[str]
-
-
-@cache
-def _names(code: CodeType) -> _Names:
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
-    loaded: set[str] = set()
-    stored: set[str] = set()
-    assigned: set[str] = set()
-    used: set[str] = set()
-    counted: list[str] = []
-    for before, step in zip([None, *steps], steps, strict=False):
-        name = str(step.argval)
-        if step.opname == "LOAD_ATTR" and not _is_method_load(step):
-            if before is not None and before.opname in _DUPLICATES:
-                counted.append(name)  # self.calls += 1 loads and stores through one duplicated reference
-            else:
-                loaded.add(name)
-        elif step.opname == "STORE_ATTR":
-            stored.add(name)
-            if name in counted:
-                counted.remove(name)
-            else:
-                assigned.add(name)
-        elif step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            used.add(name)
-    if not is_library(code.co_filename):
-        # getattr(self, "temperature")
-        loaded.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
-    return _Names(frozenset(loaded), frozenset(stored), frozenset(assigned), frozenset(used))
-
-
-def _is_method_load(step: dis.Instruction) -> bool:
-    """Whether a ``LOAD_ATTR`` loads a method to call it, which since Python 3.12 is its lowest argument bit."""
-    return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
-
-
-def _functions(fn: Any) -> Iterator[FunctionType]:
-    """``fn`` and the functions that it reaches through closures and globals by name."""
-    found: dict[int, FunctionType] = {}
-    left = [fn]
-    while left:
-        thing = left.pop()
-        if isinstance(thing, partial):
-            left += [thing.func]
-        function = getattr(thing, "__func__", thing)
-        if not isinstance(function, FunctionType) or id(function) in found or is_library(function.__code__.co_filename):
-            continue
-        found[id(function)] = function
-        left += [Cell(cell).get() for cell in function.__closure__ or ()]
-        left += [function.__globals__.get(name) for name in _names(function.__code__).used_globals]
-    yield from found.values()
-
-
-class Cell:
-    """A closure's variable, read like a dictionary."""
-
-    def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def get(self) -> Any:
-        """The value; None while there is none."""
-        try:
-            return self.cell.cell_contents
-        except ValueError:
-            return None
-
-    def __getitem__(self, name: str) -> Any:
-        return self.get()

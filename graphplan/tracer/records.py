@@ -13,6 +13,7 @@ from graphplan.owners import Slot
 from graphplan.tracer.changes import Changes
 from graphplan.tracer.profile import Reads
 from graphplan.tracer.source import Source
+from graphplan.tracer.spaces import Ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,20 @@ class Trace:
     changes: Changes = field(default_factory=Changes)
     violation: RefusalError | None = None
     entry_slots: dict[int, list[Slot]] = field(default_factory=dict)
+    found: set[int | None] = field(default_factory=set)
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
+    ran: Ran = field(default_factory=Ran)
     generators: list[torch.Generator] = field(default_factory=list)
     device: torch.device | None = None
     device_constants: list[Tensor] = field(default_factory=list)
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def undo_unowned_writes(self) -> None:
-        """Put back what the step changed in tensors that nobody owns."""
+        """Put back what the step changed in tensors that no snapshot has: those that nobody owns or that only a name
+        in the code leads to.
+        """
         with torch.no_grad():
             for tensor, value in self.unowned_writes:
                 tensor.detach().copy_(value)

@@ -33,8 +33,11 @@ def trace(
         if storage is not None:
             record.leaf_storages[index] = storage
     recorder = Recorder(owners)
+    found = recorder.walk.found
+    record.found = {storage_id(t) for slot in recorder.walk.slots.values() for t in slot.tensors() if id(t) in found}
     record.entry_paths = frozenset(recorder.places)
-    record.entry_slots, record.entry_scalars = recorder.entry_slots(), recorder.scalars
+    record.entry_slots = recorder.entry_slots()
+    record.entry_scalars = {**recorder.scalars, **recorder.objects}
     mode = TraceMode(record)
 
     def on_read(name: str) -> None:
@@ -46,10 +49,15 @@ def trace(
 
     args, kwargs = feed.rebuild(feed.leaves)
     profile = Profile(on_read)
-    with mode, profile:
-        result = fn(*args, **kwargs)
+    try:
+        with mode, profile:
+            result = fn(*args, **kwargs)
+    except BaseException:
+        record.undo_unowned_writes()
+        raise
     mode.finish()
-    record.reads = profile.reads(fn)
+    record.reads = profile.reads()
+    record.ran = profile.ran
     changes, after = recorder.changes()
     record.changes = changes
     for path, items in changes.appended.items():

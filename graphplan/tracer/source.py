@@ -5,20 +5,25 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
-_LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning", "torchmetrics"))
-_PLUMBING = tuple(f"{os.sep}{name}.py" for name in ("contextlib", "functools", "typing", "abc", "enum", "inspect"))
+_LIBRARIES = tuple(
+    f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics")
+)
+_STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
 def _in_library(filename: str) -> bool:
-    return f"{os.sep}site-packages{os.sep}" in filename and any(part in filename for part in _LIBRARIES)
+    return _INSTALLED in filename and any(part in filename for part in _LIBRARIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +42,15 @@ class Source:
         return f"{place}: `{text}`" if text else place
 
 
+def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
+    """The file that ``code`` comes from; for generated code (a dataclass's ``__init__``) that of its module."""
+    return space.get("__file__") or "" if code.co_filename == "<string>" else code.co_filename
+
+
 def is_library(filename: str) -> bool:
-    """Whether the file belongs to torch, Lightning, this package, or Python's own plumbing."""
-    return filename.startswith((_TORCH, _HERE)) or filename.endswith(_PLUMBING) or _in_library(filename)
+    """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
+    standard = filename.startswith(_STANDARD) and _INSTALLED not in filename
+    return filename.startswith((_TORCH, _HERE)) or standard or _in_library(filename)
 
 
 def find_source() -> Source:

@@ -45,7 +45,8 @@ class _Check:
         return walk_owners(self._program.plan.owners())
 
     def snapshot(self, walk: Walk) -> Snapshot:
-        return Snapshot(walk, extra=self._extra.values(), device=self._device)
+        changed = self._program.plan.changed_tensors(walk)
+        return Snapshot(walk, extra=[*self._extra.values(), *changed], device=self._device)
 
     def state(self, result: Any, *, copy: bool) -> State:
         allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731

@@ -1,0 +1,111 @@
+"""Which names a code object loads and stores, from its bytecode."""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from types import CodeType
+
+from graphplan.tracer.source import is_library
+
+_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")
+_DUPLICATES = ("COPY", "DUP_TOP")
+_SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+_SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names in one code object.
+
+    ``attributes`` are loaded attributes but for those that only ``+=`` loads (``self.n += 1``, ``self.counts[k] += 1``)
+    and for methods that are called, which are in ``methods``. ``stored`` are attributes that are stored, ``assigned``
+    those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
+    or stored, ``read`` those that something else than ``+=`` loads.
+    """
+
+    attributes: frozenset[str]
+    methods: frozenset[str]
+    stored: frozenset[str]
+    assigned: frozenset[str]
+    variables: frozenset[str]
+    read: frozenset[str]
+
+
+@cache
+def names_of(code: CodeType) -> Names:
+    """The names of ``code``."""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
+    counted, raised = _counted(steps)
+    loads: Counter[str] = Counter()
+    methods: set[str] = set()
+    stores: Counter[str] = Counter()
+    variables: set[str] = set()
+    reads: Counter[str] = Counter()
+    for step in steps:
+        name = str(step.argval)
+        if step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and _is_method_load(step)):
+            methods.add(name)
+        elif step.opname == "LOAD_ATTR":
+            loads[name] += 1
+        elif step.opname == "STORE_ATTR":
+            stores[name] += 1
+        elif step.opname in _LOADS:
+            variables.add(name)
+            reads[name] += 1
+        elif step.opname in _STORES:
+            variables.add(name)
+    attributes = {name for name, count in loads.items() if count > counted["." + name] + raised[name]}
+    assigned = {name for name, count in stores.items() if count > raised[name]}
+    if not is_library(code.co_filename):
+        # getattr(self, "temperature")
+        attributes.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+    read = {name for name, count in reads.items() if count > counted[name]}
+    groups = (attributes, methods, set(stores), assigned, variables, read)
+    return Names(*map(frozenset, groups))
+
+
+def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:
+    """How often a ``+=`` loads each variable, or as the container of an item each attribute (with a leading dot); and
+    how often it raises each attribute.
+    """
+    counted: Counter[str] = Counter()
+    raised: Counter[str] = Counter()
+    for index, step in enumerate(steps):
+        before = steps[max(index - 4, 0) : index]
+        if step.opname == "LOAD_ATTR" and before and before[-1].opname in _DUPLICATES:
+            # self.n += 1 loads and stores through one duplicated reference.
+            raised[str(step.argval)] += 1
+        elif step.opname in _SUBSCRIPTS and _is_augmented_item(before):
+            holder = _holder(steps, index)
+            if holder is not None and holder.opname == "LOAD_ATTR":
+                counted["." + str(holder.argval)] += 1
+            elif holder is not None and holder.opname in _LOADS:
+                counted[str(holder.argval)] += 1
+        elif step.opname in _STORES and len(before) >= 3 and before[-1].opname in _SUMS:
+            load = before[-3]
+            if load.opname in _LOADS and load.argval == step.argval:
+                counted[str(step.argval)] += 1
+    return counted, raised
+
+
+def _is_augmented_item(before: list[dis.Instruction]) -> bool:
+    """Whether a subscript comes right after its container and key were duplicated, as ``counts[k] += 1`` does."""
+    names = [step.opname for step in before[-2:]]
+    return names == ["COPY", "COPY"] or names[-1:] == ["DUP_TOP_TWO"]
+
+
+def _holder(steps: list[dis.Instruction], index: int) -> dis.Instruction | None:
+    """What loaded the container of the augmented subscript at ``index``, if its key is a single load."""
+    start = index - (3 if steps[index - 1].opname == "DUP_TOP_TWO" else 4)
+    return steps[start] if start >= 0 else None
+
+
+def _is_method_load(step: dis.Instruction) -> bool:
+    """Whether a ``LOAD_ATTR`` loads a method to call it, which since Python 3.12 is its lowest argument bit."""
+    return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
