@@ -29,6 +29,7 @@ class SkipReason(Enum):
     BACKEND_EAGER = "backend='eager'"
     MAX_GRAPHS = "the limit on the number of programs is reached"
     GUARD = "state moved in a way that a replay cannot follow"
+    UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
     SHAPE = "a feed signature that has no program yet"
 
 

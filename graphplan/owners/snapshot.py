@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,15 @@ from graphplan.owners.records import Container, Walk
 
 
 class Snapshot:
-    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``."""
+    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``.
 
-    def __init__(self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = ()) -> None:
-        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c)) for c in walk.containers]
+    ``without`` names attributes that are there now and shall be gone after ``restore``.
+    """
+
+    def __init__(
+        self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = (), without: Sequence[str] = ()
+    ) -> None:
+        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in walk.containers]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
         self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf and tensor.requires_grad]
@@ -45,8 +50,10 @@ class Snapshot:
             generator.set_state(state)
 
 
-def _shallow(container: Container) -> Any:
-    return list(container) if isinstance(container, list) else dict(container)
+def _shallow(container: Container, without: Sequence[str]) -> Any:
+    if isinstance(container, list):
+        return list(container)
+    return {key: value for key, value in container.items() if key not in without}
 
 
 def _put_back(container: Container, copy: Any) -> None:

@@ -13,6 +13,7 @@ from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
+from graphplan.optimizers import LENT
 from graphplan.owners import Snapshot, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -73,7 +74,7 @@ def _compile(
 
     def on_first_sight(thing: Any) -> None:
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
-        snapshots.append(Snapshot(walk_owners({"": thing})))
+        snapshots.append(Snapshot(walk_owners({"": thing}), without=LENT))
 
     try:
         with managed.rates:
@@ -86,8 +87,10 @@ def _compile(
             return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
     finally:
         if restore:
-            for snapshot in reversed(snapshots):
-                snapshot.restore()
+            # An optimizer that nobody named was copied with its device learning rate in place.
+            with managed.rates:
+                for snapshot in reversed(snapshots):
+                    snapshot.restore()
 
 
 def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
