@@ -31,6 +31,7 @@ class SkipReason(Enum):
     MAX_GRAPHS = "the limit on the number of programs is reached"
     GUARD = "state moved in a way that a replay cannot follow"
     VERIFY = "a replay differed from the eager step"
+    UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
     SHAPE = "a feed signature that has no program yet"
 
 

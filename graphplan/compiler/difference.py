@@ -10,7 +10,7 @@ import torch
 from graphplan.errors import ControlFlowError, HostScalarError
 from graphplan.tracer import Operator, Trace
 from graphplan.tracer.changes import same_value
-from graphplan.tracer.mode import optimizer_fix
+from graphplan.tracer.source import optimizer_fix
 
 
 def check_difference(first: Trace, second: Trace) -> None:

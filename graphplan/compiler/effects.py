@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -35,6 +36,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         if is_allowed(path, allow):
             continue
         old, new = first.changes.scalars.get(path), second.changes.scalars.get(path)
+        _check_stage(path, old, new)
         delta = _constant_delta(old, new)
         scalar = walk.scalars.get(path)
         if delta is not None and scalar is not None and second.reads.uses(scalar):
@@ -56,6 +58,20 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
             )
         counters.append(Counter(path, delta))
     return tuple(counters)
+
+
+def _check_stage(path: str, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> None:
+    """Refuse a step that has one half of a gradient scaler's work.
+
+    Raises:
+        HostEffectError: naming the calls that belong together.
+    """
+    if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
+        raise HostEffectError(
+            f"the step changes {path} ({_change(new)}): part of the gradient scaler's work lies outside the step, and "
+            "a replay does not tell the scaler how far it came. Expected unscale_, step and update all in one step, "
+            "or all outside: move them together"
+        )
 
 
 def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> int | float | None:

@@ -1,7 +1,8 @@
 """Making optimizers capturable.
 
 On CUDA an optimizer is capturable when its step counter and learning rate live on the device (``capturable=True``, or
-``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. What is
+``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. Where a
+gradient scaler decides about steps, the fused kernels are wanted on CUDA too: only they can skip a step. What is
 changed is reported, put back on :meth:`Preparation.undo`, stripped from ``state_dict`` and set again after
 ``load_state_dict``, so that checkpoints stay those of the unprepared optimizer.
 """
@@ -22,6 +23,7 @@ _REFUSED = {
 }
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED_ON_CUDA = (torch.optim.SGD,)
+_FUSED_IF_SCALED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _WARNED = "_warned_capturable_if_run_uncaptured"
 
 
@@ -44,26 +46,32 @@ def device_of(group: Mapping[str, Any]) -> torch.device:
     return params[0].device if params else torch.device("cpu")
 
 
-def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags that make this group's update read its step and learning rate from tensors."""
+def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, scaled: bool) -> dict[str, Any]:
+    """Flags that make this group's update read its step, learning rate and (``scaled``) ``found_inf`` from tensors."""
     plain = all(p.is_floating_point() and not p.is_complex() for p in group["params"])
     if not plain or group.get("differentiable") or not group["params"]:
         return {}
     device = device_of(group).type
+    on_cuda = _FUSED_IF_SCALED if scaled else _FUSED_ON_CUDA
+    fusable = _FUSED_ON_CPU if device == "cpu" else on_cuda if device == "cuda" else ()
+    flags: dict[str, Any] = {}
     if device == "cuda" and "capturable" in group:
-        return {"capturable": True}
-    fusable = _FUSED_ON_CPU if device == "cpu" else _FUSED_ON_CUDA if device == "cuda" else ()
+        flags["capturable"] = True
     if isinstance(optimizer, fusable) and "fused" in group:
-        return {"fused": True, "foreach": False}
-    return {}
+        flags |= {"fused": True, "foreach": False}
+    return flags
 
 
 class Preparation:
-    """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them."""
+    """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    ``scaled`` says that a gradient scaler decides about its steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, scaled: bool = False) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
+        self._scaled = scaled
         self.changes: list[str] = []
         self._originals: dict[int, dict[str, Any]] = {}
         self._had_warned = vars(optimizer).get(_WARNED)
@@ -77,7 +85,7 @@ class Preparation:
         """Set the flags on every group (again), and move step counters to their parameters' device."""
         for index, group in enumerate(self.optimizer.param_groups):
             original = self._originals.setdefault(index, {})
-            for key, value in _wanted_flags(self.optimizer, group).items():
+            for key, value in _wanted_flags(self.optimizer, group, scaled=self._scaled).items():
                 if bool(group.get(key)) != value:
                     original[key] = group.get(key)
                     group[key] = value
@@ -111,8 +119,12 @@ class Preparation:
         return state_dict
 
     def _keeps_on_host(self, index: int, group: Mapping[str, Any]) -> bool:
-        """Whether the stock optimizer keeps this group's counters on the host: neither capturable nor fused."""
-        return "capturable" in self._originals.get(index, {}) and not group.get("fused")
+        """Whether the stock optimizer keeps this group's counters on the host: neither capturable nor fused.
+
+        ``group`` has its original flags.
+        """
+        changed = self._originals.get(index, {}).keys() & {"capturable", "fused"}
+        return bool(changed) and not group.get("capturable") and not group.get("fused")
 
     def undo(self) -> None:
         """Put the flags back, step counters to the host where the stock optimizer keeps them, and drop the hooks."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphplan.optimizers.preparation import device_of
+from graphplan.optimizers.scaling import ScaledSteps
 
 
 def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
@@ -65,9 +66,10 @@ class Shadow:
 
 
 class LearningRates:
-    """Shadows of every managed optimizer's groups, entered around each managed step."""
+    """Shadows of every managed optimizer's groups, entered around each managed step together with ``scaled``."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaled: ScaledSteps) -> None:
+        self._scaled = scaled
         self._shadows: dict[tuple[int, int], Shadow] = {}
         self._entered = False
 
@@ -106,11 +108,13 @@ class LearningRates:
 
     def __enter__(self) -> LearningRates:
         self._entered = True
+        self._scaled.__enter__()
         for shadow in self._shadows.values():
             shadow.enter()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._entered = False
+        self._scaled.__exit__(*exc)
         for shadow in self._shadows.values():
             shadow.leave()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,20 @@ from graphplan.owners.records import Container, Walk
 class Snapshot:
     """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``.
 
-    Copies lie beside the tensors, or all on ``device``.
+    Copies lie beside the tensors, or all on ``device``. ``without`` names attributes that are there now and shall be
+    gone after ``restore``.
     """
 
     def __init__(
-        self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = (), device: torch.device | None = None
+        self,
+        walk: Walk,
+        *,
+        values: bool = True,
+        extra: Iterable[Tensor] = (),
+        device: torch.device | None = None,
+        without: Sequence[str] = (),
     ) -> None:
-        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c)) for c in walk.containers]
+        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in walk.containers]
         self._places = [(space, key, space[key]) for space, key in walk.places]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
@@ -66,9 +73,9 @@ def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:
     return tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
 
 
-def _shallow(container: Container) -> Any:
+def _shallow(container: Container, without: Sequence[str]) -> Any:
     if isinstance(container, MutableMapping):
-        return dict(container)
+        return {key: value for key, value in container.items() if key not in without}
     return set(container) if isinstance(container, set) else list(container)
 
 

@@ -4,8 +4,8 @@ A *slot* is a container and a key that hold a tensor; its path is such as ``mode
 ``optimizer.state[model.fc.weight].exp_avg``. *Links* are the chain of containers that leads to a slot: a guard that
 checks links and slots sees a replaced layer or a reloaded optimizer, which a kept list of tensors would not.
 
-Walking knows modules, optimizers, and plain objects, dicts, lists and tuples; it does not enter objects of torch or
-Lightning that it was not given by name.
+Walking knows modules, optimizers, gradient scalers, and plain objects, dicts, lists and tuples; it does not enter
+objects of torch or Lightning that it was not given by name.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.owners.records import (
@@ -57,6 +58,8 @@ class _Walker:
             self._module(owner, path)
         elif isinstance(owner, torch.optim.Optimizer):
             self._optimizer(owner, path)
+        elif isinstance(owner, GradScaler):
+            self._scaler(owner, path)
         elif isinstance(owner, MutableMapping | list):
             self._items(owner, path, 0, (owner, path))
         elif isinstance(owner, set | deque):
@@ -157,6 +160,24 @@ class _Walker:
         for key, value in group.items():
             if key != "params" and isinstance(value, Tensor):
                 self._slot(f"{path}.{key}", group, key)
+
+    def _scaler(self, scaler: GradScaler, path: str) -> None:
+        """A scaler's tensors and constants, and how far it has come with each optimizer.
+
+        Its notes on the optimizers are new ones after every ``update``, so nothing leads through them.
+        """
+        inner = vars(scaler)
+        notes = inner.get("_per_optimizer_states", {})
+        self.walk.containers += [inner, notes]
+        for name, value in list(inner.items()):
+            # Callables are no state of a scaler: its own decision may be replaced while a step runs.
+            if value is not notes and not callable(value):
+                self._value(value, f"{path}.{name}", inner, name, 1, (scaler, name))
+        names = {id(optimizer): name for name, optimizer in self.walk.optimizers.items()}
+        for number, note in notes.items():
+            self.walk.containers.append(note)
+            stage = f"{path}.stage[{names.get(number, 'optimizer')}]"
+            self.walk.scalars[stage] = Scalar(note, "stage", scaler, "stage")
 
     def _slot(self, path: str, container: Container, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key)

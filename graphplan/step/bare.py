@@ -13,6 +13,7 @@ from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
+from graphplan.optimizers import LENT
 from graphplan.owners import Namespace, Snapshot, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -73,7 +74,7 @@ def _compile(
 
     def on_first_sight(thing: Any) -> None:
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
-        snapshots.append(Snapshot(walk_owners({"": thing})))
+        snapshots.append(Snapshot(walk_owners({"": thing}), without=LENT))
 
     traces: list[Trace] = []
     run = lambda device: trace(fn, feed, owners=managed.owners, device=device)[1]  # noqa: E731
@@ -86,13 +87,17 @@ def _compile(
         with managed.rates:
             traces += [run(device), run(device)]
             held = _weak_owners(managed.owners) if weak else lambda: managed.owners
-            return build_plan(traces[1], traces[2], feed, owners=held, function=function, allow=allow, rates=managed.rates)
+            return build_plan(
+                traces[1], traces[2], feed, owners=held, function=function, allow=allow, rates=managed.rates
+            )
     finally:
         if restore:
             for record in reversed(traces):
                 record.undo_unowned_writes()
-            for snapshot in reversed(snapshots):
-                snapshot.restore()
+            # An optimizer that nobody named was copied with its device learning rate in place.
+            with managed.rates:
+                for snapshot in reversed(snapshots):
+                    snapshot.restore()
 
 
 def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, Any]]:

@@ -191,8 +191,8 @@ class GraphedStep:
                         program.next_check = self._options.schedule.after(0)
             return result
         result = self._stages.warm_up(entry, feed)
-        if entry.warm == 1:
-            # The first step made the owners known, on which the key depends.
+        if entry.warm <= 1:
+            # The first steps made the owners known, on which the key depends.
             for key in [key for key, known in self._entries.items() if known is entry]:
                 del self._entries[key]
             self._entries[(feed.key, _environment(), self._managed.fingerprint())] = entry

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from graphplan.errors import OptimizerError
 from graphplan.guards import Fingerprint
-from graphplan.optimizers import LearningRates, Preparation, check_optimizer
+from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import Discovery, Namespace, Walk, free_name, name_owners, walk_owners
 from graphplan.tracer import Profile, Ran
 
@@ -29,7 +30,10 @@ class Managed:
         self._fn = fn
         self._prepare = prepare
         self.owners = name_owners(owners)
-        self.rates = LearningRates()
+        scalers = [owner for owner in self.owners.values() if isinstance(owner, GradScaler) and owner.is_enabled()]
+        self._is_scaled = bool(scalers)
+        self._scaled_steps = ScaledSteps(scalers)
+        self.rates = LearningRates(self._scaled_steps)
         self.changes: list[str] = []
         self.refusal: OptimizerError | None = None
         self._preparations: dict[int, Preparation] = {}
@@ -58,7 +62,7 @@ class Managed:
             self.refusal = error
             return
         if self._prepare:
-            preparation = self._preparations[id(optimizer)] = Preparation(optimizer)
+            preparation = self._preparations[id(optimizer)] = Preparation(optimizer, scaled=self._is_scaled)
             self.changes += preparation.changes
         self.rates.attach([optimizer])
 
@@ -96,6 +100,11 @@ class Managed:
             else:
                 self._met[id(thing)] = thing
         return grown
+
+    @property
+    def unborn(self) -> bool:
+        """Whether an optimizer has no state yet, because its scaler skipped the step that would have made it."""
+        return self._scaled_steps.unborn
 
     def refresh(self) -> None:
         """Look at the owners anew: after a warm-up step, or when containers were replaced."""

@@ -80,10 +80,13 @@ class Stages:
         with self.stats.timed("warmup"):
             result = self._run(lambda: self._managed.discover_all(lambda: self._call(feed)))
         self._managed.refresh()
-        entry.warm += 1
         entry.eager_calls += 1
         self.stats.eager += 1
         self.stats.end_call("eager")
+        if self._managed.unborn:
+            self.stats.skip(SkipReason.UNBORN)
+            return result
+        entry.warm += 1
         if self.stats.captured:
             self.stats.skip(SkipReason.SHAPE)
         return result

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.records import Operator, Trace, TracedExternal
-from graphplan.tracer.source import Source, find_source
+from graphplan.tracer.source import Source, find_source, optimizer_fix
 
 HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
@@ -58,15 +58,6 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
         for name in HIDDEN_WRITES:
             written += tensors_in(by_name.get(name))
     return written
-
-
-def optimizer_fix(source: Source) -> str:
-    """What to do about an operator that an optimizer's ``step`` launched."""
-    return (
-        f"It comes from the Python code of the optimizer {source.optimizer}: use capturable=True or fused=True where "
-        "the optimizer has them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer "
-        "outside"
-    )
 
 
 def refuse_trace(error: type[RefusalError], message: str) -> None:

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -28,13 +29,17 @@ def _in_library(filename: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there."""
+    """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there.
+
+    ``scaled`` says that it was not the optimizer's own code but a gradient scaler's, which decides about its step.
+    """
 
     filename: str
     line: int
     function: str
     component: str
     optimizer: str = ""
+    scaled: bool = False
 
     def __str__(self) -> str:
         text = linecache.getline(self.filename, self.line).strip()
@@ -56,23 +61,27 @@ def is_library(filename: str) -> bool:
 def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package."""
     frame: FrameType | None = sys._getframe(1)
-    component, optimizer = _component(frame)
+    component = _component(frame)
     last = frame
     while frame is not None:
         if not is_library(frame.f_code.co_filename):
-            return _source(frame, component, optimizer)
+            return _source(frame, component)
         last, frame = frame, frame.f_back
     assert last is not None
-    return _source(last, component, optimizer)
+    return _source(last, component)
 
 
-def _source(frame: FrameType, component: str, optimizer: str) -> Source:
-    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, component, optimizer)
+_Component = tuple[str, str, bool]
+_STEP: _Component = ("step", "", False)
 
 
-def _component(frame: FrameType | None) -> tuple[str, str]:
-    """``"optimizer"`` and the optimizer's type if the frames lead to an optimizer's ``step`` without passing a
-    closure of somebody else's.
+def _source(frame: FrameType, component: _Component) -> Source:
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, *component)
+
+
+def _component(frame: FrameType | None) -> _Component:
+    """``"optimizer"``, the optimizer's type and whether a scaler steps it, if the frames lead to the ``step`` of either
+    without passing a closure of somebody else's.
 
     Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
     the optimizer's own, which is what tells them apart.
@@ -80,14 +89,18 @@ def _component(frame: FrameType | None) -> tuple[str, str]:
     between: set[str] = set()
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "step" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+        stepper = frame.f_locals.get("self") if code.co_name == "step" else None
+        if isinstance(stepper, GradScaler):
+            # A scaler's step takes no closure: whatever runs in it serves the optimizer.
+            return ("optimizer", type(frame.f_locals.get("optimizer")).__name__, True)
+        if isinstance(stepper, torch.optim.Optimizer):
             own = between - {code.co_filename}
             serves = all(_may_serve_optimizer(name) for name in own)
-            return ("optimizer", type(frame.f_locals["self"]).__name__) if serves else ("step", "")
+            return ("optimizer", type(stepper).__name__, False) if serves else _STEP
         if not code.co_filename.startswith(_HERE):
             between.add(code.co_filename)
         frame = frame.f_back
-    return "step", ""
+    return _STEP
 
 
 def _may_serve_optimizer(filename: str) -> bool:
@@ -99,3 +112,19 @@ def _may_serve_optimizer(filename: str) -> bool:
         os.path.join(_TORCH, "_tensor."),
     )
     return filename.startswith(_TORCH) and not filename.startswith(nested)
+
+
+def optimizer_fix(source: Source) -> str:
+    """What to do about an operator that an optimizer's ``step``, or a scaler's for it, launched."""
+    if source.scaled:
+        return (
+            f"It is the gradient scaler's question whether to step {source.optimizer}. Expected torch's own step with "
+            "fused=True (AdamW, Adam, SGD, Adagrad; prepare_optimizers=True sets it), which skips by itself; state "
+            "from a step that was not skipped; no step hooks on the optimizer; and the scaler among owners=. Else step "
+            "the optimizer outside (in a Trainer that is done for you)"
+        )
+    return (
+        f"It comes from the Python code of the optimizer {source.optimizer}: use capturable=True or fused=True where "
+        "the optimizer has them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer "
+        "outside"
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, RMSprop
 
-from graphplan import HostScalarError, HostSyncError
+from graphplan import HostEffectError, HostScalarError, HostSyncError
 from tests.failure_modes.naive import (
     ADAMW,
     WHEN,
@@ -25,7 +25,7 @@ from tests.failure_modes.naive import (
     loss_of,
     stay,
 )
-from tests.twins import WARMUP, Rig, assert_equals_eager, assert_refused, managed
+from tests.twins import SECOND_TRACE, WARMUP, Rig, assert_equals_eager, assert_refused, managed
 from tests.zoo import Memory, Mlp, attributes, float_batches
 
 
@@ -182,6 +182,12 @@ def test_row_07_the_whole_scaled_step() -> None:
     """Unscale, clip, step and update are all inside; a recording that ends at ``unscale_`` unscales twice."""
     assert_naive_is_wrong(partial(scaled_rig, split=True))
     assert_equals_eager(scaled_rig)
+
+
+def test_row_07_half_of_the_scaled_step() -> None:
+    """That recording is refused: the message says which calls belong together."""
+    make = partial(scaled_rig, split=True)
+    assert_refused(make, HostEffectError, r"scaler\.stage\[optimizer\]", "step and update", done=SECOND_TRACE)
 
 
 def test_row_08_scaler_constants() -> None:

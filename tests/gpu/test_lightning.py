@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import AdamW
 
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
+from lightning.pytorch.plugins import MixedPrecision
+
 from graphplan import GraphPlanCallback
-from tests.gpu.helpers import BACKEND, CUDA, Generators
+from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators
 from tests.lightning.endings import assert_nothing_installed
-from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_same_fits, fit
+from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit
 
 EPOCHS, REPLAYED = 2, 18 - 6
 """Nine full batches in each epoch; the ragged one at its end is still eager after two."""
@@ -28,9 +31,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def callback() -> GraphPlanCallback:
+def callback(**options: Any) -> GraphPlanCallback:
     """The callback on the device's backend."""
-    return GraphPlanCallback(backend=BACKEND)
+    return GraphPlanCallback(backend=BACKEND, **options)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -50,6 +53,24 @@ def test_a_fit_equals_the_eager_fit(variant: str, tmp_path: Path) -> None:
         assert (stats.traced, stats.captured, stats.replayed) == (2, 1, REPLAYED), found.callback.report()
     assert stats.eager + stats.traced + stats.captured + stats.replayed == len(found.observer.batches)
     assert len(found.rows.splitlines()) > EPOCHS * 5
+    assert_nothing_installed(found.trainer, found.module)
+
+
+@pytest.mark.parametrize(("make_optimizer", "clip"), [(FUSED_ADAMW, None), (partial(AdamW, lr=3e-3), 0.5)])
+def test_a_fit_with_a_scaler(make_optimizer: Any, clip: float | None, tmp_path: Path) -> None:
+    """A stock AdamW is made fused, which Lightning would not clip if it knew; equal to the same steps run eagerly."""
+    make = partial(LitDigits, make_optimizer=make_optimizer)
+
+    def run(name: str, **options: Any) -> Fit:
+        scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**13, growth_interval=3)
+        plugin = MixedPrecision("16-mixed", DEVICE.type, scaler)
+        return fit(make, tmp_path / name, callback(**options), plugins=[plugin], gradient_clip_val=clip, **ON_DEVICE)
+
+    expected, found = run("eager", eager_if=1), run("graphed")
+    assert_same_fits(expected, found)
+    assert expected.callback.stats.replayed == 0
+    assert found.callback.stats.replayed == REPLAYED, found.callback.report()
+    assert "optimizer runs eagerly" not in found.callback.report()
     assert_nothing_installed(found.trainer, found.module)
 
 

@@ -1,0 +1,87 @@
+"""Gradient scalers that leave it to the optimizer's kernel whether a step is skipped.
+
+``GradScaler.step`` reads on the host whether gradients overflowed, unless the optimizer says that its kernel takes
+``found_inf``. An optimizer whose flags were set after it was made does not say so, and it must not: Lightning would
+take that for unscaling inside the kernel, and refuse to clip. So the scaler's own decision is replaced instead, on the
+instance and only while a managed step runs: gradients are unscaled by the scaler as always, and the kernel skips.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import optimizer as hooks
+
+LENT = ("grad_scale", "found_inf")
+"""Attributes that a scaler sets on an optimizer for the time of one step."""
+_DECISION = "_maybe_opt_step"
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether calling the optimizer with ``found_inf`` set is the same as not calling it when that is 1.
+
+    That takes torch's own fused step, and no hooks of the user's, which would run for a skipped step too.
+    """
+    own_step = inspect.unwrap(optimizer.step).__module__.startswith("torch.optim.")
+    hooked = (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or hooks._global_optimizer_post_hooks
+    )
+    return own_step and not hooked and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every parameter that is about to be stepped has its state, which a step that is skipped cannot make."""
+    return all(
+        any(isinstance(value, Tensor) for value in optimizer.state.get(param, {}).values())
+        for group in optimizer.param_groups
+        if group.get("momentum") != 0  # SGD without momentum keeps no state.
+        for param in group["params"]
+        if param.grad is not None
+    )
+
+
+class ScaledSteps:
+    """The steps of some scalers while a managed step runs.
+
+    Attributes:
+        unborn: whether the last managed step left an optimizer without state, because its scaler skipped it.
+    """
+
+    def __init__(self, scalers: Iterable[GradScaler] = ()) -> None:
+        # A scaler with a decision of its own is left alone.
+        self._scalers = [s for s in scalers if getattr(type(s), _DECISION, None) is GradScaler._maybe_opt_step]
+        self.unborn = False
+
+    def __enter__(self) -> ScaledSteps:
+        self.unborn = False
+        for scaler in self._scalers:
+            setattr(scaler, _DECISION, partial(self._step, scaler))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for scaler in self._scalers:
+            vars(scaler).pop(_DECISION, None)
+
+    def _step(
+        self, scaler: GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """In place of ``GradScaler._maybe_opt_step``."""
+        found = state["found_inf_per_device"].values()
+        born = _has_state(optimizer)
+        if not born or not takes_found_inf(optimizer):
+            self.unborn |= not born and any(tensor.item() for tensor in found)
+            return GradScaler._maybe_opt_step(scaler, optimizer, state, *args, **kwargs)
+        lent: Any = optimizer
+        lent.found_inf = sum(found)
+        try:
+            return lent.step(*args, **kwargs)
+        finally:
+            del lent.found_inf
