@@ -1,13 +1,13 @@
 """Is what a program depends on still where it was? Checked before every replay.
 
-Two flat comparisons, done by C loops over prebuilt lists: what containers hold (links to containers, slots to tensors:
-by identity, read from the owners' own dicts), and where the adopted tensors' memory lies.
+Flat comparisons, done by C loops over prebuilt lists: what containers hold (links to containers, slots to tensors: by
+identity, read from the owners' own dicts), Python values that the step's code reads, and where the adopted tensors'
+memory lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from operator import attrgetter, getitem, is_not
 from typing import Any
 
@@ -19,8 +19,6 @@ from graphplan.plan import Plan
 from graphplan.tracer import same_value
 
 _get_grad = attrgetter("grad")
-_get_training = attrgetter("training")
-_get_requires_grad = attrgetter("requires_grad")
 
 
 class Guards:
@@ -120,64 +118,6 @@ class Guards:
             if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
         return None
-
-
-class Fingerprint:
-    """The Python values that a program bakes in: training flags, ``requires_grad``, hyper-parameters, memberships.
-
-    A learning rate that a device tensor shadows is not among them.
-    """
-
-    def __init__(self, walk: Walk, shadowed: Iterable[int] = ()) -> None:
-        shadowed = set(shadowed)
-        self._modules = list(walk.modules)
-        self._parameters = [param for _, param in walk.parameters.values()]
-        self._containers: list[Any] = []
-        self._keys: list[str] = []
-        self.labels: list[str] = []
-        # A hook, layer, parameter or buffer that comes or goes changes what a step runs.
-        self._sized: list[Any] = [
-            parts
-            for module in walk.modules
-            for parts in (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._backward_hooks,
-                module._modules,
-                module._parameters,
-                module._buffers,
-            )
-        ]
-        for optimizer in walk.optimizers.values():
-            self._sized += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
-        self._dicts = [vars(module) for module in walk.modules]
-        for path, optimizer in walk.optimizers.items():
-            self._sized.append(optimizer.param_groups)
-            for index, group in enumerate(optimizer.param_groups):
-                self._sized.append(group["params"])
-                for key, value in group.items():
-                    if key == "params" or isinstance(value, Tensor) or (key == "lr" and id(group) in shadowed):
-                        continue
-                    self._containers.append(group)
-                    self._keys.append(key)
-                    self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
-
-    def values(self) -> tuple[Any, ...]:
-        """The values now: hyper-parameters first, in the order of :attr:`labels`."""
-        hypers = tuple(map(getitem, self._containers, self._keys))
-        flags = (
-            *map(_get_training, self._modules),
-            *map(_get_requires_grad, self._parameters),
-            *map(len, self._sized),
-            # An instance's own forward stands before its class's.
-            *map(id, map(dict.get, self._dicts, repeat("forward"))),
-        )
-        return hypers + flags
-
-    def changed(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-        """Descriptions of the hyper-parameters that differ."""
-        pairs = zip(self.labels, old, new, strict=False)
-        return [f"{label}: {a!r} then {b!r}" for label, a, b in pairs if a != b]
 
 
 def _is_dict(container: Any) -> bool:

@@ -22,6 +22,7 @@ LAYERS = {
     "compiler": 3,
     "buffers": 3,
     "guards": 3,
+    "fingerprint": 3,
     "optimizers": 3,
     "cudagraph": 3,
     "tape": 3,

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from graphplan.owners import Numbers
+from graphplan.owners import SCALARS, Numbers, free_name
 
 _TRAINER = (
     "current_epoch",
@@ -22,14 +22,29 @@ _TRAINER = (
     "sanity_checking",
 )
 _LOOP = ("batch_idx", "total_batch_idx", "global_step")
+_PROGRESS = ("ready", "started", "processed", "completed")
 
 
-def trainer_numbers(trainer: Trainer) -> dict[str, Numbers]:
-    """Owners that stand for the Trainer's and its training loop's numbers."""
-    return {
+def trainer_numbers(trainer: Trainer) -> dict[str, Any]:
+    """Owners that stand for the numbers of the Trainer, its loops, schedulers and callbacks."""
+    loop: Any = trainer.fit_loop
+    owners: dict[str, Any] = {
         "trainer": Numbers(trainer, _TRAINER),
-        "trainer.fit_loop.epoch_loop": Numbers(trainer.fit_loop.epoch_loop, _LOOP),
+        "trainer.fit_loop.epoch_loop": Numbers(loop.epoch_loop, _LOOP),
     }
+    for holder, name in ((loop, "epoch_progress"), (loop.epoch_loop, "batch_progress")):
+        progress = getattr(holder, name)
+        for part in ("total", "current"):
+            known = [number for number in _PROGRESS if hasattr(getattr(progress, part), number)]
+            owners[f"trainer.{name}.{part}"] = Numbers(getattr(progress, part), known, via=name)
+    for index, config in enumerate(trainer.lr_scheduler_configs):
+        owners[f"lr_schedulers[{index}]"] = config.scheduler
+    callbacks: list[Any] = getattr(trainer, "callbacks", [])
+    for callback in callbacks:
+        plain = [name for name, value in vars(callback).items() if isinstance(value, SCALARS)]
+        name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
+        owners[name] = Numbers(callback, plain, via="callbacks")
+    return owners
 
 
 class WatchedIndex(int):

@@ -20,6 +20,7 @@ from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.compiler import is_allowed
 from graphplan.errors import HostScalarError, NotCapturedError, RefusalError
+from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.stats import Stats
@@ -103,7 +104,8 @@ class StepSeam:
         owners: dict[str, Any] = {"model": self._module, "optimizer": self._trainer.optimizers[0]}
         progress = self._loop.optim_progress.optimizer
         for name, part in (("step", progress.step), ("zero_grad", progress.zero_grad)):
-            owners[f"progress.{name}.total"], owners[f"progress.{name}.current"] = part.total, part.current
+            for count in ("total", "current"):
+                owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             owners["scaler"] = scaler

@@ -11,6 +11,7 @@ from torch import Tensor
 from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
 from graphplan.compiler.effects import (
+    check_draws,
     find_appends,
     find_assignments,
     find_counters,
@@ -53,6 +54,7 @@ def build_plan(
         RefusalError: a subclass for every way in which a replay could differ from the step.
     """
     check_difference(first, second)
+    check_draws(first, second, allow)
     walk = walk_owners(owners())
     counters = find_counters(first, second, walk, allow)
     appends = find_appends(first, second, allow)

@@ -24,6 +24,21 @@ def is_allowed(path: str, allow: Iterable[str]) -> bool:
     return any(fnmatchcase(path, pattern) or path.startswith((f"{pattern}.", f"{pattern}[")) for pattern in allow)
 
 
+def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
+    """Refuse a step that draws from a generator of Python or NumPy, even if no operator gets what it drew.
+
+    Raises:
+        HostScalarError: naming the generator.
+    """
+    for name in [*first.draws, *second.draws]:
+        if not is_allowed(name, allow):
+            raise HostScalarError(
+                f"the step draws from {name}, and a replay draws nothing: what it decides by chance would be decided "
+                "once. Draw with torch on the step's device, draw before the step and feed the result, or, if the "
+                f"step's results do not depend on it, pass allow=({name!r},)"
+            )
+
+
 def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> tuple[Counter, ...]:
     """Numbers that grew by the same amount in both traces.
 

@@ -9,6 +9,7 @@ from graphplan.owners.records import Namespace as Namespace
 from graphplan.owners.records import Numbers as Numbers
 from graphplan.owners.records import Scalar as Scalar
 from graphplan.owners.records import Slot as Slot
+from graphplan.owners.records import Via as Via
 from graphplan.owners.records import Walk as Walk
 from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id
@@ -16,6 +17,7 @@ from graphplan.owners.records import tensor_leaves as tensor_leaves
 from graphplan.owners.snapshot import Snapshot as Snapshot
 from graphplan.owners.snapshot import copy_to as copy_to
 from graphplan.owners.snapshot import default_generators as default_generators
+from graphplan.owners.snapshot import host_generators as host_generators
 from graphplan.owners.walk import SCALARS as SCALARS
 from graphplan.owners.walk import is_user_object as is_user_object
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -58,12 +58,16 @@ def tensor_leaves(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it."""
+    """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
+
+    With ``via``, only code that also loads an attribute of that name can have come here.
+    """
 
     container: Any
     key: Any
     owner: Any
     attribute: str
+    via: str | None = None
 
     def get(self) -> Any:
         """The value now."""
@@ -73,7 +77,7 @@ class Scalar:
 class Numbers:
     """Python values that some object shows as attributes, properties included: read, guarded, never written.
 
-    With ``via``, only code that also loads an attribute of that name can have come here.
+    ``via`` is an attribute on the way to the object.
     """
 
     def __init__(self, thing: Any, names: Iterable[str], *, via: str | None = None) -> None:
@@ -83,6 +87,14 @@ class Numbers:
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.thing, name)
+
+
+class Via:
+    """An owner that code reaches through an attribute called ``name`` and not otherwise."""
+
+    def __init__(self, thing: Any, name: str) -> None:
+        self.thing = thing
+        self.name = name
 
 
 class Extent:

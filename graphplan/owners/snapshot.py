@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
@@ -102,3 +104,13 @@ def default_generators() -> list[torch.Generator]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators += list(torch.cuda.default_generators)
     return generators
+
+
+def host_generators() -> dict[str, Any]:
+    """States of generators that only Python draws from, by the name of what moves them."""
+    states: dict[str, Any] = {"Python's random generator": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["NumPy's random generator"] = (name, keys.tobytes(), *rest)
+    return states

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from types import MappingProxyType, ModuleType
@@ -30,6 +31,7 @@ from graphplan.owners.records import (
     Numbers,
     Scalar,
     Slot,
+    Via,
     Walk,
     tensor_leaves,
 )
@@ -51,7 +53,12 @@ class _Walker:
         """Walk a named owner, whatever its type."""
         if isinstance(owner, Numbers):
             for name in owner.names:
-                self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
+                self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name, owner.via)
+        elif isinstance(owner, Via):
+            known = set(self.walk.scalars)
+            self.enter(owner.thing, path)
+            for name in self.walk.scalars.keys() - known:
+                self.walk.scalars[name] = replace(self.walk.scalars[name], via=owner.name)
         elif isinstance(owner, Namespace):
             self._names(owner)
         elif isinstance(owner, nn.Module):

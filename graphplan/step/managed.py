@@ -10,7 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.errors import OptimizerError
-from graphplan.guards import Fingerprint
+from graphplan.fingerprint import Fingerprint
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import Discovery, Namespace, Walk, free_name, name_owners, walk_owners
 from graphplan.tracer import Profile, Ran
@@ -146,7 +146,7 @@ class Managed:
     def _check_churn(self, before: tuple[Any, ...]) -> None:
         assert self._fingerprint is not None
         assert self._last is not None
-        changed = self._fingerprint.changed(before, self._last)
+        changed = self._fingerprint.changed_hypers(before, self._last)
         self._churn += bool(changed)
         if self._churn >= _CHURN:
             self._churn = 0

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphplan.owners import Namespace, Numbers, Scalar
+from graphplan.owners import Namespace, Scalar
 from graphplan.tracer.names import names_of
 from graphplan.tracer.source import file_of, is_library
 from graphplan.tracer.spaces import Ran
@@ -32,10 +32,12 @@ _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 @dataclass(slots=True)
 class Reads:
     """Names that code may have read: attributes by any user code, or by methods of one object (its id), and variables;
-    and attributes that methods of one object may have stored, or that user code assigned by other means than ``+=``.
+    attributes that user code called; and attributes that methods of one object may have stored, or that user code
+    assigned by other means than ``+=``.
     """
 
     anywhere: set[str] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
     of_self: dict[int, set[str]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     stored: dict[int, set[str]] = field(default_factory=dict)
@@ -45,12 +47,16 @@ class Reads:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
         if isinstance(scalar.owner, Namespace):
             return True
-        if isinstance(scalar.container, Numbers) and scalar.container.via not in (None, *self.anywhere):
+        if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        return scalar.attribute in self.anywhere or scalar.attribute in self.of_self.get(id(scalar.owner), ())
+        if scalar.attribute in self.anywhere or scalar.attribute in self.of_self.get(id(scalar.owner), ()):
+            return True
+        return scalar.attribute in self.called and callable(scalar.get())
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
+        if scalar.via is not None and scalar.via not in self.anywhere:
+            return False
         names = self.variables if isinstance(scalar.owner, Namespace) else self.anywhere
         return scalar.attribute in names
 
@@ -103,6 +109,7 @@ class Profile:
                 found.stored.setdefault(owner, set()).update(names.stored)
             if code in self.ran.codes:
                 found.anywhere.update(names.attributes)
+                found.called.update(names.methods)
                 found.assigned.update(names.assigned)
                 found.variables.update(names.read)
         return found

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import HostSyncError
-from graphplan.owners import storage_id
+from graphplan.owners import host_generators, storage_id
 from graphplan.signature import Feed
 from graphplan.tracer.changes import Recorder
 from graphplan.tracer.mode import TraceMode
@@ -49,6 +49,7 @@ def trace(
 
     args, kwargs = feed.rebuild(feed.leaves)
     profile = Profile(on_read)
+    drawn = host_generators()
     try:
         with mode, profile:
             result = fn(*args, **kwargs)
@@ -56,6 +57,7 @@ def trace(
         record.undo_unowned_writes()
         raise
     mode.finish()
+    record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
     record.ran = profile.ran
     changes, after = recorder.changes()

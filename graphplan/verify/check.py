@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.compiler import is_allowed
-from graphplan.owners import Snapshot, Walk, walk_owners
+from graphplan.owners import Snapshot, Walk, host_generators, walk_owners
 from graphplan.program import Program
 from graphplan.verify.compare import Difference, beyond_spread, differing, differing_values
-from graphplan.verify.state import State, collect, host_generators
+from graphplan.verify.state import State, collect
 
 
 @dataclass(frozen=True, slots=True)

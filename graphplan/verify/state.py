@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,13 +58,3 @@ def _held(walk: Walk, allowed: Callable[[str], bool]) -> Iterable[tuple[str, Ten
         leaves = slot.tensors()
         for number, tensor in enumerate(leaves):
             yield (path if len(leaves) == 1 else f"{path}[{number}]"), tensor
-
-
-def host_generators() -> dict[str, Any]:
-    """States of generators that only Python draws from, by the name of what moves them."""
-    states: dict[str, Any] = {"Python's random generator": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["NumPy's random generator"] = (name, keys.tobytes(), *rest)
-    return states

@@ -1,0 +1,102 @@
+"""The Python values that every program bakes in: modes, flags, hyper-parameters, memberships and hooks.
+
+They are part of a program's key: when they come back, so does the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from operator import attrgetter, getitem
+from typing import Any
+
+from torch import Tensor
+
+from graphplan.owners import Walk
+from graphplan.tracer import same_value
+
+_get_training = attrgetter("training")
+_get_requires_grad = attrgetter("requires_grad")
+_get_hooks = attrgetter("_backward_hooks")
+_get_late_hooks = attrgetter("_post_accumulate_grad_hooks")
+_MODULE_PARTS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules", "_parameters",
+    "_buffers",
+)  # fmt: skip
+_OPTIMIZER_PARTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+class Fingerprint:
+    """The values of one walk. A learning rate that a device tensor shadows is not among them."""
+
+    def __init__(self, walk: Walk, shadowed: Iterable[int] = ()) -> None:
+        shadowed = set(shadowed)
+        self._modules = list(walk.modules)
+        self._parameters = [param for _, param in walk.parameters.values()]
+        self._paths = [path for path, _ in walk.parameters.values()]
+        self._containers: list[Any] = []
+        self._keys: list[str] = []
+        self.labels: list[str] = []
+        # A hook, layer, parameter or buffer that comes or goes changes what a step runs.
+        self._sized = [getattr(module, part) for module in walk.modules for part in _MODULE_PARTS]
+        self._size_labels = [f"{type(module).__name__}.{part}" for module in walk.modules for part in _MODULE_PARTS]
+        self._dicts = [vars(module) for module in walk.modules]
+        for path, optimizer in walk.optimizers.items():
+            for part in _OPTIMIZER_PARTS:
+                self._add_size(getattr(optimizer, part), f"{path}.{part}")
+            self._add_size(optimizer.param_groups, f"{path}.param_groups")
+            for index, group in enumerate(optimizer.param_groups):
+                self._add_size(group["params"], f"{path}.param_groups[{index}]['params']")
+                for key, value in group.items():
+                    if key == "params" or isinstance(value, Tensor) or (key == "lr" and id(group) in shadowed):
+                        continue
+                    self._containers.append(group)
+                    self._keys.append(key)
+                    self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
+
+    def _add_size(self, items: Any, label: str) -> None:
+        self._sized.append(items)
+        self._size_labels.append(f"len({label})")
+
+    def values(self) -> tuple[Any, ...]:
+        """The values now: hyper-parameters first, in the order of :attr:`labels`."""
+        return (
+            *map(getitem, self._containers, self._keys),
+            *map(_get_training, self._modules),
+            *map(_get_requires_grad, self._parameters),
+            *map(len, self._sized),
+            # An instance's own forward stands before its class's.
+            *map(id, map(dict.get, self._dicts, repeat("forward"))),
+            self._hooked(_get_hooks),
+            self._hooked(_get_late_hooks),
+        )
+
+    def _hooked(self, get: Any) -> tuple[tuple[int, int], ...]:
+        """Which parameters have hooks of their own, and how many. Most models have none."""
+        if not any(map(get, self._parameters)):
+            return ()
+        return tuple((index, len(hooks)) for index, hooks in enumerate(map(get, self._parameters)) if hooks)
+
+    def _all_labels(self) -> list[str]:
+        return [
+            *self.labels,
+            *(f"{type(module).__name__}.training" for module in self._modules),
+            *(f"{path}.requires_grad" for path in self._paths),
+            *self._size_labels,
+            *(f"{type(module).__name__}.forward" for module in self._modules),
+            "parameters with hooks",
+            "parameters with hooks after accumulation",
+        ]
+
+    def changed_hypers(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+        """Descriptions of the hyper-parameters that differ."""
+        return _differences(self.labels, old, new)
+
+    def changed(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+        """Descriptions of everything that differs."""
+        return _differences(self._all_labels(), old, new)
+
+
+def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+    rows = zip(labels, old, new, strict=False)
+    return [f"{label}: {a!r} then {b!r}" for label, a, b in rows if not same_value(a, b)]
