@@ -11,6 +11,8 @@ from operator import attrgetter, getitem
 from typing import Any
 
 from torch import Tensor
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
 
 from graphplan.owners import Walk
 from graphplan.tracer import same_value
@@ -24,6 +26,16 @@ _MODULE_PARTS = (
     "_buffers",
 )  # fmt: skip
 _OPTIMIZER_PARTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_HOOKS = {
+    name: getattr(space, name)
+    for space, names in (
+        (modules, ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")),
+        (modules, ("_global_backward_pre_hooks",)),
+        (optimizers, ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
+    )
+    for name in names
+    if hasattr(space, name)
+}
 
 
 class Fingerprint:
@@ -40,6 +52,8 @@ class Fingerprint:
         # A hook, layer, parameter or buffer that comes or goes changes what a step runs.
         self._sized = [getattr(module, part) for module in walk.modules for part in _MODULE_PARTS]
         self._size_labels = [f"{type(module).__name__}.{part}" for module in walk.modules for part in _MODULE_PARTS]
+        for label, hooks in _GLOBAL_HOOKS.items():
+            self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
         for path, optimizer in walk.optimizers.items():
             for part in _OPTIMIZER_PARTS:

@@ -188,3 +188,14 @@ class FeedSpec:
         self.key = feed.key
         self.structure = feed.structure
         self.leaf_names = feed.names()
+
+
+def shared_leaf(feed: Feed, written: Sequence[int]) -> tuple[int, int] | None:
+    """The first of the leaves ``written`` (by index) that shares its storage with another leaf, and that one."""
+    tensors = feed.tensors()
+    for index in written:
+        storage = feed.leaves[index].untyped_storage()._cdata
+        for other, leaf in tensors:
+            if other != index and leaf.untyped_storage()._cdata == storage:
+                return index, other
+    return None

@@ -19,7 +19,7 @@ from graphplan.callback.gates import hooked_callbacks
 from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.compiler import is_allowed
-from graphplan.errors import HostScalarError, NotCapturedError, RefusalError
+from graphplan.errors import HostScalarError, RefusalError
 from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -29,8 +29,6 @@ from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "optimizer._opt_called", "optimizer._step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
-_DUE_AFTER = 4
-"""Capture is overdue after this many times the calls that one signature needs."""
 
 
 def _refuse_index() -> None:
@@ -84,6 +82,7 @@ class StepSeam:
             policy=policy,
             backend=backend,
             warmup_steps=warmup_steps,
+            on_failure="raise" if raises else "eager",
             allow=(*_OWN_EFFECTS, *allow),
             prepare_optimizers=prepare_optimizers,
             eager_if=self._asks_eager if eager_if is not None else None,
@@ -200,19 +199,7 @@ class StepSeam:
         out = step(kwargs["batch"], variant)
         if out["logs"]:
             self._logs.carry_out(out["logs"], last_hook)
-        self._check_due(step)
         return pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
-
-    def _check_due(self, step: GraphedStep) -> None:
-        stats = step.stats
-        asked = stats.calls - sum(stats.skipped.values())
-        due = _DUE_AFTER * (self._warmup_steps + 3)
-        if self._raises and stats.captured == 0 and asked > due:
-            raise NotCapturedError(
-                f"no step was captured in {stats.calls} steps, though {self._warmup_steps + 3} with one signature are "
-                "enough: the batches differ each time in shape, dtype, structure or Python values. Expected batches "
-                "that repeat a signature: pad them, drop Python values from them, or pass on_failure='eager'"
-            )
 
     def _batch_kwargs(self, batch: Any) -> OrderedDict[str, Any]:
         assert self._context is not None

@@ -18,10 +18,11 @@ from graphplan.compiler.effects import (
     find_reads,
     find_rebindings,
 )
-from graphplan.errors import OutputError
+from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
-from graphplan.signature import Feed, FeedSpec
+from graphplan.roles import External, Role
+from graphplan.signature import Feed, FeedSpec, shared_leaf
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import place_of, same_value
 from graphplan.tracer.records import OutputTensor
@@ -60,6 +61,7 @@ def build_plan(
     appends = find_appends(first, second, allow)
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
+    _check_shared(feed, externals)
     fn = function()
     assert second.device is not None
     return Plan(
@@ -110,6 +112,17 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
         else:
             outputs.append(Output("literal", value=new))
     return outputs
+
+
+def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
+    written = [e.leaf for e in externals if e.role is Role.INPUT and e.mutated and e.leaf is not None]
+    shared = shared_leaf(feed, written)
+    if shared is not None:
+        names = feed.names()
+        raise FeedError(
+            f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
+            "each, so that the change would not show in the other. Clone one of them before the call"
+        )
 
 
 def _host_facts(trace: Trace) -> list[str]:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter, is_not
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 
 _get_grad = attrgetter("grad")
+_ACCUMULATED = WeakIdKeyDictionary()
+"""Gradients that some program accumulates into: several programs refer to them."""
+_LOOP_REFERENCES = 1
+"""A loop's variable refers to what it stands for."""
 
 
 def _clone(value: Any) -> Any:
@@ -62,8 +68,45 @@ class Bindings:
         touched |= set(self._plan.entry_grads)
         by_path = dict(after.parameters.values())
         self._grads = [(by_path[path], by_path[path].grad) for path in sorted(touched) if path in by_path]
+        kept = [path for path, need in self._plan.entry_grads.items() if need == "kept"]
+        grads = [by_path[path].grad for path in kept if path in by_path]
+        _ACCUMULATED.update({grad: True for grad in grads if grad is not None})
+        self._bind_grads()
+
+    def _bind_grads(self) -> None:
+        """Use the gradients in ``_grads`` from now on."""
         self._grad_params = [param for param, _ in self._grads]
         self._grad_values = [grad for _, grad in self._grads]
+        self._written = [grad for grad in self._grad_values if grad is not None]
+        self._aliases = [grad.detach() for grad in self._written]
+        self._pointers = [grad.data_ptr() for grad in self._written]
+        self._counts = list(map(getrefcount, self._written))
+
+    def settle_grads(self) -> None:
+        """Before a replay: bring gradients that the recording writes back to its memory, and those that somebody keeps
+        out of it.
+
+        ``module.to`` moves a gradient to other memory. And an eager step makes new gradients, so that one which the
+        caller keeps stays what it was: it gets memory of its own, and another tensor takes its place. Gradients that
+        steps accumulate into are the same objects in eager steps too.
+        """
+        if list(map(Tensor.data_ptr, self._written)) != self._pointers:
+            for grad, alias in zip(self._written, self._aliases, strict=True):
+                grad.data = alias
+        if list(map(getrefcount, self._written)) != self._counts:
+            self._release_kept()
+
+    def _release_kept(self) -> None:
+        released: dict[int, Tensor] = {}
+        for grad, alias, count in zip(self._written, self._aliases, self._counts, strict=True):
+            if getrefcount(grad) > count + _LOOP_REFERENCES and grad not in _ACCUMULATED:
+                released[id(grad)] = alias.detach()
+                grad.data = alias.clone()
+        if released:
+            self._grads = [(param, released.get(id(grad), grad)) for param, grad in self._grads]
+            self._bind_grads()
+        else:
+            self._counts = list(map(getrefcount, self._written))
 
     def follow(self, walk: Walk) -> None:
         """Use ``walk``'s containers from now on."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -11,17 +13,24 @@ from torch import Tensor
 from graphplan.backend import Recording
 from graphplan.errors import ClosedError, GuardError
 from graphplan.guards import Guards
-from graphplan.owners import Slot, Walk, tensor_leaves, walk_owners
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.bindings import Bindings
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
 from graphplan.roles import Role, TensorSpec
-from graphplan.signature import check_match, flatten
+from graphplan.signature import Feed, check_match, flatten, shared_leaf
 
+_get_version = attrgetter("_version")
+_OWN_REFERENCES = 3
+"""A container, a local variable and the counting itself refer to a tensor that nobody else keeps."""
 NO_CHECK = -1
 """No replay has this number."""
+
+
+def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
+    return {storage: slots for storage, slots in walk.by_storage().items() if len(slots) > 1}
 
 
 class Program:
@@ -50,6 +59,8 @@ class Program:
         self._copied = copied
         self._bindings = bindings
         self._outputs = outputs
+        self._sources: dict[str, Tensor] = {}
+        self._versions: list[int] = []
         self._adopt(walk, None)
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
@@ -77,6 +88,12 @@ class Program:
         unowned = [e.tensor for e in self.plan.externals if e.path is None and e.tensor is not None]
         self.guards = Guards(self._slots, walk, self.plan, unowned, values)
 
+    def takes(self, feed: Feed) -> bool:
+        """Whether static copies can stand for the feed's tensors: not where the step writes to one that another one
+        shares memory with.
+        """
+        return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
+
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs, in one call."""
         with torch.no_grad():
@@ -95,6 +112,9 @@ class Program:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
         back = self._copied.load(given or {}) if self._copied.externals or given else ()
         self.plan.rates.push()
+        self._bindings.settle_grads()
+        if self._sources and list(map(_get_version, self._sources.values())) != self._versions:
+            self._follow_sources()
         self.load(leaves)
         self._recording.replay()
         self._bindings.repeat()
@@ -163,18 +183,20 @@ class Program:
         if structure is not None:
             return structure
         moved: list[tuple[str, Slot]] = []
+        sharing = _sharing(walk)
         for path, held in self._held.items():
             slot = walk.slots.get(path)
             if slot is None:
                 return f"{path} is gone"
             if self._has_moved(path, held, slot):
-                reason = self._misfit(path, held, slot)
+                reason = self._misfit(path, held, slot) or self._joined(path, slot, sharing)
                 if reason is not None:
                     return reason
                 moved.append((path, slot))
         for path, parameter in walk.parameters.values():
             if self.plan.entry_grads.get(path) == "none" and parameter.grad is not None:
                 return f"{path}.grad is set, and was not when the step was captured"
+        self._note_sources(moved)
         self._copy_in(moved)
         walk = walk_owners(self.plan.owners())
         self.plan.rates.attach(walk.optimizers.values())
@@ -202,6 +224,35 @@ class Program:
                     f"{TensorSpec.of(static)} "
                     f"with {static.stride()}"
                 )
+        return None
+
+    def _note_sources(self, moved: list[tuple[str, Slot]]) -> None:
+        """Remember what was put in place by somebody who still has it: later writes to it are meant for the step."""
+        ours = set(map(id, self._held.values()))
+        for path, slot in moved:
+            self._sources.pop(path, None)
+            now = slot.get()
+            new = isinstance(now, Tensor) and id(now) not in ours and not now.is_inference()
+            if new and getrefcount(now) > _OWN_REFERENCES:
+                self._sources[path] = now
+        self._versions = [source._version for source in self._sources.values()]
+
+    def _follow_sources(self) -> None:
+        """Copy what was written to such a tensor since."""
+        self._versions = [source._version for source in self._sources.values()]
+        with torch.no_grad():
+            for path, source in self._sources.items():
+                self._aliases[path][0].copy_(source)
+
+    def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:
+        """Why the slot's new memory must stay what it is: another tensor, which lay elsewhere, lies there too."""
+        now = slot.get()
+        own = {storage_id(alias) for alias in self._aliases[path]}
+        for tensor in slot.tensors():
+            for other in sharing.get(storage_id(tensor), ()):
+                apart = own.isdisjoint(storage_id(alias) for alias in self._aliases.get(other.path, ()))
+                if other.get() is not now and apart:
+                    return f"{path} shares memory with {other.path} now"
         return None
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:

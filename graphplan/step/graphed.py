@@ -6,6 +6,7 @@ raises and undoes its call; after it the key is demoted to eager with one warnin
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphplan.buffers import Buffers
-from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason
+from graphplan.errors import ClosedError, FeedError, NotCapturedError, OptionError, RefusalError, SkipReason
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import describe
@@ -23,6 +24,11 @@ from graphplan.step.entry import Entry
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.stages import Stages
+
+_PATIENCE = 4
+"""A capture is overdue after this many times the calls that it needs."""
+_SIGNATURES = 8
+"""Signatures without a program that are remembered, as a multiple of ``max_graphs``."""
 
 
 class GraphedStep:
@@ -47,6 +53,8 @@ class GraphedStep:
         self._feed_device = options.feed_device
         self._demoted: RefusalError | None = None
         self._calls = 0
+        self._asked = 0
+        self._overdue_said = False
         self._closed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +88,9 @@ class GraphedStep:
         if entry.refusal is not None:
             return self._refused(feed, entry.refusal)
         if program is not None:
+            if not program.takes(feed):
+                detail = "an input that the step changes shares memory with another one"
+                return self._stages.eager(self._moved(feed), SkipReason.FEED, detail)
             if program.replays + 1 == program.next_check:
                 return self._check(program, self._moved(feed))
             return self._stages.replay(program, feed)
@@ -131,6 +142,7 @@ class GraphedStep:
         entry = self._entries.get(key)
         if entry is None:
             check_feed(feed, self._home())
+            self._make_room()
             entry = self._entries[key] = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
         elif entry.wants_grad:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
@@ -181,6 +193,7 @@ class GraphedStep:
 
     def _advance(self, entry: Entry, feed: Feed) -> Any:
         """One step on the way to a program."""
+        self._check_due(entry)
         if entry.warm >= self._options.warmup_steps:
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
@@ -197,6 +210,37 @@ class GraphedStep:
                 del self._entries[key]
             self._entries[(feed.key, _environment(), self._managed.fingerprint())] = entry
         return result
+
+    def _check_due(self, entry: Entry) -> None:
+        """Say it once if captures should have come by now: eager for ever is no help to anybody.
+
+        Raises:
+            NotCapturedError: before the call has run.
+        """
+        if self.stats.captured or self._overdue_said:
+            return
+        self._asked += 1
+        needed = self._options.warmup_steps + 3
+        repeats = max(known.eager_calls for known in self._entries.values()) > 1
+        patience = needed * (self._options.max_graphs if repeats else 1)
+        if self._asked <= _PATIENCE * patience:
+            return
+        self._overdue_said = True
+        error = NotCapturedError(
+            f"no step was captured in {self.stats.calls} steps, though {needed} with one signature are enough: the "
+            f"batches differ each time in shape, dtype, structure or Python values ({len(self._entries)} signatures so "
+            "far). Expected batches that repeat a signature: pad them, drop Python values from them, or pass "
+            "on_failure='eager'"
+        )
+        if self._options.on_failure == "raise":
+            raise error
+        warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=4)
+
+    def _make_room(self) -> None:
+        """Forget the oldest signatures that came to nothing, so that ones which never repeat do not pile up."""
+        idle = [key for key, known in self._entries.items() if known.refusal is None and not known.programs()]
+        for key in idle[: max(len(idle) - _SIGNATURES * self._options.max_graphs, 0)]:
+            del self._entries[key]
 
     def _programs(self) -> list[Program]:
         return [program for entry in self._entries.values() for program in entry.programs()]

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-OPEN = {
-    "test_rows_09_14.py::test_row_13_python_value_that_never_repeats",
-    "test_rows_15_18.py::test_row_15_a_replacement_that_the_user_keeps",
-    "test_rows_15_18.py::test_row_15_tensor_replaced[cast]",
-    "test_rows_15_18.py::test_row_15_tensor_replaced[tied]",
-    "test_rows_19_22.py::test_row_22_inputs_that_share_memory",
-    "test_rows_23_29.py::test_row_29_a_gradient_that_the_caller_keeps",
-    "test_rows_30_37.py::test_row_37_capture_never_engaged",
-}
+OPEN = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
