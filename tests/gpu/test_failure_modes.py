@@ -19,7 +19,7 @@ from tests.failure_modes.naive import PLAIN, WHEN, changing_rig, loss_of, stay
 from tests.failure_modes.test_rows_05_08 import scaled_rig
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device, oracle
-from tests.twins import Rig, build, drive, managed
+from tests.twins import Rig, assert_same_runs, build, drive, managed
 from tests.zoo import Memory, float_batches
 
 
@@ -202,28 +202,47 @@ def test_row_32_the_caller_reuses_its_batch() -> None:
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-5, atol=1e-6)
 
 
-@needs_cuda
-@pytest.mark.xfail(CUDA, reason="open, see docs/failure-modes.md", strict=False)
-def test_row_33_another_thread_pins_and_copies_during_the_capture() -> None:
-    """Pinning allocates through the driver, which a capture in global mode would not survive."""
+def _while_another_thread(work: Callable[[], object], body: Callable[[], object]) -> None:
+    """Run ``body`` while another thread repeats ``work``."""
     stop, errors = threading.Event(), []
 
-    def work() -> None:
+    def repeat() -> None:
         try:
             while not stop.is_set():
-                torch.empty(1 << 16).pin_memory().to(DEVICE, non_blocking=True)
-                torch.cuda.synchronize()
+                work()
         except RuntimeError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=repeat)
     thread.start()
     try:
-        assert_like_eager(on_gpu(stay))
+        body()
     finally:
         stop.set()
         thread.join()
     assert not errors
+
+
+@needs_cuda
+def test_row_33_another_thread_pins_and_copies_during_the_capture() -> None:
+    """Pinning allocates through the driver, which a capture in global mode would not survive."""
+
+    def work() -> None:
+        torch.empty(1 << 16).pin_memory().to(DEVICE, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+    _while_another_thread(work, lambda: assert_like_eager(on_gpu(stay)))
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+def test_row_33_another_thread_waits_for_the_whole_device() -> None:
+    """Which waits for the capture too, and CUDA then gives the capture up: refused, and the run goes on eagerly."""
+    expected = oracle(on_gpu(stay))
+    rig = build(on_gpu(stay))
+    step = managed(rig, backend=BACKEND, on_failure="eager")
+    _while_another_thread(torch.cuda.synchronize, lambda: assert_same_runs(expected, drive(rig, step)))
+    is_healthy()
 
 
 @needs_cuda

@@ -216,7 +216,7 @@ def test_an_error_of_the_user_in_the_capturing_call() -> None:
 
     make = rig_of(crash)
     rig = build(make)
-    step = managed(rig, backend=BACKEND)
+    step = managed(rig, backend=BACKEND, allow=("armed",))
     drive(rig, step, CAPTURE)
     before = state_of(rig)
     with pytest.raises((Crash, CaptureError), match="of the user"):
