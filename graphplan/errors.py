@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 
 class SkipReason(Enum):
     """Why a call was run eagerly instead of being replayed."""
@@ -54,6 +56,14 @@ class OptionError(GraphPlanError, ValueError):
 
 class ClosedError(GraphPlanError, RuntimeError):
     """A step, program or recording was used after ``close()`` or ``reset()``."""
+
+
+class BusyError(GraphPlanError, RuntimeError):
+    """A step was called, closed or invalidated while one of its calls was still going on."""
+
+
+class CopyError(GraphPlanError, TypeError):
+    """A graphed step was pickled or copied."""
 
 
 class NotCapturedError(GraphPlanError, RuntimeError):
@@ -154,6 +164,10 @@ class CaptureError(RefusalError, RuntimeError):
     """The backend failed while recording, or recorded something other than the plan."""
 
     reason = SkipReason.CAPTURE
+
+
+class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
+    """Memory ran out in a traced or captured call."""
 
 
 class GuardError(RefusalError, RuntimeError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,15 +14,24 @@ from graphplan.owners.records import Container, Walk
 
 
 class Snapshot:
-    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``."""
+    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, and
+    the states of the default random generators (Python's and NumPy's too) and of ``generators``.
+    """
 
-    def __init__(self, walk: Walk, *, values: bool = True, extra: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self,
+        walk: Walk,
+        *,
+        values: bool = True,
+        extra: Iterable[Tensor] = (),
+        generators: Iterable[torch.Generator] = (),
+    ) -> None:
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c)) for c in walk.containers]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
         self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf and tensor.requires_grad]
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []
         if values:
             slots = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
             with torch.no_grad():
@@ -29,7 +40,8 @@ class Snapshot:
                     written = tensor.layout is torch.strided and 0 not in tensor.stride()
                     if written and id(tensor) not in self._tensors:
                         self._tensors[id(tensor)] = (tensor, tensor.detach().clone())
-            self._generators = [(gen, gen.get_state()) for gen in default_generators()]
+            self._generators = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
+            self._generators += _host_generators()
 
     def restore(self) -> None:
         """Put everything back. Tensors keep their identity and storage; new dict keys and list items go."""
@@ -41,8 +53,8 @@ class Snapshot:
         with torch.no_grad():
             for tensor, value in self._tensors.values():
                 tensor.detach().copy_(value)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for set_state, state in self._generators:
+            set_state(state)
 
 
 def _shallow(container: Container) -> Any:
@@ -67,3 +79,12 @@ def default_generators() -> list[torch.Generator]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators += list(torch.cuda.default_generators)
     return generators
+
+
+def _host_generators() -> list[tuple[Callable[[Any], object], Any]]:
+    """Python's random generator, and NumPy's where that is loaded: how to set the state, and the state now."""
+    found: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found.append((numpy.set_state, numpy.get_state(legacy=False)))
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backend import Backend
+from graphplan.backend import Backend, refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -40,6 +40,7 @@ class _Body:
             self._bindings.close_step(self.after, self._outside)
 
 
+@refusing_memory()
 def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend, buffers: Buffers) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``.
 
@@ -48,8 +49,8 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
 
     Raises:
         UncoveredRoleError: if an external's role is not static.
-        RefusalError: if the step cannot be recorded. The caller restores owners' contents; bindings of copied roles are
-            put back here.
+        RefusalError: if the step cannot be recorded, or memory runs out. The caller restores owners' contents; bindings
+            of copied roles are put back here.
     """
     check_policy(plan, policy)
     walk = walk_owners(plan.owners())

@@ -198,7 +198,8 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     check_feed(flat, plan.device)
     recorder = make_backend(backend, plan)
     _make_missing_state(plan, flat, recorder)
-    snapshot = Snapshot(walk_owners(plan.owners()), extra=[tensor for _, tensor in flat.tensors()])
+    extra = [tensor for _, tensor in flat.tensors()]
+    snapshot = Snapshot(walk_owners(plan.owners()), extra=extra, generators=plan.generators)
     try:
         with plan.rates:
             return capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
@@ -210,7 +211,8 @@ def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
     """Make what the plan's step creates lazily, and warm the step up."""
     walk = walk_owners(plan.owners())
     missing = [external.path for external in plan.externals if external.path and external.path not in walk.slots]
-    snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])
+    extra = [tensor for _, tensor in feed.tensors()]
+    snapshot = Snapshot(walk, extra=extra, generators=plan.generators)
     args, kwargs = feed.rebuild(feed.leaves)
 
     def step() -> None:

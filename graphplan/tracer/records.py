@@ -62,12 +62,15 @@ class Trace:
     device: torch.device | None = None
     device_constants: list[Tensor] = field(default_factory=list)
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     def undo_unowned_writes(self) -> None:
-        """Put back what the step changed in tensors that nobody owns."""
+        """Put back what the step changed in tensors and generators that nobody owns."""
         with torch.no_grad():
             for tensor, value in self.unowned_writes:
                 tensor.detach().copy_(value)
+        for generator, state in self.unowned_draws:
+            generator.set_state(state)
 
     @property
     def launches(self) -> int:
