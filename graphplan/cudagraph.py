@@ -180,7 +180,9 @@ class CUDAGraphBackend:
         for generator in [*torch.cuda.default_generators, *self.generators]:
             generator.graphsafe_set_state(generator.clone_state())
         self._pool = None
-        self._stream = torch.cuda.Stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            # Else the stream stays: autograd's accumulators and cuBLAS's workspaces belong to it.
+            self._stream = torch.cuda.Stream(self.device)
         return intact
 
     def _give_back_pool(self) -> None:

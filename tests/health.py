@@ -31,19 +31,29 @@ class Planted(RuntimeError):
 
 
 class FailAt(TorchDispatchMode):
-    """Raises ``error`` (or calls it, if it is a function) once, in place of operator number ``number`` from 0."""
+    """Raises ``error`` (or calls it, if it is a function) once, before operator number ``number`` from 0.
 
-    def __init__(self, number: int, error: BaseException | Callable[[], object]) -> None:
+    Operators for which ``counts`` is false are not counted.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        error: BaseException | Callable[[], object],
+        counts: Callable[[Any], bool] = lambda func: True,
+    ) -> None:
         super().__init__()
         self.left = number
         self.error = error
+        self.counts = counts
         self.failed_at = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return func(*args)  # Only Python sees these: they would make half of a capture's operators.
+        # Only Python sees what is detached: it would make half of a capture's operators.
+        if func is torch.ops.aten.detach.default or not self.counts(func):
+            return func(*args, **(kwargs or {}))
         if self.left == 0 and not self.failed_at:
             self.failed_at = str(func)
             if isinstance(self.error, BaseException):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from graphplan import CaptureMemoryError, SkipReason
+from graphplan import CaptureMemoryError, SkipReason, UnownedTensorError, capture, compile_plan
+from graphplan.owners import Snapshot
 from tests.facts import assert_same
-from tests.health import CALLS, RIGS, FailAt, Planted, live_tensors, process_facts, scaled_rig
-from tests.twins import Record, assert_same_runs, build, drive, keep, managed, state_of
+from tests.health import CALLS, RIGS, FailAt, Planted, carrying_rig, live_tensors, process_facts, scaled_rig
+from tests.twins import Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
 
 PHASES = {"first trace": 3, "second trace": 4, "capture": 5}
 
@@ -120,3 +124,90 @@ def test_memory_that_runs_out_is_a_refusal(phase: str) -> None:
     rest = drive(replace(rig, calls=rig.calls[PHASES[phase] :]), step)
     assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
     assert step.stats.replayed == 3
+
+
+def not_putting_back(func: Any) -> bool:
+    """Whether an operator does not come from ``Snapshot.restore``, which nothing could undo."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not Snapshot.restore.__code__:
+        frame = frame.f_back
+    return frame is None
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+@pytest.mark.parametrize("name", RIGS)
+def test_a_bare_capture_that_fails_at_any_operator(name: str, begun: int) -> None:
+    """``capture`` leaves the owners as it found them too, whether or not the optimizer had made its state."""
+    rig = build(RIGS[name])
+    drive(rig, rig.step, begun)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    before, failed = state_of(rig) | process_facts(), 0
+    for number in itertools.count(step=3):
+        error = out_of_memory() if number % 2 else Planted("planted")
+        expected = CaptureMemoryError if number % 2 else Planted
+        with FailAt(number, error, not_putting_back):
+            try:
+                capture(plan, feed=rig.calls[0], backend="tape")
+            except expected:
+                failed += 1
+            else:
+                break
+        assert_same(before, state_of(rig) | process_facts())
+    assert failed > 30
+
+
+def within_autocast(
+    rig: Rig, call: Callable[..., Any], before: Callable[..., object], *, at: int = PHASES["capture"]
+) -> Record:
+    """Make the rig's calls in an autocast block each, in which ``before`` comes first for number ``at``."""
+    outputs = []
+    for index, args in enumerate(rig.calls):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if index == at:
+                before(*args)
+            outputs.append(keep(call(*args)))
+    return Record(outputs, state_of(rig))
+
+
+@pytest.mark.parametrize("phase", ["second trace", "capture"])
+def test_casts_that_autocast_remembers_of_a_failed_call(phase: str) -> None:
+    """In the same autocast block the batch is given again: the casts are made, and recorded, anew."""
+
+    def fail(*args: Any) -> None:
+        with pytest.raises(Planted), FailAt(60, Planted("planted")):
+            step(*args)
+
+    rig = build(carrying_rig)
+    expected = within_autocast(rig, rig.step, lambda *args: None)
+    rig = build(carrying_rig)
+    step = managed(rig)
+    assert_same_runs(expected, within_autocast(rig, step, fail, at=PHASES[phase]))
+    assert step.stats.replayed == 3
+
+
+def test_casts_that_autocast_remembers_when_the_step_is_captured() -> None:
+    """The model ran in the same autocast block: the casts are recorded all the same, as the traces saw them."""
+    rig = build(carrying_rig)
+    expected = within_autocast(rig, rig.step, lambda x, y: rig.owners["model"](x))
+    rig = build(carrying_rig)
+    step = managed(rig)
+    assert_same_runs(expected, within_autocast(rig, step, lambda x, y: rig.owners["model"](x)))
+    assert step.stats.replayed == 3
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_casts_that_autocast_remembers_from_before_the_step(cache: bool) -> None:
+    """One autocast block around many calls computes with the weights that it began with: refused."""
+    rig = build(carrying_rig)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        expected = drive(rig, rig.step)
+    rig = build(carrying_rig)
+    step = managed(rig)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        if cache:
+            text = r"computed outside the step \(by ToCopyBackward0\).*cache_enabled=False"
+            with pytest.raises(UnownedTensorError, match=text):
+                drive(rig, step)
+        else:
+            assert_same_runs(expected, drive(rig, step))
+            assert step.stats.replayed == 3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backend import Backend, refusing_memory
+from graphplan.backend import Backend
 from graphplan.buffers import Buffers
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -40,7 +40,6 @@ class _Body:
             self._bindings.close_step(self.after, self._outside)
 
 
-@refusing_memory()
 def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend, buffers: Buffers) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``.
 
@@ -49,8 +48,8 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
 
     Raises:
         UncoveredRoleError: if an external's role is not static.
-        RefusalError: if the step cannot be recorded, or memory runs out. The caller restores owners' contents; bindings
-            of copied roles are put back here.
+        RefusalError: if the step cannot be recorded. The caller restores owners' contents; bindings of copied roles are
+            put back here.
     """
     check_policy(plan, policy)
     walk = walk_owners(plan.owners())
@@ -66,6 +65,8 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
     copied.load({})
     bindings = Bindings(plan, walk)
     body = _Body(plan, feed, leaves, bindings, walk)
+    # Casts of the weights that the caller's autocast remembers would be missing from the recording.
+    torch.clear_autocast_cache()
     copied.swap_in()
     try:
         recording, _ = backend.record(body)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
 
-from graphplan.backend import Backend, resolve_backend
+from graphplan.backend import Backend, refusing_memory, resolve_backend
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
@@ -176,6 +177,7 @@ def make_backend(name: str, plan: Plan) -> Backend:
     )
 
 
+@refusing_memory()
 def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
     """Record ``plan``'s step as a program.
 
@@ -191,20 +193,25 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     Raises:
         FeedError: if the feed is not the planned one.
         UncoveredRoleError: if the policy leaves an external without storage.
-        RefusalError: if the backend cannot record the step.
+        RefusalError: if the backend cannot record the step, or memory runs out.
     """
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)
     recorder = make_backend(backend, plan)
-    _make_missing_state(plan, flat, recorder)
-    extra = [tensor for _, tensor in flat.tensors()]
-    snapshot = Snapshot(walk_owners(plan.owners()), extra=extra, generators=plan.generators)
-    try:
-        with plan.rates:
-            return capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
-    finally:
-        snapshot.restore()
+    with ExitStack() as made:
+        made.callback(Snapshot(walk_owners(plan.owners()), values=False).restore)
+        _make_missing_state(plan, flat, recorder)
+        extra = [tensor for _, tensor in flat.tensors()]
+        snapshot = Snapshot(walk_owners(plan.owners()), extra=extra, generators=plan.generators)
+        try:
+            with plan.rates:
+                policy = policy or Policy.train()
+                program = capture_program(plan, flat, policy=policy, backend=recorder, buffers=Buffers())
+        finally:
+            snapshot.restore()
+        made.pop_all()
+        return program
 
 
 def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:

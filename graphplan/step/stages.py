@@ -114,6 +114,8 @@ class Stages:
             extra = [tensor for _, tensor in feed.tensors()]
             snapshot = Snapshot(self._managed.walk(), extra=extra, generators=generators)
             undo.callback(snapshot.restore)
+            # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
+            undo.callback(torch.clear_autocast_cache)
             stage = self._trace if line.plan is None else self._capture
             result = stage(entry, line, feed, undo)
             undo.pop_all()

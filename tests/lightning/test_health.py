@@ -61,9 +61,9 @@ def keeping() -> LitDigits:
 class Failing(Callback):
     """Lets operator number ``number`` fail, counted from the start of batch ``at``; or calls something there."""
 
-    def __init__(self, at: int, number: int, error: Any) -> None:
+    def __init__(self, at: int, number: int, error: Any, counts: Callable[[Any], bool] = lambda func: True) -> None:
         self.at = at
-        self.mode = FailAt(number, error)
+        self.mode = FailAt(number, error, counts)
         self.entered = False
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -80,8 +80,15 @@ class Failing(Callback):
         self.on_train_batch_end()
 
 
-def fit_with(folder: Path, callbacks: list[Callback], *, scaler: bool = False, **options: Any) -> Fit:
-    """Fit ``keeping`` for an epoch."""
+def fit_with(
+    folder: Path,
+    callbacks: list[Callback],
+    *,
+    base: Callable[[], LitDigits] = keeping,
+    scaler: bool = False,
+    **options: Any,
+) -> Fit:
+    """Fit a module for an epoch, with some more callbacks."""
     if scaler:
         plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3))
         options["plugins"] = [plugin]
@@ -89,11 +96,11 @@ def fit_with(folder: Path, callbacks: list[Callback], *, scaler: bool = False, *
     others = [callback for callback in callbacks if callback is not own]
 
     def make() -> LitDigits:
-        module = keeping()
+        module = base()
         module.configure_callbacks = lambda: others  # type: ignore[method-assign]
         return module
 
-    return fit(make, folder, own, max_epochs=1, **options)
+    return fit(make, folder, own, **{"max_epochs": 1, **options})
 
 
 @pytest.mark.parametrize("scaler", [False, True])
