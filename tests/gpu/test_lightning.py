@@ -16,8 +16,8 @@ from graphplan import GraphPlanCallback, SkipReason
 from tests.gpu.failing import recorded, too_much
 from tests.gpu.helpers import BACKEND, CUDA, Generators
 from tests.lightning.endings import assert_nothing_installed
+from tests.lightning.failing import Failing, fit_with
 from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_same_fits, fit
-from tests.lightning.test_health import Failing, fit_with
 from tests.twins import BEFORE_REPLAY
 
 EPOCHS, REPLAYED = 2, 18 - 6
