@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ExponentialLR
 
 from graphplan import CaptureError, SkipReason
 from graphplan.tracer import is_raised_by_user
 from tests.facts import assert_same
 from tests.health import FailAt, Planted, carrying_rig, process_facts, scaled_rig
 from tests.twins import Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
-from tests.zoo import training_rig
+from tests.zoo import Mlp, float_batches, training_rig
 
 PHASES = {"warm-up": 1, "first trace": 3, "second trace": 4, "capture": 5, "replay": 7}
 LSTM = partial(training_rig, "lstm", "adamw", sizes=(4,) * 12)
@@ -191,3 +193,40 @@ def test_who_raised_an_error(call: Callable[[], None], own: bool) -> None:
         call()
     assert is_raised_by_user(caught.value) is own
     assert not is_raised_by_user(Planted("never raised"))
+
+
+def grouped_rig() -> Rig:
+    """Two groups, whose learning rates change between the steps and, in the step, by a scheduler."""
+    model = Mlp()
+    groups = [{"params": model[0].parameters()}, {"params": model[4].parameters(), "lr": 0.02}]
+    optimizer = SGD(groups, lr=0.1, fused=True)
+    schedule = ExponentialLR(optimizer, 0.9)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss
+
+    def after(index: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(3)), after)
+
+
+@pytest.mark.parametrize("name", ["aten.fill_.Scalar", "aten._local_scalar_dense.default"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_learning_rates_are_numbers_again(number: int, name: str) -> None:
+    """Also where one of them cannot be copied to the device before the step, or read from it after the step."""
+    rig = build(grouped_rig)
+    step = managed(rig)
+    drive(rig, step, 1)
+    mode = FailAt(number, Planted("planted"), lambda func: str(func) == name)
+    with pytest.raises(Planted), mode:
+        step(*rig.calls[1])
+    assert [type(group["lr"]) for group in rig.owners["optimizer"].param_groups] == [float, float]
+    step(*rig.calls[2])
+    assert [type(group["lr"]) for group in rig.owners["optimizer"].param_groups] == [float, float]
