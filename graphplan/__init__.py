@@ -3,10 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from graphplan.errors import BackendError as BackendError
+from graphplan.errors import BusyError as BusyError
 from graphplan.errors import CaptureError as CaptureError
+from graphplan.errors import CaptureMemoryError as CaptureMemoryError
 from graphplan.errors import CarryError as CarryError
 from graphplan.errors import ClosedError as ClosedError
 from graphplan.errors import ControlFlowError as ControlFlowError
+from graphplan.errors import CopyError as CopyError
 from graphplan.errors import DeviceError as DeviceError
 from graphplan.errors import FeedError as FeedError
 from graphplan.errors import GeneratorSeekError as GeneratorSeekError

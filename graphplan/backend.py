@@ -5,14 +5,18 @@ The two implementations are :mod:`graphplan.cudagraph` and :mod:`graphplan.tape`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
-from graphplan.errors import BackendError
+from graphplan.errors import BackendError, CaptureMemoryError
 
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""How torch's allocators, CUDA and its libraries say so where the error is not of a class of its own."""
 
 
 class Recording(Protocol):
@@ -76,3 +80,37 @@ def resolve_backend(name: str, device: torch.device) -> str:
             f"backend='cudagraph' needs tensors on a CUDA device, found {device}; pass backend='tape' or 'auto'"
         )
     return name
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type's name if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def refusing_memory() -> Iterator[None]:
+    """Turn running out of memory into a refusal: the eager step may well fit where its trace or capture does not.
+
+    Raises:
+        CaptureMemoryError: in place of the error that says so.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, CaptureMemoryError) or not is_out_of_memory(error):
+            raise
+        # The frames would keep the tensors of the half-done step alive.
+        traceback.clear_frames(error.__traceback__)
+        raise CaptureMemoryError(
+            f"memory ran out while the step was traced or captured ({first_line(error)}): to be able to undo it, that "
+            "keeps a copy of the step's state, and a capture has memory of its own beside what eager steps use. Make "
+            "the batch smaller, or pass on_failure='eager' to go on without replays"
+        ) from error

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -17,8 +18,9 @@ from typing import Any
 
 import torch
 
+from graphplan.backend import first_line, is_out_of_memory
 from graphplan.errors import BackendError, CaptureError, ClosedError, RefusalError
-from graphplan.tracer import DeviceConstants
+from graphplan.tracer import DeviceConstants, is_raised_by_user
 
 
 class GraphRecording:
@@ -117,9 +119,9 @@ class CUDAGraphBackend:
         gc.collect()
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
-        # A collection in the middle could free another graph's memory, which is illegal during capture.
-        gc.disable()
         try:
+            # A collection in the middle could free another graph's memory, which is illegal during capture.
+            gc.disable()
             result = self._capture(graph, body)
         finally:
             if collecting:
@@ -139,36 +141,67 @@ class CUDAGraphBackend:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 with constants or nullcontext():
                     result = body()
-            except Exception as error:
-                self._abandon(graph)
-                if isinstance(error, RefusalError):
-                    raise
+            except BaseException as error:
                 # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
                 traceback.clear_frames(error.__traceback__)
-                raise CaptureError(f"the step failed while it was captured: {_first_line(error)}") from error
-            except BaseException:
-                self._abandon(graph)
-                raise
+                intact = self._abandon(graph)
+                if _is_own(error, intact=intact):
+                    raise
+                raise CaptureError(f"the step failed while it was captured: {first_line(error)}") from error
             try:
                 graph.capture_end()
             except RuntimeError as error:
                 self._abandon(graph)
-                raise CaptureError(f"CUDA refused the captured step: {_first_line(error)}") from error
+                raise CaptureError(f"CUDA refused the captured step: {first_line(error)}") from error
         current.wait_stream(self._stream)
         return result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that cannot be used, and leave the process as able to train as before it."""
-        # CUDA reports an invalidated capture a second time here; the caller already has the first report.
-        with suppress(RuntimeError):
-            graph.capture_end()
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """End a capture that cannot be used, and leave the process as able to train as before it.
+
+        Returns:
+            Whether CUDA could have gone on with it.
+        """
+        intact = True
+        try:
+            with warnings.catch_warnings():
+                # torch warns of an empty graph, which is what a step that fails at once leaves.
+                warnings.simplefilter("ignore")
+                graph.capture_end()
+        except RuntimeError:
+            # CUDA reports an invalidated capture a second time here; the caller already has the first report.
+            intact = False
         with suppress(RuntimeError):
             graph.reset()
+        if not intact:
+            self._give_back_pool()
+        # Casts that autocast remembers lie in the pool, and were never computed.
+        torch.clear_autocast_cache()
         for generator in [*torch.cuda.default_generators, *self.generators]:
             generator.graphsafe_set_state(generator.clone_state())
         self._pool = None
-        self._stream = torch.cuda.Stream(self.device)
+        if torch.cuda.is_current_stream_capturing():
+            # Else the stream stays: autograd's accumulators and cuBLAS's workspaces belong to it.
+            self._stream = torch.cuda.Stream(self.device)
+        return intact
+
+    def _give_back_pool(self) -> None:
+        """Tell torch's allocator that a capture is over which CUDA gave up. torch itself may forget to: then no cached
+        memory could be freed from then on, and the pool's never.
+        """
+        place = (self._stream.device_index, self._pool)
+        # Where torch did not forget, it says here that there is nothing to end or to release.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(*place)
+        if not any(recording.alive for recording in self._living):
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(*place)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _is_own(error: BaseException, *, intact: bool) -> bool:
+    """Whether the error that ended an (``intact``) capture would have come in an eager step too, or is for others to
+    tell.
+    """
+    if isinstance(error, RefusalError) or not isinstance(error, Exception) or is_out_of_memory(error):
+        return True
+    return intact and (not isinstance(error, RuntimeError) or is_raised_by_user(error))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
+import torch
+
 
 class SkipReason(Enum):
     """Why a call was run eagerly instead of being replayed."""
@@ -57,6 +59,14 @@ class OptionError(GraphPlanError, ValueError):
 
 class ClosedError(GraphPlanError, RuntimeError):
     """A step, program or recording was used after ``close()`` or ``reset()``."""
+
+
+class BusyError(GraphPlanError, RuntimeError):
+    """A step was called, closed or invalidated while one of its calls was still going on."""
+
+
+class CopyError(GraphPlanError, TypeError):
+    """A graphed step was pickled or copied."""
 
 
 class NotCapturedError(GraphPlanError, RuntimeError):
@@ -157,6 +167,10 @@ class CaptureError(RefusalError, RuntimeError):
     """The backend failed while recording, or recorded something other than the plan."""
 
     reason = SkipReason.CAPTURE
+
+
+class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
+    """Memory ran out in a traced or captured call."""
 
 
 class GuardError(RefusalError, RuntimeError):

@@ -262,7 +262,10 @@ class TapeBackend:
         with mode, Profile(lambda name: mode.fail(f"{name} reads values on the host")):
             result = body()
         if mode.failure is not None:
-            raise CaptureError(f"the tape cannot record the step: {mode.failure}; the step itself has run")
+            raise CaptureError(
+                f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "
+                "the step, or pass on_failure='eager' to go on without replays"
+            )
         return TapeRecording(mode), result
 
     def run(self, body: Callable[[], Any]) -> Any:

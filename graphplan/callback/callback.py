@@ -19,6 +19,9 @@ from graphplan.report import describe, summary
 from graphplan.stats import Stats
 from graphplan.step import Options
 
+_LIGHTNINGS_OWN = ("log", "log_dict")
+"""Methods of the module that Lightning sets on every callback."""
+
 
 class GraphPlanCallback(Callback):
     """Replays a Trainer's training steps, optimizer included, with the numbers of the same run without it.
@@ -126,8 +129,7 @@ class GraphPlanCallback(Callback):
         seam, self._seam = self._seam, None
         if seam is not None:
             seam.remove()
-            self._stats, self._plans, self._notes = seam.stats, seam.plans, seam.report_notes()
-            self._plan = seam.plan
+            vars(self).update(_figures(seam), _plan=seam.plan)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -159,5 +161,12 @@ class GraphPlanCallback(Callback):
         self._remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the seam: a running fit is not part of a copy or a pickle."""
-        return {**self.__dict__, "_seam": None, "_plan": None}
+        """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
+        state = {name: value for name, value in vars(self).items() if name not in _LIGHTNINGS_OWN}
+        figures = _figures(self._seam) if self._seam is not None else {}
+        return {**state, **figures, "_seam": None, "_plan": None}
+
+
+def _figures(seam: StepSeam) -> dict[str, Any]:
+    """What a callback keeps of a seam."""
+    return {"_stats": seam.stats, "_plans": seam.plans, "_notes": seam.report_notes()}

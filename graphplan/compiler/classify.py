@@ -108,6 +108,14 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
             "change it where nothing can guard or restore it. Name the object that holds it in owners=, or feed it",
             component=traced.source.component,
         )
+    if traced.tensor.grad_fn is not None:
+        raise UnownedTensorError(
+            f"a {spec} tensor that was computed outside the step (by {traced.tensor.grad_fn.name()}) reaches "
+            f"{traced.operator} at {traced.source}, and gradients would flow out of the step; a replay would go on "
+            "reading the old one. Compute it in the step; if it is a cast of a weight that autocast remembers, enter "
+            "torch.autocast in the step, anew for each call, or with cache_enabled=False",
+            component=traced.source.component,
+        )
     if not unchanged:
         raise UnownedTensorError(
             f"a {spec} tensor that nobody feeds or owns reaches {traced.operator} at {traced.source}, and it is "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ class Shadow:
         """Put the number back: the one from before, or what the step itself made of it."""
         if self.group["lr"] is not self.tensor:
             return
-        if self.tensor._version != self._version:
-            self._replaced = self.last = self.tensor.item()
         self.group["lr"] = self._replaced
+        if self.tensor._version != self._version:
+            self.group["lr"] = self.last = self.tensor.item()
 
 
 class LearningRates:
@@ -109,12 +110,18 @@ class LearningRates:
     def __enter__(self) -> LearningRates:
         self._entered = True
         self._scaled.__enter__()
-        for shadow in self._shadows.values():
-            shadow.enter()
+        try:
+            for shadow in self._shadows.values():
+                shadow.enter()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._entered = False
-        self._scaled.__exit__(*exc)
-        for shadow in self._shadows.values():
-            shadow.leave()
+        with ExitStack() as left:
+            left.callback(self._scaled.__exit__, *exc)
+            # One that cannot be read must not keep the others from leaving.
+            for shadow in self._shadows.values():
+                left.callback(shadow.leave)

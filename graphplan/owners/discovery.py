@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from graphplan.owners.records import Walk
 
 
 class Discovery:
-    """Finds the modules and optimizers that a step uses, through torch's global forward and step hooks.
+    """Finds the modules and optimizers that a step uses, through torch's global forward and step hooks. What other
+    threads run meanwhile is not the step's.
 
     ``on_optimizer`` is called with each optimizer before its step runs, so that one that nobody named is prepared in
     time. ``on_first_sight`` is called once with each module and optimizer, before it runs.
@@ -30,6 +32,7 @@ class Discovery:
         self._modules: dict[int, nn.Module] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._handles: list[Any] = []
+        self._thread = get_ident()
 
     def __enter__(self) -> Discovery:
         forward = nn.modules.module.register_module_forward_pre_hook(self._saw_module)
@@ -42,11 +45,13 @@ class Discovery:
             handle.remove()
 
     def _saw_module(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self._modules:
+        if id(module) not in self._modules and get_ident() == self._thread:
             self._modules[id(module)] = module
             self._on_first_sight(module)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if get_ident() != self._thread:
+            return
         self._on_optimizer(optimizer)
         if id(optimizer) not in self._optimizers:
             self._optimizers[id(optimizer)] = optimizer

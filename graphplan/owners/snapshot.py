@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from graphplan.owners.records import Container, Walk
 
 
 class Snapshot:
-    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``.
+    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, and
+    the states of the default random generators (Python's and NumPy's too) and of ``generators``.
 
     Copies lie beside the tensors, or all on ``device``. ``without`` names attributes that are there now and shall be
     gone after ``restore``.
@@ -27,6 +28,7 @@ class Snapshot:
         *,
         values: bool = True,
         extra: Iterable[Tensor] = (),
+        generators: Iterable[torch.Generator] = (),
         device: torch.device | None = None,
         without: Sequence[str] = (),
     ) -> None:
@@ -36,7 +38,7 @@ class Snapshot:
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
         self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf and tensor.requires_grad]
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._generators: list[tuple[torch.Generator, Tensor]] = []
+        self._generators: list[tuple[Callable[[Any], object], Any]] = []
         if values:
             # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
@@ -46,7 +48,8 @@ class Snapshot:
                     written = tensor.layout is torch.strided and 0 not in tensor.stride()
                     if written and id(tensor) not in self._tensors:
                         self._tensors[id(tensor)] = (tensor, copy_to(tensor, device))
-            self._generators = [(gen, gen.get_state()) for gen in default_generators()]
+            self._generators = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
+            self._generators += _host_generators()
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """What ``tensor`` held when the snapshot was made."""
@@ -66,8 +69,8 @@ class Snapshot:
         with torch.no_grad():
             for tensor, value in self._tensors.values():
                 tensor.detach().copy_(value)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for set_state, state in self._generators:
+            set_state(state)
 
 
 def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:
@@ -104,6 +107,15 @@ def default_generators() -> list[torch.Generator]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         generators += list(torch.cuda.default_generators)
     return generators
+
+
+def _host_generators() -> list[tuple[Callable[[Any], object], Any]]:
+    """Python's random generator, and NumPy's where that is loaded: how to set the state, and the state now."""
+    found: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found.append((numpy.set_state, numpy.get_state(legacy=False)))
+    return found
 
 
 def host_generators() -> dict[str, Any]:

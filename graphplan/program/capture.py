@@ -65,6 +65,8 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
     copied.load({})
     bindings = Bindings(plan, walk)
     body = _Body(plan, feed, leaves, bindings, walk)
+    # Casts of the weights that the caller's autocast remembers would be missing from the recording.
+    torch.clear_autocast_cache()
     copied.swap_in()
     try:
         recording, _ = backend.record(body)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
 
-from graphplan.backend import Backend, resolve_backend
+import torch
+
+from graphplan.backend import Backend, refusing_memory, resolve_backend
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
@@ -77,15 +80,20 @@ def _compile(
         snapshots.append(Snapshot(walk_owners({"": thing}), without=LENT))
 
     traces: list[Trace] = []
-    run = lambda device: trace(fn, feed, owners=managed.owners, device=device)[1]  # noqa: E731
+
+    def run(device: torch.device | None) -> None:
+        traces.append(Trace())
+        trace(fn, feed, owners=managed.owners, device=device, record=traces[-1])
+
     try:
         with managed.rates:
-            traces.append(managed.discover(lambda: run(None), on_first_sight))
+            managed.discover(lambda: run(None), on_first_sight)
         managed.take_names(traces[0].ran)
         device = find_device(managed.owners, feed)
         check_feed(feed, device)
         with managed.rates:
-            traces += [run(device), run(device)]
+            run(device)
+            run(device)
             held = _weak_owners(managed.owners) if weak else lambda: managed.owners
             return build_plan(
                 traces[1], traces[2], feed, owners=held, function=function, allow=allow, rates=managed.rates
@@ -189,6 +197,7 @@ def make_backend(name: str, plan: Plan) -> Backend:
     )
 
 
+@refusing_memory()
 def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
     """Record ``plan``'s step as a program.
 
@@ -204,24 +213,30 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     Raises:
         FeedError: if the feed is not the planned one.
         UncoveredRoleError: if the policy leaves an external without storage.
-        RefusalError: if the backend cannot record the step.
+        RefusalError: if the backend cannot record the step, or memory runs out.
     """
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)
     recorder = make_backend(backend, plan)
-    _make_missing_state(plan, flat, recorder)
-    snapshot = _snapshot(plan, flat)
-    try:
-        with plan.rates:
-            return capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
-    finally:
-        snapshot.restore()
+    with ExitStack() as made:
+        made.callback(Snapshot(walk_owners(plan.owners()), values=False).restore)
+        _make_missing_state(plan, flat, recorder)
+        snapshot = _snapshot(plan, flat)
+        try:
+            with plan.rates:
+                policy = policy or Policy.train()
+                program = capture_program(plan, flat, policy=policy, backend=recorder, buffers=Buffers())
+        finally:
+            snapshot.restore()
+        made.pop_all()
+        return program
 
 
 def _snapshot(plan: Plan, feed: Feed) -> Snapshot:
     walk = walk_owners(plan.owners())
-    return Snapshot(walk, extra=[*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())])
+    extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())]
+    return Snapshot(walk, extra=extra, generators=plan.generators)
 
 
 def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:

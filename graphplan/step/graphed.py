@@ -20,10 +20,11 @@ from graphplan.program import Program
 from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
-from graphplan.step.entry import Entry
+from graphplan.step.entry import Entry, environment
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.stages import Stages
+from graphplan.step.turn import Exclusive
 
 _PATIENCE = 4
 """A capture is overdue after this many times the calls that it needs."""
@@ -31,7 +32,7 @@ _SIGNATURES = 8
 """Signatures without a program that are remembered, as a multiple of ``max_graphs``."""
 
 
-class GraphedStep:
+class GraphedStep(Exclusive):
     """A step that replays itself. Made by :func:`graph_step`.
 
     Raises:
@@ -41,6 +42,7 @@ class GraphedStep:
     def __init__(
         self, fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None, options: Options
     ) -> None:
+        super().__init__()
         if not callable(fn):
             raise OptionError(f"the step is a {type(fn).__name__}; expected a function or another callable")
         self._options = options
@@ -62,8 +64,17 @@ class GraphedStep:
 
         Raises:
             ClosedError: after :meth:`close`.
+            BusyError: while another call is going on, in another thread or around this one.
             RefusalError: if the step cannot be replayed correctly (see ``on_failure``); the call is undone.
         """
+        if not self._turn.acquire(False):
+            self._check_turn()
+        try:
+            return self._call(args, kwargs)
+        finally:
+            self._turn.release()
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
         self._calls += 1
@@ -138,7 +149,7 @@ class GraphedStep:
         self._stages.escalate = escalates
 
     def _entry(self, feed: Feed) -> Entry:
-        key = (feed.key, _environment(), self._managed.next_fingerprint())
+        key = (feed.key, environment(), self._managed.next_fingerprint())
         entry = self._entries.get(key)
         if entry is None:
             check_feed(feed, self._home())
@@ -208,7 +219,7 @@ class GraphedStep:
             # The first steps made the owners known, on which the key depends.
             for key in [key for key, known in self._entries.items() if known is entry]:
                 del self._entries[key]
-            self._entries[(feed.key, _environment(), self._managed.fingerprint())] = entry
+            self._entries[(feed.key, environment(), self._managed.fingerprint())] = entry
         return result
 
     def _check_due(self, entry: Entry) -> None:
@@ -276,30 +287,27 @@ class GraphedStep:
         self.stats.events.append(text)
 
     def invalidate(self, why: str) -> None:
-        """Drop every program; the next calls trace and capture again. ``why`` goes into the report."""
-        self._note(f"invalidated: {why}")
-        for entry in self._entries.values():
-            entry.drop()
-            entry.refusal = None
+        """Drop every program; the next calls trace and capture again. ``why`` goes into the report.
+
+        Raises:
+            BusyError: while a call is going on.
+        """
+        with self._alone():
+            self._note(f"invalidated: {why}")
+            for entry in self._entries.values():
+                entry.drop()
+                entry.refusal = None
 
     def close(self) -> None:
-        """Drop every program and put the optimizers' flags back. The step cannot be called again."""
-        for entry in self._entries.values():
-            entry.drop()
-        self._entries.clear()
-        self._buffers.clear()
-        self._managed.release()
-        self._closed = True
+        """Drop every program and put the optimizers' flags back. The step cannot be called again.
 
-
-def _environment() -> tuple[Any, ...]:
-    """Global modes that a program bakes in."""
-    cuda = torch.is_autocast_enabled("cuda")
-    cpu = torch.is_autocast_enabled("cpu")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype("cuda") if cuda else None,
-        torch.get_autocast_dtype("cpu") if cpu else None,
-        torch.are_deterministic_algorithms_enabled(),
-    )
+        Raises:
+            BusyError: while a call is going on.
+        """
+        with self._alone():
+            for entry in self._entries.values():
+                entry.drop()
+            self._entries.clear()
+            self._buffers.clear()
+            self._managed.release()
+            self._closed = True

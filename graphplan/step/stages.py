@@ -6,18 +6,20 @@ raises or the step goes on eagerly is decided here too.
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from graphplan.backend import Backend, resolve_backend
+from graphplan.backend import Backend, refusing_memory, resolve_backend
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import DeviceError, RefusalError, SkipReason, VerifyError
-from graphplan.owners import Snapshot, is_optimizer_state
+from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.plan import Plan
 from graphplan.program import NO_CHECK, Program, capture_program
 from graphplan.signature import Feed, check_feed
@@ -102,7 +104,7 @@ class Stages:
         self._backend = TapeBackend() if name == "tape" else CUDAGraphBackend(device)
 
     def advance(self, entry: Entry, feed: Feed) -> Any:
-        """A trace, or with a plan in hand the capture, as a transaction."""
+        """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
         line = entry.lines.setdefault(self._managed.grad_presence(), Line())
         walk = self._managed.walk()
         gone = next((path for path in line.state if path not in walk.slots), None)
@@ -111,28 +113,39 @@ class Stages:
             self.stats.events.append(f"traced anew: {gone} is gone, which only an eager step can make")
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
-        changed = line.plan.changed_tensors(walk) if line.plan is not None else []
-        snapshot = Snapshot(walk, extra=[*changed, *(tensor for _, tensor in feed.tensors())])
         try:
-            return self._trace(entry, line, feed) if line.plan is None else self._capture(entry, line, feed)
+            return self._attempt(entry, line, feed, walk)
         except RefusalError as error:
-            snapshot.restore()
-            self.refuse(error)
-            entry.refusal = error
-            return self.eager(feed, error.reason, str(error))
-        except BaseException:
-            snapshot.restore()
-            raise
+            refusal = error
+        self.refuse(refusal)
+        entry.refusal = refusal
+        return self.eager(feed, refusal.reason, str(refusal))
 
-    def _trace(self, entry: Entry, line: Line, feed: Feed) -> Any:
+    @refusing_memory()
+    def _attempt(self, entry: Entry, line: Line, feed: Feed, walk: Walk) -> Any:
+        """A trace or a capture as a transaction: whatever ends it early, it has not happened."""
+        with ExitStack() as undo:
+            generators = line.plan.generators if line.plan is not None else ()
+            changed = line.plan.changed_tensors(walk) if line.plan is not None else []
+            extra = [*changed, *(tensor for _, tensor in feed.tensors())]
+            snapshot = Snapshot(walk, extra=extra, generators=generators)
+            undo.callback(snapshot.restore)
+            # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
+            undo.callback(torch.clear_autocast_cache)
+            stage = self._trace if line.plan is None else self._capture
+            result = stage(entry, line, feed, undo)
+            undo.pop_all()
+            return result
+
+    def _trace(self, entry: Entry, line: Line, feed: Feed, undo: ExitStack) -> Any:
+        facts = Trace()
+        undo.callback(facts.undo_unowned_writes)
+        body = lambda: trace(self._fn, feed, owners=self._managed.owners, device=self.device, record=facts)  # noqa: E731
         with self.stats.timed("trace"):
-            body = lambda: trace(self._fn, feed, owners=self._managed.owners, device=self.device)  # noqa: E731
-            result, facts = self._run(lambda: self._managed.discover(body))
+            result, _ = self._run(lambda: self._managed.discover(body))
             try:
                 self._take(entry, line, feed, facts)
             except RefusalError as error:
-                if self.escalate(error):
-                    facts.undo_unowned_writes()
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self.refuse(error)
                 entry.refusal = error
@@ -169,7 +182,7 @@ class Stages:
         self.plan = line.plan
         self.stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
-    def _capture(self, entry: Entry, line: Line, feed: Feed) -> Any:
+    def _capture(self, entry: Entry, line: Line, feed: Feed, undo: ExitStack) -> Any:
         plan, backend = line.plan, self._backend
         assert plan is not None
         assert backend is not None
@@ -243,6 +256,7 @@ class Stages:
         """Raise if the refusal escalates, else warn once."""
         if isinstance(error, DeviceError) or self.escalate(error):
             raise error
+        _forget_frames(error)
         text = str(error)
         if text not in self._warned:
             self._warned.add(text)
@@ -259,3 +273,11 @@ def _disagreement(program: Program, number: int, verdict: Verdict) -> VerifyErro
         "keep the step eager. The eager step's outcome stands, nothing is lost",
         result=verdict.result,
     )
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames that an error came through hold: a refusal is kept for long, a batch must not be."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__

@@ -67,14 +67,17 @@ class Trace:
     device: torch.device | None = None
     device_constants: list[Tensor] = field(default_factory=list)
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 
     def undo_unowned_writes(self) -> None:
-        """Put back what the step changed in tensors that no snapshot has: those that nobody owns or that only a name
-        in the code leads to.
+        """Put back what the step changed in tensors and generators that no snapshot has: those that nobody owns, and
+        tensors that only a name in the code leads to.
         """
         with torch.no_grad():
             for tensor, value in self.unowned_writes:
                 tensor.detach().copy_(value)
+        for generator, state in self.unowned_draws:
+            generator.set_state(state)
 
     @property
     def launches(self) -> int:

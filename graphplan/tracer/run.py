@@ -20,14 +20,21 @@ from graphplan.tracer.source import find_source
 
 
 def trace(
-    fn: Callable[..., Any], feed: Feed, *, owners: Mapping[str, Any], device: torch.device | None
+    fn: Callable[..., Any],
+    feed: Feed,
+    *,
+    owners: Mapping[str, Any],
+    device: torch.device | None,
+    record: Trace | None = None,
 ) -> tuple[Any, Trace]:
-    """Run ``fn`` on ``feed`` for real; return its result and the facts.
+    """Run ``fn`` on ``feed`` for real; return its result and the facts (in ``record``, if given: whoever gives one can
+    undo a step that was broken off).
 
     The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
     first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
     """
-    record = Trace(device=device)
+    record = record if record is not None else Trace()
+    record.device = device
     for index, leaf in feed.tensors():
         storage = storage_id(leaf)
         if storage is not None:
@@ -50,12 +57,8 @@ def trace(
     args, kwargs = feed.rebuild(feed.leaves)
     profile = Profile(on_read)
     drawn = host_generators()
-    try:
-        with mode, profile:
-            result = fn(*args, **kwargs)
-    except BaseException:
-        record.undo_unowned_writes()
-        raise
+    with mode, profile:
+        result = fn(*args, **kwargs)
     mode.finish()
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()

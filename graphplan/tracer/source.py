@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import linecache
 import os
 import sys
@@ -56,6 +57,17 @@ def is_library(filename: str) -> bool:
     """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
     standard = filename.startswith(_STANDARD) and _INSTALLED not in filename
     return filename.startswith((_TORCH, _HERE)) or standard or _in_library(filename)
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Whether a ``raise`` of the user's own code raised ``error``, rather than torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    return dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS" and not is_library(code.co_filename)
 
 
 def find_source() -> Source:

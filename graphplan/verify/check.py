@@ -45,8 +45,9 @@ class _Check:
         return walk_owners(self._program.plan.owners())
 
     def snapshot(self, walk: Walk) -> Snapshot:
-        changed = self._program.plan.changed_tensors(walk)
-        return Snapshot(walk, extra=[*self._extra.values(), *changed], device=self._device)
+        plan = self._program.plan
+        extra = [*self._extra.values(), *plan.changed_tensors(walk)]
+        return Snapshot(walk, extra=extra, generators=plan.generators, device=self._device)
 
     def state(self, result: Any, *, copy: bool) -> State:
         allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731

@@ -5,8 +5,10 @@ Without a CUDA device everything here works on the CPU and the tape.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, dri
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 BACKEND = "cudagraph" if CUDA else "tape"
+MIB = 1 << 20
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 
@@ -164,3 +167,41 @@ def is_healthy() -> None:
     first, second = (torch.rand(64, device=DEVICE) for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.ones(8, device=DEVICE).sum().item() == 8
+
+
+@contextmanager
+def drawing_nothing() -> Iterator[None]:
+    """Put the device's generator back after the block."""
+    state = torch.cuda.get_rng_state(DEVICE) if CUDA else torch.get_rng_state()
+    yield
+    torch.cuda.set_rng_state(state, DEVICE) if CUDA else torch.set_rng_state(state)
+
+
+def assert_frees_cached_memory() -> None:
+    """Fail unless the allocator still lets cached blocks go when memory gets tight: it must not while it captures."""
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(DEVICE)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + 640 * MIB) / total, DEVICE)
+    try:
+        torch.empty(400 * MIB, dtype=torch.uint8, device=DEVICE)
+        torch.empty(560 * MIB, dtype=torch.uint8, device=DEVICE)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        torch.cuda.empty_cache()
+
+
+def memory() -> tuple[int, int]:
+    """Bytes that tensors have, and bytes that are reserved for them when nothing is cached."""
+    gc.collect()
+    if not CUDA:
+        return 0, 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
+
+
+def assert_memory_returned(before: tuple[int, int]) -> None:
+    """Fail if more is kept than static inputs and generators, which have blocks of 512 bytes in a segment of 2 MiB."""
+    allocated, reserved = memory()
+    assert allocated <= before[0] + 16 * 512
+    assert reserved <= before[1] + 2 * MIB

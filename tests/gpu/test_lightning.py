@@ -15,10 +15,13 @@ pytest.importorskip("sklearn")
 
 from lightning.pytorch.plugins import MixedPrecision
 
-from graphplan import GraphPlanCallback
+from graphplan import GraphPlanCallback, SkipReason
+from tests.gpu.failing import recorded, too_much
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators
 from tests.lightning.endings import assert_nothing_installed
+from tests.lightning.failing import Failing, fit_with
 from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit
+from tests.twins import BEFORE_REPLAY
 
 EPOCHS, REPLAYED = 2, 18 - 6
 """Nine full batches in each epoch; the ragged one at its end is still eager after two."""
@@ -85,3 +88,17 @@ def test_checkpoints_are_interchangeable(first: str, tmp_path: Path) -> None:
     assert_same_fits(expected, found)
     graphed = begun if first == "graphed" else found
     assert graphed.callback.stats.replayed == REPLAYED
+
+
+@pytest.mark.parametrize("number", [0, 20, 40])
+def test_a_capture_that_runs_out_of_memory(number: int, tmp_path: Path) -> None:
+    """The fit goes on eagerly, with one warning: weights, progress, logs and checkpoints are the eager fit's."""
+    full = 9
+    expected = fit_with(tmp_path / "eager", [], base=LitDigits, **{**ON_DEVICE, "max_epochs": 1})
+    failing = Failing(BEFORE_REPLAY - 1, number, too_much, recorded)
+    graphed = GraphPlanCallback(backend=BACKEND, on_failure="eager")
+    with pytest.warns(UserWarning, match="memory ran out"):
+        found = fit_with(tmp_path / "graphed", [failing, graphed], base=LitDigits, **{**ON_DEVICE, "max_epochs": 1})
+    assert_same_fits(expected, found)
+    assert (graphed.stats.skipped[SkipReason.CAPTURE], graphed.stats.replayed) == (full - BEFORE_REPLAY + 1, 0)
+    assert_nothing_installed(found.trainer, found.module)

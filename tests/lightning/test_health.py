@@ -1,0 +1,180 @@
+"""Failures, signals and copies in the middle of a fit: the fit goes on as the eager one, or ends and leaves nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from graphplan import CopyError, SkipReason
+from tests.facts import assert_same, flatten
+from tests.health import Planted, process_facts
+from tests.lightning.endings import assert_nothing_installed
+from tests.lightning.failing import Failing, Raising, fit_with, keeping
+from tests.lightning.parts import (
+    STEPS_PER_EPOCH,
+    LitDigits,
+    assert_same_fits,
+    ignore_lightning_warnings,
+    loaders,
+    tape,
+    trainer_of,
+)
+
+PHASES = {"first trace": 3, "second trace": 4, "capture": 5, "replay": 6}
+FULL = STEPS_PER_EPOCH - 1
+
+
+def _scaled() -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+
+def _stepping() -> LitDigits:
+    """Its optimizer steps on the host: only forward and backward are captured."""
+    module = keeping()
+    type(module).optimizer_step = lambda self, *args, **kwargs: LitDigits.optimizer_step(self, *args, **kwargs)
+    return module
+
+
+FORMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "whole": dict,
+    "scaled": _scaled,
+    "components": lambda: {"base": _stepping},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
+def test_a_failed_capture_goes_on_eagerly(phase: str, form: str, tmp_path: Path) -> None:
+    """At operators all over the step: progress, logs, checkpoints, the scaler and Python values are the eager fit's."""
+    expected = fit_with(tmp_path / "eager", [], **FORMS[form]())
+    failed = []
+    for number in range(0, 160, 16):
+        failing = Failing(PHASES[phase], number, torch.OutOfMemoryError("CUDA out of memory"))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = fit_with(tmp_path / str(number), [failing, tape(on_failure="eager")], **FORMS[form]())
+            except torch.OutOfMemoryError:
+                continue  # It was Lightning's own code that failed, before or after the graphed step.
+        if not failing.mode.failed_at:
+            break
+        failed.append(failing.mode.failed_at)
+        (text,) = [str(warning.message) for warning in caught if "graphplan" in str(warning.message)]
+        assert "eagerly: memory ran out" in text
+        assert_same_fits(expected, found)
+        assert_nothing_installed(found.trainer, found.module)
+        stats = found.callback.stats
+        assert (stats.skipped[SkipReason.CAPTURE], stats.replayed) == (FULL - PHASES[phase], 0)
+    assert len(failed) > 3
+
+
+@pytest.mark.parametrize("number", [5, 40, 70])
+@pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
+def test_an_error_of_the_users_ends_the_fit(phase: str, number: int, tmp_path: Path) -> None:
+    """What its call had done is undone: the module, the optimizer and its progress are as before the batch."""
+    expected = ended_by(Planted, tmp_path / "eager", [Raising(PHASES[phase], Planted("before the batch"))])
+    failing = Failing(PHASES[phase], number, Planted("in the batch"))
+    found = ended_by(Planted, tmp_path / "graphed", [failing, tape()])
+    assert_same(expected, found)
+
+
+def ended_by(error: type[BaseException], folder: Path, callbacks: list[Callback]) -> dict[str, Any]:
+    """A fit that ends in ``error`` and leaves nothing installed: module, optimizers, progress, generator."""
+    facts, handlers = process_facts(), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    torch.manual_seed(0)
+    module = keeping()
+    trainer = trainer_of(folder, callbacks)
+    torch.manual_seed(1)
+    with warnings.catch_warnings(), pytest.raises(error):
+        ignore_lightning_warnings()
+        trainer.fit(module, *loaders())
+    assert_nothing_installed(trainer, module)
+    assert facts == process_facts()
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict()
+    return flatten(module=module, optimizers=trainer.optimizers, progress=progress, rng=torch.get_rng_state())
+
+
+def send(number: signal.Signals) -> Callable[..., None]:
+    """A function that sends this process a signal."""
+    return lambda *args: signal.raise_signal(number)
+
+
+ENDS = {
+    "SIGTERM": (SIGTERMException, send(signal.SIGTERM)),
+    "SIGINT": (SystemExit, send(signal.SIGINT)),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_signal_ends_the_fit(within: bool, phase: str, name: str, tmp_path: Path) -> None:
+    """Between two batches, or in the middle of one: the callback is gone, and serves the next fit."""
+    error, what = ENDS[name]
+    at = PHASES[phase]
+    killer = Failing(at, 20, what) if within else Raising(at, what)
+    callback = tape()
+    found = ended_by(error, tmp_path / "graphed", [killer, callback])
+    if name == "SIGTERM":
+        # Lightning lets the batch end first.
+        expected = ended_by(error, tmp_path / "eager", [Raising(at, what)])
+        assert_same(expected, found)
+    assert "replayed" in callback.report()
+    fresh, again = fit_with(tmp_path / "fresh", []), fit_with(tmp_path / "again", [callback])
+    assert_same_fits(fresh, again)
+    assert callback.stats.replayed == FULL - 6
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_the_callback_is_copied(how: str, tmp_path: Path) -> None:
+    """Before, in and after a fit, with its figures and without its seam; the fit does not notice, the copy works."""
+    made: list[tuple[Any, Any]] = []
+    callback = tape()
+    COPIES[how](callback)
+    copying = Raising(8, lambda trainer: made.append((COPIES[how](callback), callback.stats.replayed)), at_end=True)
+    expected = fit_with(tmp_path / "eager", [])
+    found = fit_with(tmp_path / "graphed", [copying, callback])
+    assert_same_fits(expected, found)
+    ((copied, replayed),) = made
+    assert replayed == copied.stats.replayed == 2
+    assert callback.stats.replayed == FULL - 6
+    after = COPIES[how](callback)
+    assert after.report() == callback.report()
+    for number, fresh in enumerate((copied, after)):
+        again = fit_with(tmp_path / str(number), [fresh])
+        assert_same_fits(expected, again)
+        assert fresh.stats.replayed == FULL - 6
+
+
+def test_the_module_is_copied_in_the_middle_of_a_fit(tmp_path: Path) -> None:
+    """As averaging callbacks do; the Trainer itself cannot be, and says why."""
+    made: list[Any] = []
+
+    def copies(trainer: Any) -> None:
+        made.append(copy.deepcopy(trainer.lightning_module))
+        with pytest.raises(CopyError, match="a graphed step cannot be copied"):
+            copy.deepcopy(trainer.fit_loop.epoch_loop.automatic_optimization)
+
+    expected = fit_with(tmp_path / "eager", [])
+    found = fit_with(tmp_path / "graphed", [Raising(8, copies, at_end=True), tape()])
+    assert_same_fits(expected, found)
+    assert len(made[0].losses) == 8

@@ -1,0 +1,213 @@
+"""A trace or a capture that fails, at whatever operator, has not happened; the run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from graphplan import CaptureMemoryError, SkipReason, UnownedTensorError, capture, compile_plan
+from graphplan.owners import Snapshot
+from tests.facts import assert_same
+from tests.health import CALLS, RIGS, FailAt, Planted, carrying_rig, live_tensors, process_facts, scaled_rig
+from tests.twins import Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
+
+PHASES = {"first trace": 3, "second trace": 4, "capture": 5}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", RIGS)
+def test_a_call_that_fails_at_any_operator_has_not_happened(name: str, phase: str) -> None:
+    """The user's error comes out as it is; state is as before; the batch, given again, leads to eager's run."""
+    rig = build(RIGS[name])
+    expected = drive(rig, rig.step)
+    rig = build(RIGS[name])
+    step = managed(rig)
+    outputs, failed = [], []
+    for index, args in enumerate(rig.calls):
+        for number in itertools.count() if index == PHASES[phase] else ():
+            before, mode = state_of(rig) | process_facts(), FailAt(number, Planted(f"operator {number}"))
+            with mode:
+                try:
+                    result = step(*args)
+                except Planted as error:
+                    failed.append(error)
+                else:
+                    break
+            assert failed[-1] is mode.error
+            assert_same(before, state_of(rig) | process_facts())
+        else:
+            result = step(*args)
+        outputs.append(keep(result))
+        rig.after(index)
+    assert len(failed) > 60
+    assert_same_runs(expected, Record(outputs, state_of(rig)))
+    stats = step.stats
+    assert (stats.eager, stats.traced, stats.captured, stats.replayed) == (3, 2, 1, 3)
+
+
+def out_of_memory() -> torch.OutOfMemoryError:
+    """What torch raises on a device that is full."""
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about it")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", RIGS)
+def test_memory_that_runs_out_leads_to_eager_steps(name: str, phase: str) -> None:
+    """One warning, wherever it happens; every batch is trained on once."""
+    at = PHASES[phase]
+    rig = build(RIGS[name])
+    expected = drive(rig, rig.step)
+    fired = 0
+    for number in itertools.count(step=19):
+        rig, mode = build(RIGS[name]), FailAt(number, out_of_memory())
+        step = managed(rig, on_failure="eager")
+        begun = drive(rig, step, at)
+        with warnings.catch_warnings(record=True) as caught, mode:
+            warnings.simplefilter("always")
+            result = step(*rig.calls[at])
+        rig.after(at)
+        rest = drive(replace(rig, calls=rig.calls[at + 1 :]), step)
+        if not mode.failed_at:
+            break
+        fired += 1
+        assert_same_runs(expected, Record([*begun.outputs, keep(result), *rest.outputs], state_of(rig)))
+        (warning,) = caught
+        text = r"eagerly: memory ran out .*\(CUDA out of memory.*2.00 GiB.\).*batch smaller"
+        assert re.search(text, str(warning.message))
+        assert step.stats.skipped == {SkipReason.CAPTURE: CALLS - at}
+    assert fired > 3
+
+
+@pytest.mark.parametrize("phase", ["second trace", "capture"])
+@pytest.mark.parametrize("number", [0, 30, 60])
+def test_a_step_that_went_eager_keeps_nothing_of_its_capture(number: int, phase: str) -> None:
+    """Neither the copy of the state nor what was recorded, but for the static inputs."""
+    rig = build(scaled_rig)
+    step = managed(rig, on_failure="eager")
+    drive(rig, step, PHASES[phase])
+    kept = live_tensors()
+    with pytest.warns(UserWarning, match="memory ran out"), FailAt(number, out_of_memory()):
+        step(*rig.calls[-1])
+    statics = len(rig.calls[0]) if phase == "capture" else 0
+    assert kept <= live_tensors() <= kept + statics
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_memory_that_runs_out_is_a_refusal(phase: str) -> None:
+    """It can be caught as what torch raises too; the call has not happened and holds nothing; the next one works."""
+    rig = build(scaled_rig)
+    expected = drive(rig, rig.step)
+    rig = build(scaled_rig)
+    step = managed(rig)
+    begun = drive(rig, step, PHASES[phase])
+    kept = live_tensors()
+    for error in (out_of_memory(), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        for number in (0, 60):
+            text = r"memory ran out .*on_failure='eager'"
+            with pytest.raises(torch.OutOfMemoryError, match=text) as caught, FailAt(number, error):
+                step(*rig.calls[PHASES[phase]])
+            assert caught.type is CaptureMemoryError
+            assert caught.value.reason is SkipReason.CAPTURE
+            del caught
+            error.__traceback__ = None
+            assert_same(begun.state, state_of(rig))
+            statics = len(rig.calls[0]) if phase == "capture" else 0
+            assert kept <= live_tensors() <= kept + statics
+    rest = drive(replace(rig, calls=rig.calls[PHASES[phase] :]), step)
+    assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
+    assert step.stats.replayed == 3
+
+
+def not_putting_back(func: Any) -> bool:
+    """Whether an operator does not come from ``Snapshot.restore``, which nothing could undo."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not Snapshot.restore.__code__:
+        frame = frame.f_back
+    return frame is None
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+@pytest.mark.parametrize("name", RIGS)
+def test_a_bare_capture_that_fails_at_any_operator(name: str, begun: int) -> None:
+    """``capture`` leaves the owners as it found them too, whether or not the optimizer had made its state."""
+    rig = build(RIGS[name])
+    drive(rig, rig.step, begun)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    before, failed = state_of(rig) | process_facts(), 0
+    for number in itertools.count(step=3):
+        error = out_of_memory() if number % 2 else Planted("planted")
+        expected = CaptureMemoryError if number % 2 else Planted
+        with FailAt(number, error, not_putting_back):
+            try:
+                capture(plan, feed=rig.calls[0], backend="tape")
+            except expected:
+                failed += 1
+            else:
+                break
+        assert_same(before, state_of(rig) | process_facts())
+    assert failed > 30
+
+
+def within_autocast(
+    rig: Rig, call: Callable[..., Any], before: Callable[..., object], *, at: int = PHASES["capture"]
+) -> Record:
+    """Make the rig's calls in an autocast block each, in which ``before`` comes first for number ``at``."""
+    outputs = []
+    for index, args in enumerate(rig.calls):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if index == at:
+                before(*args)
+            outputs.append(keep(call(*args)))
+    return Record(outputs, state_of(rig))
+
+
+@pytest.mark.parametrize("phase", ["second trace", "capture"])
+def test_casts_that_autocast_remembers_of_a_failed_call(phase: str) -> None:
+    """In the same autocast block the batch is given again: the casts are made, and recorded, anew."""
+
+    def fail(*args: Any) -> None:
+        with pytest.raises(Planted), FailAt(60, Planted("planted")):
+            step(*args)
+
+    rig = build(carrying_rig)
+    expected = within_autocast(rig, rig.step, lambda *args: None)
+    rig = build(carrying_rig)
+    step = managed(rig)
+    assert_same_runs(expected, within_autocast(rig, step, fail, at=PHASES[phase]))
+    assert step.stats.replayed == 3
+
+
+def test_casts_that_autocast_remembers_when_the_step_is_captured() -> None:
+    """The model ran in the same autocast block: the casts are recorded all the same, as the traces saw them."""
+    rig = build(carrying_rig)
+    expected = within_autocast(rig, rig.step, lambda x, y: rig.owners["model"](x))
+    rig = build(carrying_rig)
+    step = managed(rig)
+    assert_same_runs(expected, within_autocast(rig, step, lambda x, y: rig.owners["model"](x)))
+    assert step.stats.replayed == 3
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_casts_that_autocast_remembers_from_before_the_step(cache: bool) -> None:
+    """One autocast block around many calls computes with the weights that it began with: refused."""
+    rig = build(carrying_rig)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        expected = drive(rig, rig.step)
+    rig = build(carrying_rig)
+    step = managed(rig)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        if cache:
+            text = r"computed outside the step \(by ToCopyBackward0\).*cache_enabled=False"
+            with pytest.raises(UnownedTensorError, match=text):
+                drive(rig, step)
+        else:
+            assert_same_runs(expected, drive(rig, step))
+            assert step.stats.replayed == 3
