@@ -139,7 +139,6 @@ def carrying_rig(device: str = "cpu", calls: int = CALLS) -> Rig:
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
 
     def train_step(x: Tensor, y: Tensor) -> Any:
-        random.random(), np.random.rand()
         model.tp = model.tp + x.mean(0)
         noise = torch.rand(x.shape, generator=model.noise, device=x.device)
         loss = F.cross_entropy(model(x + 0.1 * noise), y) + 0.01 * model.tp.sum()

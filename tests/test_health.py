@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import sys
 import warnings
@@ -10,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from graphplan import CaptureMemoryError, SkipReason, UnownedTensorError, capture, compile_plan
+from graphplan import CaptureMemoryError, SkipReason, UnownedTensorError, capture, compile_plan, graph_step
 from graphplan.owners import Snapshot
 from tests.facts import assert_same
 from tests.health import CALLS, RIGS, FailAt, Planted, carrying_rig, live_tensors, process_facts, scaled_rig
@@ -44,7 +47,9 @@ def test_a_call_that_fails_at_any_operator_has_not_happened(name: str, phase: st
             assert failed[-1] is mode.error
             assert_same(before, state_of(rig) | process_facts())
         else:
-            result = step(*args)
+            # The mode's code runs in each call: code that is new in a trace would make it begin anew.
+            with FailAt(-1, Planted("never")):
+                result = step(*args)
         outputs.append(keep(result))
         rig.after(index)
     assert len(failed) > 60
@@ -211,3 +216,22 @@ def test_casts_that_autocast_remembers_from_before_the_step(cache: bool) -> None
         else:
             assert_same_runs(expected, drive(rig, step))
             assert step.stats.replayed == 3
+
+
+def test_draws_of_host_generators_are_undone() -> None:
+    """A call that fails in its capture has not drawn from Python's and NumPy's generators either."""
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def train_step(x: Tensor) -> Tensor:
+        random.random(), np.random.rand()
+        return (weight * x).sum()
+
+    step = graph_step(train_step, backend="tape", allow=("Python's random generator", "NumPy's random generator"))
+    for _ in range(PHASES["capture"]):
+        step(torch.ones(3))
+    before = process_facts()
+    with FailAt(0, Planted("now")), pytest.raises(Planted, match="now"):
+        step(torch.ones(3))
+    assert_same(before, process_facts())
+    assert step(torch.ones(3)).item() == 3.0
+    assert (step.stats.captured, step.stats.replayed) == (1, 0)
