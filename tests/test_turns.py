@@ -67,7 +67,8 @@ def test_a_step_that_is_busy(where: Callable[..., Any], use: str, phase: str) ->
     rig.after(at)
     rest = drive(replace(rig, calls=rig.calls[at + 1 :]), step)
     assert_same_runs(expected, Record([*begun.outputs, keep(result), *rest.outputs], state_of(rig)))
-    assert step.stats.replayed == 3
+    # Code that is new in a trace makes it begin anew.
+    assert step.stats.captured == 1 and step.stats.replayed >= 1
     assert type(errors[0]) is BusyError
     text = "within its own call" if where is here else "another thread"
     assert text in str(errors[0]) and "expected one call at a time" in str(errors[0])

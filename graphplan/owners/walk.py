@@ -10,6 +10,7 @@ objects of torch or Lightning that it was not given by name.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import replace
@@ -37,7 +38,9 @@ from graphplan.owners.records import (
 )
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "builtins", "threading", "logging")
+_LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
+_FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - {"argparse", "types", "__main__"}
+"""Packages whose objects are not walked; plain namespaces of the standard library are the user's own."""
 _ATOMS = (type, ModuleType, Enum, partial)
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 6
