@@ -11,6 +11,7 @@ from graphplan.errors import ClosedError as ClosedError
 from graphplan.errors import ControlFlowError as ControlFlowError
 from graphplan.errors import CopyError as CopyError
 from graphplan.errors import DeviceError as DeviceError
+from graphplan.errors import DeviceFault as DeviceFault
 from graphplan.errors import FeedError as FeedError
 from graphplan.errors import GeneratorSeekError as GeneratorSeekError
 from graphplan.errors import GraphPlanError as GraphPlanError
@@ -24,11 +25,13 @@ from graphplan.errors import OptionError as OptionError
 from graphplan.errors import OutputError as OutputError
 from graphplan.errors import OwnersError as OwnersError
 from graphplan.errors import PolicyError as PolicyError
+from graphplan.errors import RecaptureError as RecaptureError
 from graphplan.errors import RefusalError as RefusalError
 from graphplan.errors import SkipReason as SkipReason
 from graphplan.errors import TemporaryCopyError as TemporaryCopyError
 from graphplan.errors import UncoveredRoleError as UncoveredRoleError
 from graphplan.errors import UnownedTensorError as UnownedTensorError
+from graphplan.errors import VerifyError as VerifyError
 from graphplan.optimizers import prepare_optimizer as prepare_optimizer
 from graphplan.plan import Plan as Plan
 from graphplan.policy import Policy as Policy

@@ -32,6 +32,7 @@ class SkipReason(Enum):
     BACKEND_EAGER = "backend='eager'"
     MAX_GRAPHS = "the limit on the number of programs is reached"
     GUARD = "state moved in a way that a replay cannot follow"
+    RECAPTURE = "captures follow each other without paying"
     VERIFY = "a replay differed from the eager step"
     UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
     SHAPE = "a feed signature that has no program yet"
@@ -177,6 +178,16 @@ class GuardError(RefusalError, RuntimeError):
     """A program was replayed although something that it depends on is no longer where it was."""
 
     reason = SkipReason.GUARD
+
+
+class RecaptureError(RefusalError, RuntimeError):
+    """What the step depends on changes so often that captures do not pay."""
+
+    reason = SkipReason.RECAPTURE
+
+
+class DeviceFault(GraphPlanError, RuntimeError):
+    """With ``debug=True``: the device failed in a recording. Says which, and what it ran last."""
 
 
 class VerifyError(RefusalError, RuntimeError):

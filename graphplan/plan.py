@@ -96,6 +96,7 @@ class Plan:
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         device: where the step computes.
+        last_operators: the last ones that the step launches, with their source lines.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Plan:
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]
+    last_operators: tuple[str, ...]
     rates: Rates
     owners: Callable[[], Mapping[str, Any]]
     function: Callable[[], Callable[..., Any]]

@@ -14,6 +14,10 @@ KINDS = ("eager", "replayed")
 PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
 
 
+_EVENTS = 200
+"""Events that are kept."""
+
+
 @dataclass(slots=True)
 class Stats:
     """What a step did. ``eager + traced + captured + replayed`` is the number of calls that returned.
@@ -58,6 +62,11 @@ class Stats:
         self.skipped[reason] += 1
         text = detail or reason.value
         self.reasons[text] = self.reasons.get(text, 0) + 1
+
+    def note(self, text: str) -> None:
+        """Add an event. The latest ones are kept: a run may be long."""
+        self.events.append(text)
+        del self.events[:-_EVENTS]
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

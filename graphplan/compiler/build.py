@@ -27,6 +27,9 @@ from graphplan.tracer import Trace
 from graphplan.tracer.changes import place_of, same_value
 from graphplan.tracer.records import OutputTensor
 
+_LAST = 8
+"""Operators that an error of the device lists."""
+
 
 def find_device(owners: Mapping[str, Any], feed: Feed) -> torch.device:
     """Where a step computes: the first accelerator among its owners' and its feed's tensors, else the CPU."""
@@ -62,6 +65,7 @@ def build_plan(
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
     _check_shared(feed, externals)
+    launched = [operator for operator in second.operators if operator.launches]
     fn = function()
     assert second.device is not None
     return Plan(
@@ -83,6 +87,7 @@ def build_plan(
         reads=find_reads(first, second, walk, counters, allow),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
+        last_operators=tuple(f"{op.name} at {op.source}" for op in launched[-_LAST:]),
         rates=rates,
         owners=owners,
         function=function,

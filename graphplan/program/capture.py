@@ -84,4 +84,5 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
         bindings=bindings,
         outputs=body.outputs,
         walk=walk_owners(plan.owners()),
+        feed=feed,
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from graphplan.backend import Recording
 from graphplan.errors import ClosedError, GuardError
@@ -47,8 +48,11 @@ class Program:
         bindings: Bindings,
         outputs: Outputs,
         walk: Walk,
+        feed: Feed,
     ) -> None:
         self.plan = plan
+        # Without the leaves: a program must not keep a batch alive.
+        self._rebuild = Feed([], feed.structure, feed.key).rebuild
         self.policy = policy
         self._recording: Recording | None = recording
         self._indices = list(inputs)
@@ -123,6 +127,17 @@ class Program:
                 source.copy_(static)
         return self.collect(leaves)
 
+    def run_eagerly(self, leaves: Sequence[Any]) -> Any:
+        """:meth:`run` with the step itself in place of the recording: same copies in and out, no replay."""
+        self._bindings.settle_grads()
+        self.load(leaves)
+        statics = dict(zip(self._indices, self._statics, strict=True))
+        stands_for = {id(static): leaves[index] for index, static in statics.items()}
+        args, kwargs = self._rebuild([statics.get(index, leaf) for index, leaf in enumerate(leaves)])
+        result = self.plan.function()(*args, **kwargs)
+        self._give_back(leaves)
+        return pytree.tree_map_only(Tensor, lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
+
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
         assert self._recording is not None
@@ -133,13 +148,17 @@ class Program:
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
+        self._give_back(leaves)
+        with torch.no_grad():
+            return self._outputs.build(leaves, self._walk)
+
+    def _give_back(self, leaves: Sequence[Any]) -> None:
         with torch.no_grad():
             for index, static in self._write_back:
                 leaves[index].copy_(static)
             for index, static in self._wants_grad:
                 assert static.grad is not None
                 leaves[index].grad = static.grad.detach().clone()
-            return self._outputs.build(leaves, self._walk)
 
     def replay(
         self,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphplan.buffers import Buffers
-from graphplan.errors import ClosedError, FeedError, NotCapturedError, OptionError, RefusalError, SkipReason
+from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import describe
@@ -23,13 +23,9 @@ from graphplan.stats import Stats
 from graphplan.step.entry import Entry, environment
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
+from graphplan.step.programs import Programs
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive
-
-_PATIENCE = 4
-"""A capture is overdue after this many times the calls that it needs."""
-_SIGNATURES = 8
-"""Signatures without a program that are remembered, as a multiple of ``max_graphs``."""
 
 
 class GraphedStep(Exclusive):
@@ -50,13 +46,10 @@ class GraphedStep(Exclusive):
         self._managed = Managed(fn, owners, prepare=prepare)
         self._buffers = Buffers(self._on_growth)
         self._stages = Stages(fn, self._managed, options, self._buffers)
-        self._entries: dict[Any, Entry] = {}
-        self._captured_feeds: set[Any] = set()
+        self._programs: Programs = Programs(options, self._stages.stats)
         self._feed_device = options.feed_device
         self._demoted: RefusalError | None = None
         self._calls = 0
-        self._asked = 0
-        self._overdue_said = False
         self._closed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,11 +143,13 @@ class GraphedStep(Exclusive):
 
     def _entry(self, feed: Feed) -> Entry:
         key = (feed.key, environment(), self._managed.next_fingerprint())
-        entry = self._entries.get(key)
+        entry = self._programs.get(key)
         if entry is None:
             check_feed(feed, self._home())
-            self._make_room()
-            entry = self._entries[key] = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
+            if self._programs.knows(feed):
+                self.stats.note(f"another program: {self._managed.why_changed()}")
+            wants_grad = any(leaf.requires_grad for _, leaf in feed.tensors())
+            entry = self._programs.add(key, Entry(wants_grad=wants_grad))
         elif entry.wants_grad:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
             check_feed(feed, self._home())
@@ -185,9 +180,11 @@ class GraphedStep(Exclusive):
         reason = program.resync()
         self._managed.refresh()
         if reason is None:
+            happened = self._managed.take_events()
+            if happened:
+                self.stats.note(f"followed{happened}")
             return True
-        self._note(f"recapture: {reason}")
-        entry.drop()
+        self._programs.drop(entry, f"{reason}{self._managed.take_events()}")
         # A replaced parameter may have no optimizer state yet, which only an eager step can make.
         entry.warm = min(entry.warm, self._options.warmup_steps - 1)
         return False
@@ -196,7 +193,8 @@ class GraphedStep(Exclusive):
         """A replay that is checked against eager. After a difference, the step stays eager."""
         result, error = self._stages.check(program, feed, self._options.schedule)
         if error is not None:
-            self.invalidate(str(error))
+            self.stats.note(f"invalidated: {error}")
+            self._programs.forget()
             self._demoted = error
             self._stages.refuse(error)
             self._stages.count_eager(error.reason, str(error))
@@ -204,87 +202,39 @@ class GraphedStep(Exclusive):
 
     def _advance(self, entry: Entry, feed: Feed) -> Any:
         """One step on the way to a program."""
-        self._check_due(entry)
+        overdue = self._programs.check_due()
+        if overdue is not None:
+            if self._options.on_failure == "raise":
+                raise overdue
+            warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
+        try:
+            self._programs.check_churn()
+        except RefusalError as error:
+            self._demote(error)
+            return self._refused(feed, error)
         if entry.warm >= self._options.warmup_steps:
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
             if self.stats.captured > captured:
-                self._count_capture(entry, feed)
-                for program in entry.programs():
-                    if program.replays == 0:
-                        program.next_check = self._options.schedule.after(0)
+                self._programs.count_capture(entry, feed)
+                programs = self._programs.all()
+                self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
             return result
         result = self._stages.warm_up(entry, feed)
         if entry.warm <= 1:
             # The first steps made the owners known, on which the key depends.
-            for key in [key for key, known in self._entries.items() if known is entry]:
-                del self._entries[key]
-            self._entries[(feed.key, environment(), self._managed.fingerprint())] = entry
+            self._programs.move(entry, (feed.key, environment(), self._managed.fingerprint()))
         return result
-
-    def _check_due(self, entry: Entry) -> None:
-        """Say it once if captures should have come by now: eager for ever is no help to anybody.
-
-        Raises:
-            NotCapturedError: before the call has run.
-        """
-        if self.stats.captured or self._overdue_said:
-            return
-        self._asked += 1
-        needed = self._options.warmup_steps + 3
-        repeats = max(known.eager_calls for known in self._entries.values()) > 1
-        patience = needed * (self._options.max_graphs if repeats else 1)
-        if self._asked <= _PATIENCE * patience:
-            return
-        self._overdue_said = True
-        error = NotCapturedError(
-            f"no step was captured in {self.stats.calls} steps, though {needed} with one signature are enough: the "
-            f"batches differ each time in shape, dtype, structure or Python values ({len(self._entries)} signatures so "
-            "far). Expected batches that repeat a signature: pad them, drop Python values from them, or pass "
-            "on_failure='eager'"
-        )
-        if self._options.on_failure == "raise":
-            raise error
-        warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=4)
-
-    def _make_room(self) -> None:
-        """Forget the oldest signatures that came to nothing, so that ones which never repeat do not pile up."""
-        idle = [key for key, known in self._entries.items() if known.refusal is None and not known.programs()]
-        for key in idle[: max(len(idle) - _SIGNATURES * self._options.max_graphs, 0)]:
-            del self._entries[key]
-
-    def _programs(self) -> list[Program]:
-        return [program for entry in self._entries.values() for program in entry.programs()]
-
-    def _count_capture(self, entry: Entry, feed: Feed) -> None:
-        stats = self.stats
-        if entry.recapture or feed.key in self._captured_feeds:
-            stats.recaptured += 1
-        entry.recapture = False
-        self._captured_feeds.add(feed.key)
-        while len(self._programs()) > self._options.max_graphs:
-            older = [known for known in self._entries.values() if known.programs() and known is not entry]
-            if not older:
-                break
-            self._note("evicted: more programs than max_graphs")
-            older[0].drop()
-        stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in self._programs())
 
     def _on_growth(self, position: int) -> None:
         """A static input is about to be replaced by a larger one: programs that point into it go."""
-        for entry in self._entries.values():
-            if entry.programs():
-                self._note(f"recapture: input {position} grew")
-                entry.drop()
+        self._programs.drop_all(f"input {position} grew")
 
     def _demote(self, error: RefusalError) -> None:
         """Raise, or run eagerly from now on; a feed's fault is its own call's only."""
         self._stages.refuse(error)
         if not isinstance(error, FeedError):
             self._demoted = error
-
-    def _note(self, text: str) -> None:
-        self.stats.events.append(text)
 
     def invalidate(self, why: str) -> None:
         """Drop every program; the next calls trace and capture again. ``why`` goes into the report.
@@ -293,10 +243,8 @@ class GraphedStep(Exclusive):
             BusyError: while a call is going on.
         """
         with self._alone():
-            self._note(f"invalidated: {why}")
-            for entry in self._entries.values():
-                entry.drop()
-                entry.refusal = None
+            self.stats.note(f"invalidated: {why}")
+            self._programs.forget()
 
     def close(self) -> None:
         """Drop every program and put the optimizers' flags back. The step cannot be called again.
@@ -305,9 +253,7 @@ class GraphedStep(Exclusive):
             BusyError: while a call is going on.
         """
         with self._alone():
-            for entry in self._entries.values():
-                entry.drop()
-            self._entries.clear()
+            self._programs.forget()
             self._buffers.clear()
             self._managed.release()
             self._closed = True

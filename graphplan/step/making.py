@@ -27,6 +27,9 @@ def graph_step(
     prepare_optimizers: bool = True,
     max_graphs: int = 16,
     verify: str | int | None = "geometric",
+    max_recaptures: int = 16,
+    debug: bool = False,
+    debug_eager: bool = False,
 ) -> GraphedStep:
     """Make a step that replays itself as one CUDA graph (or tape).
 
@@ -53,6 +56,10 @@ def graph_step(
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same
             state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
+        max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
+        debug: wait for the device after each capture and each first replay, and name the program in its errors.
+        debug_eager: run the step itself where a program would be replayed, on the program's own inputs: tells a fault
+            of the recording from one of everything around it.
 
     Returns:
         A callable with ``plan``, ``stats``, ``invalidate(why)`` and ``close()``. Tensors that the step makes come back
@@ -73,5 +80,8 @@ def graph_step(
         prepare_optimizers=prepare_optimizers,
         max_graphs=max_graphs,
         verify=verify,
+        max_recaptures=max_recaptures,
+        debug=debug,
+        debug_eager=debug_eager,
     )
     return GraphedStep(fn, owners, options)

@@ -13,6 +13,7 @@ from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import Discovery, Namespace, Walk, free_name, name_owners, walk_owners
+from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
 
 _NAMES = "names"
@@ -43,6 +44,8 @@ class Managed:
         self._seen: dict[tuple[Any, ...], int] = {}
         self._churn = 0
         self._names = Namespace()
+        self._notices = Notices()
+        self._before: tuple[Any, ...] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
@@ -111,6 +114,8 @@ class Managed:
         walk = self.walk()
         self.rates.attach(walk.optimizers.values())
         self._fingerprint = Fingerprint(walk, self.rates.shadowed)
+        for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
+            self._notices.register(name, owner)
         self._parameters = [param for _, param in walk.parameters.values()]
 
     def look_again(self) -> None:
@@ -135,9 +140,23 @@ class Managed:
         """
         before, known = self._last, len(self._seen)
         number = self.fingerprint()
+        if before is not self._last:
+            self._before = before
         if before is not None and len(self._seen) > known:
             self._check_churn(before)
         return number
+
+    def why_changed(self) -> str:
+        """What the last change of the fingerprint was, described, and what happened before."""
+        changed: list[str] = []
+        if self._fingerprint is not None and self._before is not None and self._last is not None:
+            changed = self._fingerprint.changed(self._before, self._last)
+        what = "; ".join(changed[:3]) or "other modes, flags, or objects"
+        return what + self._notices.take()
+
+    def take_events(self) -> str:
+        """What torch told of since the last time, as the end of a sentence."""
+        return self._notices.take()
 
     def captured(self) -> None:
         """A program was captured: hyper-parameters stay long enough."""
@@ -166,6 +185,7 @@ class Managed:
 
     def release(self) -> None:
         """Put the optimizers' flags back."""
+        self._notices.remove()
         for preparation in self._preparations.values():
             preparation.undo()
         self._preparations = {}

@@ -34,6 +34,9 @@ class Options:
     prepare_optimizers: bool = True
     max_graphs: int = 16
     verify: str | int | None = "geometric"
+    max_recaptures: int = 16
+    debug: bool = False
+    debug_eager: bool = False
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -50,6 +53,8 @@ class Options:
             raise OptionError(f"allow is the string {self.allow!r}; expected a sequence of paths: ({self.allow!r},)")
         if self.max_graphs < 1:
             raise OptionError(f"max_graphs is {self.max_graphs}; expected at least 1")
+        if self.max_recaptures < 0:
+            raise OptionError(f"max_recaptures is {self.max_recaptures}; expected 0 or more")
         self._check_eager_if()
         Schedule.parse(self.verify)
 

@@ -18,7 +18,7 @@ from graphplan.backend import Backend, refusing_memory, resolve_backend
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.errors import DeviceError, RefusalError, SkipReason, VerifyError
+from graphplan.errors import DeviceError, DeviceFault, RefusalError, SkipReason, VerifyError
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.plan import Plan
 from graphplan.program import NO_CHECK, Program, capture_program
@@ -110,7 +110,7 @@ class Stages:
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
-            self.stats.events.append(f"traced anew: {gone} is gone, which only an eager step can make")
+            self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make")
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
         try:
@@ -195,6 +195,9 @@ class Stages:
                     plan, feed, policy=self._options.roles, backend=backend, buffers=self._buffers
                 )
             result = program.run_recorded(feed.leaves, executed=backend.executes)
+        if self._options.debug:
+            self._wait(program, "its capture")
+        program.next_check = self._options.schedule.after(0)
         line.program = program
         if not plan.entry_grads:
             entry.any_program = program
@@ -208,10 +211,32 @@ class Stages:
     def replay(self, program: Program, feed: Feed) -> Any:
         """One replay."""
         with self.stats.timed("steady" if program.replays else "first_replay"):
-            result = program.run(feed.leaves)
+            if self._options.debug_eager:
+                result = self._run(lambda: program.run_eagerly(feed.leaves))
+            else:
+                result = program.run(feed.leaves)
+        if self._options.debug and not program.replays:
+            self._wait(program, "its first replay")
         self._count_replay(program)
         self.stats.end_call("replayed")
         return result
+
+    def _wait(self, program: Program, when: str) -> None:
+        """Wait for the device, so that what failed there is told where it failed.
+
+        Raises:
+            DeviceFault: if anything did.
+        """
+        plan = program.plan
+        try:
+            if plan.device.type == "cuda":
+                torch.cuda.synchronize(plan.device)
+        except RuntimeError as error:
+            raise DeviceFault(
+                f"the device failed in the program of {plan.name} (fed {plan.feed}) by {when}: "
+                f"{str(error).splitlines()[0]}. Its last operators: {', '.join(plan.last_operators)}. Run with "
+                "debug_eager=True, which takes every way but the recording, to see whether the step itself fails"
+            ) from error
 
     def _count_replay(self, program: Program) -> None:
         program.replays += 1
@@ -245,7 +270,7 @@ class Stages:
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         """Go on without checks of this program, and say so."""
         program.next_check = NO_CHECK
-        self.stats.events.append(f"not checked against eager: {reason}")
+        self.stats.note(f"not checked against eager: {reason}")
         return self.replay(program, feed), None
 
     def _escalates(self, error: RefusalError) -> bool:

@@ -1,0 +1,137 @@
+"""The keys of one step and their programs: how many are kept, and how often they may be captured again."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from graphplan.errors import NotCapturedError, RecaptureError
+from graphplan.program import Program
+from graphplan.signature import Feed
+from graphplan.stats import Stats
+from graphplan.step.entry import Entry
+from graphplan.step.options import Options
+
+_PATIENCE = 4
+"""A capture is overdue after this many times the calls that it needs."""
+_SIGNATURES = 8
+"""Keys without a program that are remembered, as a multiple of ``max_graphs``."""
+_PAYS = 16
+"""Replays after which a capture was worth it: one that comes to fewer counts against ``max_recaptures``."""
+_REASONS = 8
+"""Reasons of recaptures that an error lists."""
+
+
+class Programs:
+    """Entries by key, and the bounds on them."""
+
+    def __init__(self, options: Options, stats: Stats) -> None:
+        self._options = options
+        self._stats = stats
+        self._entries: dict[Any, Entry] = {}
+        self._latest: dict[Hashable, Program | int] = {}
+        self._reasons: list[str] = []
+        self._unpaid = 0
+        self._asked = 0
+        self._said = False
+
+    def get(self, key: Any) -> Entry | None:
+        """The entry of ``key``."""
+        return self._entries.get(key)
+
+    def add(self, key: Any, entry: Entry) -> Entry:
+        """A new entry. The oldest keys that came to nothing go, so that ones which never repeat do not pile up."""
+        idle = [old for old, known in self._entries.items() if known.refusal is None and not known.programs()]
+        for old in idle[: max(len(idle) - _SIGNATURES * self._options.max_graphs, 0)]:
+            del self._entries[old]
+        self._entries[key] = entry
+        return entry
+
+    def move(self, entry: Entry, key: Any) -> None:
+        """``entry`` under another key."""
+        for old in [old for old, known in self._entries.items() if known is entry]:
+            del self._entries[old]
+        self._entries[key] = entry
+
+    def all(self) -> list[Program]:
+        """Every program that is ready."""
+        return [program for entry in self._entries.values() for program in entry.programs()]
+
+    def knows(self, feed: Feed) -> bool:
+        """Whether a program was captured for such a feed."""
+        return feed.key in self._latest
+
+    def drop(self, entry: Entry, reason: str) -> None:
+        """Close one entry's programs because of ``reason``."""
+        self._stats.note(f"recapture: {reason}")
+        self._reasons = [*self._reasons, reason][-_REASONS:]
+        self._close(entry)
+
+    def _close(self, entry: Entry) -> None:
+        """Close an entry's programs. Of each, only how often it was replayed is kept."""
+        closed = entry.programs()
+        for key, program in self._latest.items():
+            if isinstance(program, Program) and program in closed:
+                self._latest[key] = program.replays
+        entry.drop()
+
+    def drop_all(self, reason: str) -> None:
+        """Close every program that there is because of ``reason``."""
+        for entry in self._entries.values():
+            if entry.programs():
+                self.drop(entry, reason)
+
+    def forget(self) -> None:
+        """Close every program, and start again."""
+        for entry in self._entries.values():
+            self._close(entry)
+            entry.refusal = None
+
+    def count_capture(self, entry: Entry, feed: Feed) -> None:
+        """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many."""
+        program = next(program for program in reversed(entry.programs()) if program.replays == 0)
+        before = self._latest.get(feed.key)
+        if entry.recapture or before is not None:
+            self._stats.recaptured += 1
+        if before is not None:
+            replays = before.replays if isinstance(before, Program) else before
+            self._unpaid = self._unpaid + 1 if replays < _PAYS else 0
+        entry.recapture = False
+        self._latest[feed.key] = program
+        while len(self.all()) > self._options.max_graphs:
+            older = [known for known in self._entries.values() if known.programs() and known is not entry]
+            if not older:
+                break
+            self._stats.note("evicted: more programs than max_graphs")
+            self._close(older[0])
+
+    def check_churn(self) -> None:
+        """Whether one more capture is in order.
+
+        Raises:
+            RecaptureError: if captures follow each other without paying.
+        """
+        if self._unpaid >= self._options.max_recaptures:
+            why = "; ".join(dict.fromkeys(self._reasons)) or "its signature or its flags change each time"
+            raise RecaptureError(
+                f"the step was captured again {self._unpaid} times in a row for fewer than {_PAYS} replays each: "
+                f"{why}. Expected what a step depends on to stay for a while. Keep it still, hold it in a tensor, feed "
+                f"it, or raise max_recaptures (now {self._options.max_recaptures})"
+            )
+
+    def check_due(self) -> NotCapturedError | None:
+        """What to say, once, if a capture should have come by now: eager for ever is no help to anybody."""
+        if self._latest or self._said:
+            return None
+        self._asked += 1
+        needed = self._options.warmup_steps + 3
+        repeats = max(known.eager_calls for known in self._entries.values()) > 1
+        if self._asked <= _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
+            return None
+        self._said = True
+        return NotCapturedError(
+            f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
+            f"batches differ each time in shape, dtype, structure or Python values ({len(self._entries)} signatures so "
+            "far). Expected batches that repeat a signature: pad them, drop Python values from them, or pass "
+            "on_failure='eager'"
+        )
