@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from graphplan.errors import RefusalError
 from graphplan.plan import Plan
@@ -63,3 +66,16 @@ class Entry:
         self.lines.clear()
         self.any_program = None
         self.recapture = True
+
+
+def environment() -> tuple[Any, ...]:
+    """Global modes that a program bakes in."""
+    cuda = torch.is_autocast_enabled("cuda")
+    cpu = torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_autocast_dtype("cuda") if cuda else None,
+        torch.get_autocast_dtype("cpu") if cpu else None,
+        torch.are_deterministic_algorithms_enabled(),
+    )

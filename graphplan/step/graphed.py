@@ -19,7 +19,7 @@ from graphplan.program import Program
 from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
-from graphplan.step.entry import Entry
+from graphplan.step.entry import Entry, environment
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.stages import Stages
@@ -127,7 +127,7 @@ class GraphedStep:
         self._stages.escalate = escalates
 
     def _entry(self, feed: Feed) -> Entry:
-        key = (feed.key, _environment(), self._managed.next_fingerprint())
+        key = (self._geometry(feed), environment(), self._managed.next_fingerprint())
         entry = self._entries.get(key)
         if entry is None:
             check_feed(feed, self._home())
@@ -136,6 +136,11 @@ class GraphedStep:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
             check_feed(feed, self._home())
         return entry
+
+    def _geometry(self, feed: Feed) -> tuple[Any, ...]:
+        """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
+        moved = self._feed_device is not None and self._feed_device.type != "cpu"
+        return (feed.key, () if moved else feed.alignments())
 
     def _home(self) -> torch.device | None:
         return None if self._feed_device is not None else self._stages.device
@@ -195,7 +200,7 @@ class GraphedStep:
             # The first steps made the owners known, on which the key depends.
             for key in [key for key, known in self._entries.items() if known is entry]:
                 del self._entries[key]
-            self._entries[(feed.key, _environment(), self._managed.fingerprint())] = entry
+            self._entries[(self._geometry(feed), environment(), self._managed.fingerprint())] = entry
         return result
 
     def _programs(self) -> list[Program]:
@@ -203,10 +208,11 @@ class GraphedStep:
 
     def _count_capture(self, entry: Entry, feed: Feed) -> None:
         stats = self.stats
-        if entry.recapture or feed.key in self._captured_feeds:
+        geometry = self._geometry(feed)
+        if entry.recapture or geometry in self._captured_feeds:
             stats.recaptured += 1
         entry.recapture = False
-        self._captured_feeds.add(feed.key)
+        self._captured_feeds.add(geometry)
         while len(self._programs()) > self._options.max_graphs:
             older = [known for known in self._entries.values() if known.programs() and known is not entry]
             if not older:
@@ -246,16 +252,3 @@ class GraphedStep:
         self._buffers.clear()
         self._managed.release()
         self._closed = True
-
-
-def _environment() -> tuple[Any, ...]:
-    """Global modes that a program bakes in."""
-    cuda = torch.is_autocast_enabled("cuda")
-    cpu = torch.is_autocast_enabled("cpu")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype("cuda") if cuda else None,
-        torch.get_autocast_dtype("cpu") if cpu else None,
-        torch.are_deterministic_algorithms_enabled(),
-    )
