@@ -1,8 +1,9 @@
 """Static storage for what a program copies in.
 
 One flat allocation serves a feed leaf at every shape: it is as large as the largest shape seen, and each program views
-it with the strides that the caller's tensor has, so that kernels see the memory format that eager sees. Growing
-reallocates, which invalidates the programs that point into the old allocation.
+it with the strides and the alignment that the caller's tensor has, so that kernels see the geometry that eager sees:
+they choose their order of summation by it. Growing reallocates, which invalidates the programs that point into the old
+allocation.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from graphplan.signature import WIDEST_LOAD, alignment
+
 _SPARSENESS = 4
-"""A view's span may exceed its elements by this factor before it is packed densely instead."""
+_SPARE = 2**24
+"""A view may span this many times its elements, or this many bytes, before it is packed densely instead."""
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
@@ -33,13 +37,18 @@ def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
-def static_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of ``tensor``'s static view: its own, or dense ones where its own overlap or waste memory."""
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    wasteful = _span(shape, stride) > _SPARSENESS * max(tensor.numel(), 1)
-    if _overlaps(shape, stride) or wasteful:
-        return tuple(torch.empty(shape, device="meta").stride())
-    return stride
+def _is_wasteful(tensor: Tensor) -> bool:
+    span = _span(tensor.shape, tensor.stride())
+    return span > _SPARSENESS * max(tensor.numel(), 1) and span * tensor.element_size() > _SPARE
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """``tensor``, or where several of its elements share memory (an expanded tensor) a view that has each once."""
+    shape, stride = tensor.shape, tensor.stride()
+    if not _overlaps(shape, stride):
+        return tensor
+    once = tensor.as_strided([size if step else 1 for size, step in zip(shape, stride, strict=True)], stride)
+    return once.as_strided((_span(shape, stride),), (1,)) if _overlaps(once.shape, stride) else once
 
 
 class Buffers:
@@ -52,21 +61,24 @@ class Buffers:
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
         """A static tensor on ``device`` with the geometry of ``like``, for the leaf at ``position``.
 
-        Its contents are undefined. It asks for gradients if ``like`` does.
+        Its contents are undefined. Where elements of ``like`` share memory, so do its own: fill it by way of
+        :func:`distinct`. It asks for gradients if ``like`` does.
         """
-        stride = static_stride(like)
-        span = _span(like.shape, stride)
+        shape, stride = tuple(like.shape), tuple(like.stride())
+        if _is_wasteful(like):
+            stride = tuple(torch.empty(shape, device="meta").stride())
+        room = _span(shape, stride) + WIDEST_LOAD // like.element_size()
         key = (position, like.dtype, device)
         flat = self._flat.get(key)
-        if flat is None or flat.numel() < span:
+        if flat is None or flat.numel() < room:
             if flat is not None and self._on_growth is not None:
                 assert isinstance(position, int)
                 self._on_growth(position)
             with torch.inference_mode(False):
-                flat = torch.empty(span, dtype=like.dtype, device=device)
+                flat = torch.empty(room, dtype=like.dtype, device=device)
             self._flat[key] = flat
         with torch.inference_mode(False), torch.no_grad():
-            static = flat.as_strided(tuple(like.shape), stride)
+            static = flat.as_strided(shape, stride, alignment(like) // like.element_size())
         return static.requires_grad_(like.requires_grad)
 
     @property

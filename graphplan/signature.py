@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from graphplan.errors import DeviceError, FeedError
 
 Key = tuple[Hashable, ...]
+WIDEST_LOAD = 64
+"""Bytes of the widest vector that any kernel loads."""
 _LITERALS = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
 
 
@@ -73,6 +75,13 @@ def _close_records(tree: Any) -> Any:
     return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, _Record))
 
 
+def alignment(tensor: Tensor) -> int:
+    """How many bytes ``tensor`` begins after a multiple of the widest vector that its device's kernels load."""
+    if tensor.layout is not torch.strided:
+        return 0
+    return tensor.data_ptr() % (16 if tensor.is_cuda else WIDEST_LOAD)
+
+
 class Feed:
     """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``."""
 
@@ -101,6 +110,12 @@ class Feed:
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves with their indices."""
         return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+
+    def alignments(self) -> tuple[int, ...]:
+        """Those of the tensor leaves. They are no part of ``key``: any tensor can be copied in, but kernels choose
+        their order of summation by them, so that eager's bits come from a program for the same ones only.
+        """
+        return tuple([alignment(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)])
 
 
 def _leaf_key(leaf: Any) -> Hashable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -90,3 +91,21 @@ def test_a_counter_reset_between_calls() -> None:
             model.calls = 100 * index
 
     assert_equals_eager(partial(updating_rig, _count, attributes(calls=0), reset))
+
+
+def test_a_garbage_collection_is_no_part_of_the_step() -> None:
+    """Collections come in the middle of a step, and whoever listens to them (a profiler, a test library) runs code."""
+    heard = {"start": 0, "stop": 0}
+
+    def listen(phase: str, facts: dict[str, int]) -> None:
+        heard[phase] += len(facts)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(listen)
+    gc.set_threshold(1)
+    try:
+        assert_equals_eager(partial(updating_rig, _append, attributes(outs=list)))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(listen)
+    assert heard["stop"]

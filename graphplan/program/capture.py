@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backend import Backend
-from graphplan.buffers import Buffers
+from graphplan.buffers import Buffers, distinct
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -59,7 +59,8 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
             inputs[index] = buffers.view(index, leaf, plan.device)
     with torch.no_grad():
         for index, static in inputs.items():
-            static.copy_(feed.leaves[index])
+            target = distinct(static)
+            target.copy_(feed.leaves[index] if target is static else distinct(feed.leaves[index]))
     leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
     copied = CopiedOwned(plan, policy, buffers, walk)
     copied.load({})

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.backend import Recording
+from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, GuardError
 from graphplan.guards import Guards
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
@@ -57,6 +58,8 @@ class Program:
         self._recording: Recording | None = recording
         self._indices = list(inputs)
         self._statics = list(inputs.values())
+        self._targets = [distinct(static.detach()) for static in self._statics]
+        self._shared = {index for index, static in inputs.items() if distinct(static) is not static}
         mutated = {external.leaf for external in plan.inputs if external.mutated}
         self._write_back = [(index, static) for index, static in inputs.items() if index in mutated]
         self._wants_grad = [(index, static) for index, static in inputs.items() if static.grad is not None]
@@ -100,11 +103,15 @@ class Program:
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs, in one call."""
+        sources = [leaves[index] for index in self._indices]
+        if self._shared:
+            pairs = zip(sources, self._indices, strict=True)
+            sources = [distinct(source) if index in self._shared else source for source, index in pairs]
         with torch.no_grad():
-            if len(self._statics) == 1:
-                self._statics[0].copy_(leaves[self._indices[0]], non_blocking=True)
-            elif self._statics:
-                torch._foreach_copy_(self._statics, [leaves[i] for i in self._indices], non_blocking=True)
+            if len(sources) == 1:
+                self._targets[0].copy_(sources[0], non_blocking=True)
+            elif sources:
+                torch._foreach_copy_(self._targets, sources, non_blocking=True)
 
     def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
         """Copy in, launch, repeat effects, return results. Guards are the caller's affair.

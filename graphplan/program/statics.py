@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphplan.buffers import Buffers
+from graphplan.buffers import Buffers, distinct
 from graphplan.errors import FeedError, PolicyError, UncoveredRoleError
 from graphplan.owners import Walk
 from graphplan.plan import Plan
@@ -49,7 +49,10 @@ class CopiedOwned:
         self._walk = walk
         self._statics: dict[str, Tensor] = {}
         for external in self.externals:
-            self._statics[external.name] = buffers.view(("owned", external.name), _held(external, walk), plan.device)
+            held = _held(external, walk)
+            # Values may be given from anywhere, so that each element needs a place of its own.
+            like = held if distinct(held) is held else held.detach().contiguous()
+            self._statics[external.name] = buffers.view(("owned", external.name), like, plan.device)
         self._names = _short_names(self.externals)
         self._swapped: list[tuple[Any, Any]] = []
 

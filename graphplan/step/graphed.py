@@ -142,11 +142,11 @@ class GraphedStep(Exclusive):
         self._stages.escalate = escalates
 
     def _entry(self, feed: Feed) -> Entry:
-        key = (feed.key, environment(), self._managed.next_fingerprint())
+        key = (self._geometry(feed), environment(), self._managed.next_fingerprint())
         entry = self._programs.get(key)
         if entry is None:
             check_feed(feed, self._home())
-            if self._programs.knows(feed):
+            if self._programs.knows(self._geometry(feed)):
                 self.stats.note(f"another program: {self._managed.why_changed()}")
             wants_grad = any(leaf.requires_grad for _, leaf in feed.tensors())
             entry = self._programs.add(key, Entry(wants_grad=wants_grad))
@@ -154,6 +154,11 @@ class GraphedStep(Exclusive):
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
             check_feed(feed, self._home())
         return entry
+
+    def _geometry(self, feed: Feed) -> tuple[Any, ...]:
+        """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
+        moved = self._feed_device is not None and self._feed_device.type != "cpu"
+        return (feed.key, () if moved else feed.alignments())
 
     def _home(self) -> torch.device | None:
         return None if self._feed_device is not None else self._stages.device
@@ -216,14 +221,14 @@ class GraphedStep(Exclusive):
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
             if self.stats.captured > captured:
-                self._programs.count_capture(entry, feed)
+                self._programs.count_capture(entry, self._geometry(feed))
                 programs = self._programs.all()
                 self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
             return result
         result = self._stages.warm_up(entry, feed)
         if entry.warm <= 1:
             # The first steps made the owners known, on which the key depends.
-            self._programs.move(entry, (feed.key, environment(), self._managed.fingerprint()))
+            self._programs.move(entry, (self._geometry(feed), environment(), self._managed.fingerprint()))
         return result
 
     def _on_growth(self, position: int) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from graphplan.errors import NotCapturedError, RecaptureError
 from graphplan.program import Program
-from graphplan.signature import Feed
 from graphplan.stats import Stats
 from graphplan.step.entry import Entry
 from graphplan.step.options import Options
@@ -57,9 +56,9 @@ class Programs:
         """Every program that is ready."""
         return [program for entry in self._entries.values() for program in entry.programs()]
 
-    def knows(self, feed: Feed) -> bool:
+    def knows(self, geometry: Hashable) -> bool:
         """Whether a program was captured for such a feed."""
-        return feed.key in self._latest
+        return geometry in self._latest
 
     def drop(self, entry: Entry, reason: str) -> None:
         """Close one entry's programs because of ``reason``."""
@@ -87,17 +86,17 @@ class Programs:
             self._close(entry)
             entry.refusal = None
 
-    def count_capture(self, entry: Entry, feed: Feed) -> None:
+    def count_capture(self, entry: Entry, geometry: Hashable) -> None:
         """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many."""
         program = next(program for program in reversed(entry.programs()) if program.replays == 0)
-        before = self._latest.get(feed.key)
+        before = self._latest.get(geometry)
         if entry.recapture or before is not None:
             self._stats.recaptured += 1
         if before is not None:
             replays = before.replays if isinstance(before, Program) else before
             self._unpaid = self._unpaid + 1 if replays < _PAYS else 0
         entry.recapture = False
-        self._latest[feed.key] = program
+        self._latest[geometry] = program
         while len(self.all()) > self._options.max_graphs:
             older = [known for known in self._entries.values() if known.programs() and known is not entry]
             if not older:

@@ -13,6 +13,7 @@ counts only for its own ``self``: torch's modules read ``self.p``, but torch's m
 from __future__ import annotations
 
 import cProfile
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -64,22 +65,28 @@ class Reads:
 class Profile:
     """Watches the interpreter while it is entered, in place of another profiler, which it puts back.
 
-    ``on_read(name)`` is called for each read of a tensor's memory.
+    ``on_read(name)`` is called for each read of a tensor's memory. Meanwhile nothing is collected: a collection runs
+    finalizers and callbacks, wherever it happens to come, which are no part of the step.
     """
 
     def __init__(self, on_read: Callable[[str], None] = lambda name: None) -> None:
         self._on_read = on_read
         self._codes: dict[tuple[CodeType, int], None] = {}
         self._previous: Any = None
+        self._collects = False
         self.ran = Ran()
 
     def __enter__(self) -> Profile:
+        self._collects = gc.isenabled()
+        gc.disable()
         self._previous = sys.getprofile()
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *exc: object) -> None:
         sys.setprofile(None)
+        if self._collects:
+            gc.enable()
         if isinstance(self._previous, cProfile.Profile):
             # cProfile shows as its object, which is no profile function.
             self._previous.enable()
