@@ -14,6 +14,7 @@ from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id
 from graphplan.owners.records import tensor_leaves as tensor_leaves
 from graphplan.owners.snapshot import Snapshot as Snapshot
+from graphplan.owners.snapshot import bits as bits
 from graphplan.owners.snapshot import copy_to as copy_to
 from graphplan.owners.snapshot import default_generators as default_generators
 from graphplan.owners.walk import SCALARS as SCALARS

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from graphplan.owners.records import Container, Walk
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Snapshot:
-    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``.
+    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, and
+    the states of torch's default generators and of ``generators``.
 
     Copies lie beside the tensors, or all on ``device``. ``without`` names attributes that are there now and shall be
     gone after ``restore``.
@@ -25,6 +28,7 @@ class Snapshot:
         *,
         values: bool = True,
         extra: Iterable[Tensor] = (),
+        generators: Iterable[torch.Generator] = (),
         device: torch.device | None = None,
         without: Sequence[str] = (),
     ) -> None:
@@ -44,7 +48,7 @@ class Snapshot:
                     written = tensor.layout is torch.strided and 0 not in tensor.stride()
                     if written and id(tensor) not in self._tensors:
                         self._tensors[id(tensor)] = (tensor, copy_to(tensor, device))
-            self._generators = [(gen, gen.get_state()) for gen in default_generators()]
+            self._generators = [(gen, gen.get_state()) for gen in [*default_generators(), *generators]]
 
     def value(self, tensor: Tensor) -> Tensor | None:
         """What ``tensor`` held when the snapshot was made."""
@@ -63,9 +67,19 @@ class Snapshot:
                 param.grad = grad
         with torch.no_grad():
             for tensor, value in self._tensors.values():
-                tensor.detach().copy_(value)
+                # Memory that nobody has changed may be read-only (a mapped file).
+                if tensor.device.type != "cpu" or not torch.equal(bits(tensor), bits(value)):
+                    tensor.detach().copy_(value)
         for generator, state in self._generators:
             generator.set_state(state)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """``tensor`` as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:

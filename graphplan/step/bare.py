@@ -93,7 +93,7 @@ def _compile(
     finally:
         if restore:
             for record in reversed(traces):
-                record.undo_unowned_writes()
+                record.undo_unowned()
             # An optimizer that nobody named was copied with its device learning rate in place.
             with managed.rates:
                 for snapshot in reversed(snapshots):
@@ -221,7 +221,8 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
 
 def _snapshot(plan: Plan, feed: Feed) -> Snapshot:
     walk = walk_owners(plan.owners())
-    return Snapshot(walk, extra=[*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())])
+    extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())]
+    return Snapshot(walk, extra=extra, generators=plan.generators)
 
 
 def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:

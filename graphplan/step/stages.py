@@ -112,7 +112,8 @@ class Stages:
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
         changed = line.plan.changed_tensors(walk) if line.plan is not None else []
-        snapshot = Snapshot(walk, extra=[*changed, *(tensor for _, tensor in feed.tensors())])
+        drawn = line.plan.generators if line.plan is not None else ()
+        snapshot = Snapshot(walk, extra=[*changed, *(tensor for _, tensor in feed.tensors())], generators=drawn)
         try:
             return self._trace(entry, line, feed) if line.plan is None else self._capture(entry, line, feed)
         except RefusalError as error:
@@ -132,7 +133,7 @@ class Stages:
                 self._take(entry, line, feed, facts)
             except RefusalError as error:
                 if self.escalate(error):
-                    facts.undo_unowned_writes()
+                    facts.undo_unowned()
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self.refuse(error)
                 entry.refusal = error
@@ -209,7 +210,6 @@ class Stages:
     def check(self, program: Program, feed: Feed, schedule: Schedule) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager, where there is room for that; then eager's outcome stands."""
         number = program.replays + 1
-        program.next_check = schedule.after(number)
         assert self.device is not None
         room, reason = find_room(program.state_bytes, self.device)
         if room is None:
@@ -222,18 +222,25 @@ class Stages:
             return self._unchecked(program, feed, str(error).splitlines()[0])
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
+        program.next_check = schedule.after(number)
         self._count_replay(program)
         self.stats.launches_eager += program.plan.launches
-        self.stats.verified += 1
-        self.stats.bytes_verified = program.state_bytes
+        if verdict.open:
+            self._stop_checks(program, verdict.open)
+        else:
+            self.stats.verified += 1
+            self.stats.bytes_verified = program.state_bytes
         self.stats.end_call("verified")
         return verdict.result, None
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
+        self._stop_checks(program, reason)
+        return self.replay(program, feed), None
+
+    def _stop_checks(self, program: Program, reason: str) -> None:
         """Go on without checks of this program, and say so."""
         program.next_check = NO_CHECK
         self.stats.events.append(f"not checked against eager: {reason}")
-        return self.replay(program, feed), None
 
     def _escalates(self, error: RefusalError) -> bool:
         """Whether a refusal is the caller's affair: before the first good replay, if asked for."""

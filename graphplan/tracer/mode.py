@@ -99,9 +99,10 @@ class TraceMode(TorchDispatchMode):
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random:
             self._check_seek(source)
+            self._note_generator(kwargs.get("generator"))
         out = func(*args, **kwargs)
         if random:
-            self._note_generator(kwargs.get("generator"))
+            self._states = [(gen, gen.get_state()) for gen, _ in self._states]
         self._check_sync(func, name, args, kwargs, out, source)
         fresh = [self._birth(t) for t in tensors_in(out)]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
@@ -173,9 +174,10 @@ class TraceMode(TorchDispatchMode):
                 )
 
     def _note_generator(self, generator: torch.Generator | None) -> None:
-        self._states = [(gen, gen.get_state()) for gen, _ in self._states]
+        """Note a generator of the step's own, before it is drawn from for the first time."""
         if generator is not None and all(generator is not known for known in self._trace.generators):
             self._trace.generators.append(generator)
+            self._trace.generator_states.append(generator.get_state())
 
     def _check_sync(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source

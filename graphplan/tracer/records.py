@@ -45,7 +45,9 @@ class TracedExternal:
 
 @dataclass(slots=True)
 class Trace:
-    """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index."""
+    """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index;
+    ``generator_states`` say where the generators stood, which are others than torch's default ones.
+    """
 
     operators: list[Operator] = field(default_factory=list)
     externals: dict[int, TracedExternal] = field(default_factory=dict)
@@ -63,17 +65,20 @@ class Trace:
     reads: Reads = field(default_factory=Reads)
     ran: Ran = field(default_factory=Ran)
     generators: list[torch.Generator] = field(default_factory=list)
+    generator_states: list[Tensor] = field(default_factory=list)
     device: torch.device | None = None
     device_constants: list[Tensor] = field(default_factory=list)
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def undo_unowned_writes(self) -> None:
-        """Put back what the step changed in tensors that no snapshot has: those that nobody owns or that only a name
-        in the code leads to.
+    def undo_unowned(self) -> None:
+        """Put back what the step changed and no snapshot has: tensors that nobody owns or that only a name in the code
+        leads to, and generators.
         """
         with torch.no_grad():
             for tensor, value in self.unowned_writes:
                 tensor.detach().copy_(value)
+        for generator, state in zip(self.generators, self.generator_states, strict=True):
+            generator.set_state(state)
 
     @property
     def launches(self) -> int:

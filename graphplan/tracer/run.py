@@ -53,7 +53,7 @@ def trace(
         with mode, profile:
             result = fn(*args, **kwargs)
     except BaseException:
-        record.undo_unowned_writes()
+        record.undo_unowned()
         raise
     mode.finish()
     record.reads = profile.reads()
