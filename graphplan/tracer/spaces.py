@@ -64,7 +64,7 @@ class Ran:
     def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
         """Add every name to ``names``; whether any is new. ``fn`` is the step.
 
-        ``has_met`` says whether a function or class has turned up in an earlier call: others the step makes itself.
+        ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
         """
         new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
         return any(new)
@@ -83,7 +83,9 @@ class Ran:
                 if not name.startswith("__"):
                     yield name, space, name
                     yield from self._within(name, space[name], found)
-        for function in self._functions(fn, has_met):
+        held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
+        methods = [function for function in held if function is not None and function.__code__ in self._globals]
+        for function in self._functions([fn, *methods], has_met):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
@@ -105,15 +107,18 @@ class Ran:
         elif issubclass(kind, type):
             self._classes[thing] = None
 
+    def _kinds(self, has_met: Callable[[Any], bool]) -> list[type]:
+        """The classes of what ran, and those that the code names."""
+        kinds = dict.fromkeys(base for leaf in self._classes for base in leaf.__mro__)
+        return [kind for kind in kinds if "<locals>" not in kind.__qualname__ or has_met(kind)]
+
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         """Methods of the user's classes that ran, which somebody may replace in the class, and values that the classes
         hold under names that the code uses.
         """
         found = [names_of(code) for code in self._globals]
         used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
-        for kind in {base: None for leaf in self._classes for base in leaf.__mro__}:
-            if "<locals>" in kind.__qualname__ and not has_met(kind):
-                continue
+        for kind in self._kinds(has_met):
             methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
             for name, member in list(methods.items()):
                 function = _function_of(member)
@@ -122,12 +127,12 @@ class Ran:
                 elif name in used and not hasattr(type(member), "__get__") and _is_users(kind):
                     yield f"{kind.__name__}.{name}", values, name
 
-    def _functions(self, fn: Callable[..., Any], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
-        """The functions with closures whose code ran: those that the step reaches by name, and any other one whose
+    def _functions(self, roots: Iterable[Callable[..., Any]], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
+        """The functions with closures whose code ran: those that lead by name from ``roots``, and any other one whose
         variables are those that it ran with, unless the step makes a new one in each call.
         """
         left = dict.fromkeys(code for code in self._free)
-        for function in _reachable(fn):
+        for function in _reachable(roots):
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
                 yield function
@@ -169,10 +174,10 @@ def _is_set(cell: Any) -> bool:
     return True
 
 
-def _reachable(fn: Any) -> Iterable[FunctionType]:
-    """``fn`` and the functions that it reaches through closures and globals by name."""
+def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
+    """``roots`` and the functions that they reach through closures and globals by name."""
     found: dict[int, FunctionType] = {}
-    left = [fn]
+    left = list(roots)
     while left:
         thing = left.pop()
         if type(thing) in ProxyTypes:
