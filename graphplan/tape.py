@@ -43,7 +43,7 @@ class _Kernel:
     tensor. ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
     """
 
-    __slots__ = ("args", "constant", "func", "grad_mode", "kwargs", "outs", "overload", "writes")
+    __slots__ = ("args", "constant", "func", "kwargs", "modes", "outs", "overload", "writes")
 
     def __init__(
         self,
@@ -62,8 +62,9 @@ class _Kernel:
         self.writes = writes
         self.constant = constant
         self.overload: tuple[Any, tuple[str, ...]] | None = None
-        # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass).
-        self.grad_mode = torch.is_grad_enabled()
+        # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass), and only in inference
+        # mode may anybody write into what was made in it.
+        self.modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
 
 
 def _alias(value: Any) -> Any:
@@ -208,6 +209,10 @@ def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], 
     return again_many
 
 
+_Run = tuple[tuple[bool, bool], list[Callable[[], Any]]]
+"""Whether inference and grad mode were on, and what ran one after the other under them."""
+
+
 class TapeRecording:
     """Operators recorded by :class:`TapeBackend`."""
 
@@ -217,8 +222,8 @@ class TapeRecording:
             for storage in kernel.writes:
                 writers[storage] = writers.get(storage, 0) + 1
         live = [kernel for kernel in mode.kernels if not _is_unchanging(kernel, writers)]
-        self._runs: list[tuple[bool, list[Callable[[], Any]]]] | None = [
-            (mode, [_compile(kernel) for kernel in run]) for mode, run in groupby(live, lambda kernel: kernel.grad_mode)
+        self._runs: list[_Run] | None = [
+            (modes, [_compile(kernel) for kernel in run]) for modes, run in groupby(live, lambda kernel: kernel.modes)
         ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
@@ -238,10 +243,10 @@ class TapeRecording:
             self._run(self._runs)
 
     @staticmethod
-    def _run(runs: list[tuple[bool, list[Callable[[], Any]]]]) -> None:
+    def _run(runs: list[_Run]) -> None:
         with torch._C._AutoDispatchBelowAutograd():
-            for grad_mode, kernels in runs:
-                with torch.set_grad_enabled(grad_mode):
+            for (inference, grad), kernels in runs:
+                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                     for kernel in kernels:
                         kernel()
 

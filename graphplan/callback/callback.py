@@ -40,6 +40,9 @@ class GraphPlanCallback(Callback):
         eager_if: ``(batch, batch_idx) -> bool``, or n for every n-th batch of an epoch: these steps run as Python.
         prepare_optimizers: whether the optimizer may be made capturable; what was changed is in the report, is put back
             after the fit, and is not in checkpoints.
+        verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
+            every 1000th), n for every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same
+            state, and eager's outcome stands; that needs room for copies of parameters and state meanwhile.
 
     Raises:
         OptionError, PolicyError, BackendError: for arguments that make no sense.
@@ -55,11 +58,19 @@ class GraphPlanCallback(Callback):
         allow: Sequence[str] = (),
         eager_if: Callable[[Any, int], bool] | int | None = None,
         prepare_optimizers: bool = True,
+        verify: str | int | None = "geometric",
     ) -> None:
         super().__init__()
         if mode not in ("auto", "train"):
             raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
-        Options(backend=backend, warmup_steps=warmup_steps, on_failure=on_failure, allow=allow, eager_if=eager_if)
+        Options(
+            backend=backend,
+            warmup_steps=warmup_steps,
+            on_failure=on_failure,
+            allow=allow,
+            eager_if=eager_if,
+            verify=verify,
+        )
         unknown = sorted(set(policies or {}) - set(MODES))
         if unknown:
             raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
@@ -71,6 +82,7 @@ class GraphPlanCallback(Callback):
         self.allow = tuple(allow)
         self.eager_if = eager_if
         self.prepare_optimizers = prepare_optimizers
+        self.verify = verify
         self._seam: StepSeam | None = None
         self._stats = Stats()
         self._plans = 0
@@ -111,6 +123,7 @@ class GraphPlanCallback(Callback):
             allow=self.allow,
             eager_if=self.eager_if,
             prepare_optimizers=self.prepare_optimizers,
+            verify=self.verify,
         )
         self._seam.install()
         outside = keeps_optimizer_outside(pl_module)

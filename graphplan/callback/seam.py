@@ -74,6 +74,7 @@ class StepSeam:
         allow: Sequence[str],
         eager_if: Callable[[Any, int], bool] | int | None,
         prepare_optimizers: bool,
+        verify: str | int | None,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -85,6 +86,7 @@ class StepSeam:
             on_failure="raise" if raises else "eager",
             allow=(*_OWN_EFFECTS, *allow),
             prepare_optimizers=prepare_optimizers,
+            verify=verify,
             eager_if=self._asks_eager if eager_if is not None else None,
         )
         self._raises = raises

@@ -133,6 +133,19 @@ class Cell:
         self.cell.cell_contents = value
 
 
+class Members:
+    """What a class holds, used like a dictionary: other than ``vars`` of the class it can be written to."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+
 class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes.
 
@@ -145,7 +158,8 @@ class Namespace:
 
     def add(self, label: str, space: Any, key: Any) -> bool:
         """Take in one name; False if it is known."""
-        place = (id(space.cell) if isinstance(space, Cell) else id(space), key)
+        home = space.cell if isinstance(space, Cell) else space.kind if isinstance(space, Members) else space
+        place = (id(home), key)
         if place in self._known:
             return False
         self._known.add(place)

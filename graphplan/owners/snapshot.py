@@ -13,6 +13,8 @@ from torch import Tensor
 
 from graphplan.owners.records import Container, Walk
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 class Snapshot:
     """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, and
@@ -68,9 +70,19 @@ class Snapshot:
                 param.grad = grad
         with torch.no_grad():
             for tensor, value in self._tensors.values():
-                tensor.detach().copy_(value)
+                # Memory that nobody has changed may be read-only (a mapped file).
+                if tensor.device.type != "cpu" or not torch.equal(bits(tensor), bits(value)):
+                    tensor.detach().copy_(value)
         for set_state, state in self._generators:
             set_state(state)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """``tensor`` as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
 def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:

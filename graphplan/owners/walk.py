@@ -18,6 +18,7 @@ from enum import Enum
 from functools import partial
 from types import MappingProxyType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.owners.records import (
-    Container,
     Contents,
     Extent,
     Namespace,
@@ -86,7 +86,8 @@ class _Walker:
                 continue
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
-            self._value(value, label, space, key, 0, (names, key))
+            # What a module or a class holds is used as an attribute, which the dot says.
+            self._value(value, label, space, key, 0, (names, f".{key}" if "." in label else key))
         fresh = [slot for path, slot in self.walk.slots.items() if path not in known and not slot.is_parameter]
         self.walk.found.update(id(tensor) for slot in fresh if slot.param is None for tensor in slot.tensors())
         modules = [part for module in self.walk.modules for part in module._buffers.values()]
@@ -131,7 +132,7 @@ class _Walker:
                 if isinstance(value, SCALARS) and not name.startswith("__") and not known:
                     self.walk.scalars[f"{path}.{name}"] = Scalar(Numbers(kind, (name,)), name, thing, name)
 
-    def _parameter(self, param: nn.Parameter, path: str, container: Container, key: Any) -> None:
+    def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key, is_parameter=True)
         if id(param) not in self.walk.parameters:
             self.walk.parameters[id(param)] = (path, param)
@@ -189,7 +190,7 @@ class _Walker:
             stage = f"{path}.stage[{names.get(number, 'optimizer')}]"
             self.walk.scalars[stage] = Scalar(note, "stage", scaler, "stage")
 
-    def _slot(self, path: str, container: Container, key: Any) -> None:
+    def _slot(self, path: str, container: Any, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key)
 
     def _items(
@@ -223,9 +224,9 @@ class _Walker:
             self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
         self._class_values(thing, path)
 
-    def _value(
-        self, value: Any, path: str, container: Container, key: Any, depth: int, source: tuple[Any, str]
-    ) -> None:
+    def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: tuple[Any, str]) -> None:
+        if _is_gone(value):
+            return
         if isinstance(value, nn.Parameter):
             self._parameter(value, path, container, key)
         elif isinstance(value, Tensor) or (isinstance(value, tuple) and tensor_leaves(value)):
@@ -241,6 +242,11 @@ class _Walker:
         elif isinstance(value, set | deque):
             self.walk.links.append((container, key, value))
             self._contents(value, path, source)
+        elif isinstance(value, tuple):
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            for number, item in enumerate(value):
+                if not isinstance(item, SCALARS):
+                    self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
         elif is_user_object(value):
             self.walk.links.append((container, key, value))
             self.walk.objects[path] = Scalar(container, key, *source)
@@ -248,6 +254,14 @@ class _Walker:
         else:
             # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
             self.walk.scalars[path] = Scalar(container, key, *source)
+
+
+def _is_gone(value: Any) -> bool:
+    """Whether ``value`` stands for something that is no longer there."""
+    try:
+        return type(value) in ProxyTypes and value.__class__ is None
+    except ReferenceError:
+        return True
 
 
 def _key_name(key: Any) -> str:
@@ -259,7 +273,9 @@ def is_user_object(value: Any) -> bool:
     if isinstance(value, LRScheduler):
         return True
     root = type(value).__module__.split(".")[0]
-    return hasattr(value, "__dict__") and root not in _FOREIGN and not isinstance(value, _ATOMS)
+    # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
+    inner = getattr(value, "__dict__", None)
+    return isinstance(inner, dict) and root not in _FOREIGN and not isinstance(value, _ATOMS)
 
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:

@@ -90,18 +90,23 @@ class Managed:
 
         An object is taken in when it turns up a second time: others are made by the step itself.
         """
-        grown = ran.name_all(self._fn, self._names)
+        asked: dict[int, bool] = {}
+
+        def has_met(thing: Any) -> bool:
+            number = id(thing)
+            if number not in asked:
+                asked[number] = self._met.get(number) is thing
+                self._met[number] = thing
+            return asked[number]
+
+        grown = ran.name_all(self._fn, self._names, has_met)
         self.owners.setdefault(_NAMES, self._names)
         known = {id(container) for container in self.walk().containers}
         for thing in ran.objects():
             inner = getattr(thing, "__dict__", None)
-            if inner is None or id(inner) in known:
-                continue
-            if self._met.get(id(thing)) is thing:
+            if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
-            else:
-                self._met[id(thing)] = thing
         return grown
 
     @property

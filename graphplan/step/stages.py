@@ -247,7 +247,6 @@ class Stages:
     def check(self, program: Program, feed: Feed, schedule: Schedule) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager, where there is room for that; then eager's outcome stands."""
         number = program.replays + 1
-        program.next_check = schedule.after(number)
         assert self.device is not None
         room, reason = find_room(program.state_bytes, self.device)
         if room is None:
@@ -260,18 +259,25 @@ class Stages:
             return self._unchecked(program, feed, str(error).splitlines()[0])
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
+        program.next_check = schedule.after(number)
         self._count_replay(program)
         self.stats.launches_eager += program.plan.launches
-        self.stats.verified += 1
-        self.stats.bytes_verified = program.state_bytes
+        if verdict.open:
+            self._stop_checks(program, verdict.open)
+        else:
+            self.stats.verified += 1
+            self.stats.bytes_verified = program.state_bytes
         self.stats.end_call("verified")
         return verdict.result, None
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
+        self._stop_checks(program, reason)
+        return self.replay(program, feed), None
+
+    def _stop_checks(self, program: Program, reason: str) -> None:
         """Go on without checks of this program, and say so."""
         program.next_check = NO_CHECK
         self.stats.note(f"not checked against eager: {reason}")
-        return self.replay(program, feed), None
 
     def _escalates(self, error: RefusalError) -> bool:
         """Whether a refusal is the caller's affair: before the first good replay, if asked for."""

@@ -27,6 +27,7 @@ from graphplan.tracer.names import names_of
 from graphplan.tracer.source import file_of, is_library
 from graphplan.tracer.spaces import Ran
 
+_IMPORTS = "<frozen importlib."
 _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 
 
@@ -58,8 +59,9 @@ class Reads:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        names = self.variables if isinstance(scalar.owner, Namespace) else self.anywhere
-        return scalar.attribute in names
+        if isinstance(scalar.owner, Namespace) and not scalar.attribute.startswith("."):
+            return scalar.attribute in self.variables
+        return scalar.attribute.removeprefix(".") in self.anywhere
 
 
 class Profile:
@@ -74,6 +76,7 @@ class Profile:
         self._codes: dict[tuple[CodeType, int], None] = {}
         self._previous: Any = None
         self._collects = False
+        self._importing: FrameType | None = None
         self.ran = Ran()
 
     def __enter__(self) -> Profile:
@@ -94,11 +97,20 @@ class Profile:
             sys.setprofile(self._previous)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call":
+        if self._importing is not None:
+            if event == "return" and frame is self._importing:
+                self._importing = None
+        elif event == "call":
             code = frame.f_code
+            if code.co_filename.startswith(_IMPORTS):
+                # What a module does when it is imported is no part of the step.
+                self._importing = frame
+                return
             owner = None
             if "self" in code.co_varnames[: code.co_argcount] or "self" in code.co_freevars:
                 owner = frame.f_locals.get("self")
+            elif code.co_varnames[:1] == ("cls",) and code.co_argcount:
+                owner = frame.f_locals.get("cls")
             known = (code, 0 if owner is None else id(owner)) in self._codes
             self._codes[code, 0 if owner is None else id(owner)] = None
             if (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):

@@ -6,17 +6,19 @@ A replay runs none of that code, so whatever it found behind these names must st
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
-from types import CodeType, FrameType, FunctionType, ModuleType
+from functools import _lru_cache_wrapper, partial
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ProxyTypes
 
 from torch import nn
 
-from graphplan.owners import SCALARS, Cell, Namespace, is_user_object
-from graphplan.tracer.names import names_of
+from graphplan.owners import SCALARS, Cell, Members, Namespace, is_user_object
+from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import is_library
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
@@ -48,18 +50,23 @@ class Ran:
             values = frame.f_locals
             # Numbers and strings are rebound by the step itself, perhaps.
             held = {name: values[name] for name in code.co_freevars if name in values}
-            found = {name: id(value) for name, value in held.items() if not isinstance(value, SCALARS)}
+            found = {name: id(value) for name, value in held.items() if not issubclass(type(value), SCALARS)}
             if found not in calls and len(calls) < _MANY:
                 calls.append(found)
-        if owner is not None:
+        if issubclass(type(owner), type):
+            self._classes[owner] = None
+        elif owner is not None:
             self._classes[type(owner)] = None
             # Objects that cannot be referred to weakly have no attributes to walk either.
             with suppress(TypeError):
                 self._objects[id(owner)] = weakref.ref(owner)
 
-    def name_all(self, fn: Callable[..., Any], names: Namespace) -> bool:
-        """Add every name to ``names``; whether any is new. ``fn`` is the step."""
-        new = [names.add(label, space, key) for label, space, key in self._places(fn)]
+    def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
+        """Add every name to ``names``; whether any is new. ``fn`` is the step.
+
+        ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
+        """
+        new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
         return any(new)
 
     def objects(self) -> Iterator[Any]:
@@ -69,50 +76,94 @@ class Ran:
             if thing is not None and is_user_object(thing) and not isinstance(thing, nn.Module):
                 yield thing
 
-    def _places(self, fn: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
+    def _places(self, fn: Callable[..., Any], has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
             found = names_of(code)
             for name in sorted(found.variables & space.keys()):
-                if name.startswith("__"):
-                    continue
-                yield name, space, name
-                if isinstance(space[name], ModuleType):
-                    inner = vars(space[name])
-                    for attribute in sorted((found.attributes | found.methods) & inner.keys()):
-                        if not isinstance(inner[attribute], ModuleType):
-                            yield f"{name}.{attribute}", inner, attribute
-        for function in self._functions(fn):
+                if not name.startswith("__"):
+                    yield name, space, name
+                    yield from self._within(name, space[name], found)
+        held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
+        methods = [function for function in held if function is not None and function.__code__ in self._globals]
+        for function in self._functions([fn, *methods], has_met):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
-        yield from self._methods()
+                    if _is_set(cell):
+                        yield from self._within(name, cell.cell_contents, names_of(function.__code__))
+        yield from self._members(has_met)
 
-    def _methods(self) -> Iterator[tuple[str, Any, Any]]:
-        """Methods of the user's classes that ran: somebody may replace them in the class."""
-        for kind in {base: None for leaf in self._classes for base in leaf.__mro__}:
-            space = _SPACES.setdefault(kind, vars(kind))
-            for name, member in space.items():
-                function = getattr(member, "__func__", getattr(member, "fget", member))
-                if isinstance(function, FunctionType) and function.__code__ in self._globals:
-                    yield f"{kind.__name__}.{name}", space, name
+    def _within(self, name: str, thing: Any, found: Names) -> Iterator[tuple[str, Any, Any]]:
+        """What code takes from the module called ``name``; a class is noted."""
+        # The type is asked, not the thing: one that stands for another may be of no use any more.
+        kind = type(thing)
+        if issubclass(kind, ModuleType):
+            inner = vars(thing)
+            for attribute in sorted((found.attributes | found.methods | found.stored) & inner.keys()):
+                if isinstance(inner[attribute], type):
+                    self._classes[inner[attribute]] = None
+                if not isinstance(inner[attribute], ModuleType):
+                    yield f"{name}.{attribute}", inner, attribute
+        elif issubclass(kind, type):
+            self._classes[thing] = None
 
-    def _functions(self, fn: Callable[..., Any]) -> Iterator[FunctionType]:
-        """The functions with closures whose code ran: those that the step reaches by name, and any other one whose
-        variables are those that it ran with.
+    def _kinds(self, has_met: Callable[[Any], bool]) -> list[type]:
+        """The classes of what ran, and those that the code names."""
+        kinds = dict.fromkeys(base for leaf in self._classes for base in leaf.__mro__)
+        return [kind for kind in kinds if "<locals>" not in kind.__qualname__ or has_met(kind)]
+
+    def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
+        """Methods of the user's classes that ran, which somebody may replace in the class, and values that the classes
+        hold under names that the code uses.
+        """
+        found = [names_of(code) for code in self._globals]
+        used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
+        for kind in self._kinds(has_met):
+            methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
+            for name, member in list(methods.items()):
+                function = _function_of(member)
+                if function is not None and function.__code__ in self._globals:
+                    yield f"{kind.__name__}.{name}", methods, name
+                elif name in used and not hasattr(type(member), "__get__") and _is_users(kind):
+                    yield f"{kind.__name__}.{name}", values, name
+
+    def _functions(self, roots: Iterable[Callable[..., Any]], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
+        """The functions with closures whose code ran: those that lead by name from ``roots``, and any other one whose
+        variables are those that it ran with, unless the step makes a new one in each call.
         """
         left = dict.fromkeys(code for code in self._free)
-        for function in _reachable(fn):
+        for function in _reachable(roots):
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
                 yield function
+        alike: dict[CodeType, list[FunctionType]] = {}
         for thing in gc.get_referrers(*left) if left else ():
             if isinstance(thing, FunctionType) and self._matches(thing):
-                yield thing
+                alike.setdefault(thing.__code__, []).append(thing)
+        for functions in alike.values():
+            met = [has_met(function) for function in functions]
+            if all(met):
+                yield from functions
 
     def _matches(self, function: FunctionType) -> bool:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         held = {name: id(Cell(cell)[name]) for name, cell in cells.items() if _is_set(cell)}
         return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    """The function behind what a class holds or what was found by a name, if there is one."""
+    if isinstance(member, (staticmethod, classmethod, MethodType)):
+        member = member.__func__
+    elif isinstance(member, property):
+        member = member.fget
+    return member if isinstance(member, FunctionType) else None
+
+
+def _is_users(kind: type) -> bool:
+    """Whether a class is neither a library's nor built in."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind.__module__ != "builtins" and not is_library(file)
 
 
 def _is_set(cell: Any) -> bool:
@@ -123,16 +174,20 @@ def _is_set(cell: Any) -> bool:
     return True
 
 
-def _reachable(fn: Any) -> Iterable[FunctionType]:
-    """``fn`` and the functions that it reaches through closures and globals by name."""
+def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
+    """``roots`` and the functions that they reach through closures and globals by name."""
     found: dict[int, FunctionType] = {}
-    left = [fn]
+    left = list(roots)
     while left:
         thing = left.pop()
+        if type(thing) in ProxyTypes:
+            continue
         if isinstance(thing, partial):
             left += [thing.func]
-        function = getattr(thing, "__func__", thing)
-        if not isinstance(function, FunctionType) or id(function) in found or is_library(function.__code__.co_filename):
+        elif isinstance(thing, _lru_cache_wrapper):
+            left += [thing.__wrapped__]
+        function = _function_of(thing)
+        if function is None or id(function) in found or is_library(function.__code__.co_filename):
             continue
         found[id(function)] = function
         left += [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]

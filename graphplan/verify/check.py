@@ -7,7 +7,7 @@ not the same bit by bit is the replay run a second time, from the same state, to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,14 @@ from graphplan.verify.state import State, collect
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of a check: the eager step's ``result``, and where the replay was otherwise (nowhere, one hopes)."""
+    """Outcome of a check: the eager step's ``result``, and where the replay was otherwise (nowhere, one hopes).
+
+    ``open`` says why that could not be found out, if so.
+    """
 
     result: Any
     differences: list[Difference]
+    open: str = ""
 
 
 class _Check:
@@ -44,17 +48,35 @@ class _Check:
     def walk(self) -> Walk:
         return walk_owners(self._program.plan.owners())
 
-    def snapshot(self, walk: Walk) -> Snapshot:
-        plan = self._program.plan
-        extra = [*self._extra.values(), *plan.changed_tensors(walk)]
-        return Snapshot(walk, extra=extra, generators=plan.generators, device=self._device)
+    def snapshot(self) -> Snapshot:
+        walk = self.walk()
+        # All of them, also what only a name leads to: code that nobody sees may have written anywhere.
+        extra = [*self._extra.values(), *(tensor for slot in walk.slots.values() for tensor in slot.tensors())]
+        return Snapshot(walk, extra=extra, generators=self._program.plan.generators, device=self._device)
 
     def state(self, result: Any, *, copy: bool) -> State:
         allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731
-        return collect(self.walk(), result, self._extra, allowed, copy=copy, device=self._device)
+        drawn = self._program.plan.generators
+        return collect(self.walk(), result, self._extra, drawn, allowed, copy=copy, device=self._device)
 
     def replay(self) -> State:
         return self.state(self._program.run(self._feed), copy=True)
+
+    def compare(self, start: Snapshot, before: State, replayed: State, result: Any) -> list[Difference]:
+        """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
+        after = self.state(result, copy=False)
+        found: list[Difference] = []
+        paths = differing(replayed.tensors, after.tensors)
+        if paths:
+            end = self.snapshot()
+            start.restore()
+            try:
+                again = self.replay()
+            finally:
+                end.restore()
+            old = {path: value for path, t in before.tensors.items() if (value := start.value(t)) is not None}
+            found = beyond_spread(paths, old, replayed.tensors, again.tensors, after.tensors)
+        return found + differing_values(replayed.values, after.values)
 
 
 def check_replay(
@@ -76,9 +98,8 @@ def check_replay(
     check = _Check(program, leaves, allow, device)
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
-    walk = check.walk()
-    start = check.snapshot(walk)
-    before = collect(walk, None, check._extra, lambda path: False, copy=False)
+    start = check.snapshot()
+    before = check.state(None, copy=False)
     hosts = host_generators()
     try:
         replayed = check.replay()
@@ -95,22 +116,12 @@ def check_replay(
         for name, state in host_generators().items()
         if state != hosts.get(name, state) and not is_allowed(name, allow)
     ]
-    after = check.state(result, copy=False)
-    paths = differing(replayed.tensors, after.tensors)
-    if paths:
-        end = check.snapshot(check.walk())
-        start.restore()
-        try:
-            again = check.replay()
-        finally:
-            end.restore()
-        old = _values_before(before.tensors, start)
-        found += beyond_spread(paths, old, replayed.tensors, again.tensors, check.state(result, copy=False).tensors)
+    reason = ""
+    try:
+        found += check.compare(start, before, replayed, result)
+    except torch.OutOfMemoryError as error:
+        # The batch has been trained on: the caller must not go on as if it had not.
+        reason = str(error).splitlines()[0]
     # As after every replay: what the caller gets back leads to no autograd graph.
     result = pytree.tree_map_only(Tensor, lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
-    return Verdict(result, found + differing_values(replayed.values, after.values))
-
-
-def _values_before(tensors: Mapping[str, Tensor], start: Snapshot) -> dict[str, Tensor]:
-    values = {path: start.value(tensor) for path, tensor in tensors.items()}
-    return {path: value for path, value in values.items() if value is not None}
+    return Verdict(result, found, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.owners import bits
 from graphplan.roles import TensorSpec
 from graphplan.tracer.changes import same_value
 
 _SPREADS = 8.0
 """A difference may be this many times the distance between two replays: three runs are a small sample of a spread."""
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +27,6 @@ class Difference:
 
     def __str__(self) -> str:
         return f"{self.path}: {self.text}"
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """``tensor`` as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    if tensor.dtype is torch.bool or not tensor.is_floating_point():
-        return tensor
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _fits(first: Tensor, second: Tensor) -> bool:
@@ -54,7 +46,7 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
             found.add(path)
             continue
         two = two.to(one.device)
-        flags.setdefault(one.device, []).append((path, (_bits(one) != _bits(two)).any()))
+        flags.setdefault(one.device, []).append((path, (bits(one) != bits(two)).any()))
     for pairs in flags.values():
         equal = torch.stack([flag for _, flag in pairs]).tolist()
         found.update(path for (path, _), differs in zip(pairs, equal, strict=True) if differs)
@@ -62,16 +54,18 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 
 def _distance(first: Tensor, second: Tensor) -> float:
-    """Euclidean distance in float64; NaN in the same places counts as equal."""
+    """Euclidean distance in float64; NaN in the same places counts as equal, NaN in one of the two as far."""
     one, two = first.detach().to("cpu", torch.float64), second.detach().to("cpu", torch.float64)
-    return float(torch.nan_to_num(torch.where(one == two, 0.0, one - two), nan=0.0).norm())
+    apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, one - two)
+    return float(torch.where(apart.isnan(), math.inf, apart).norm())
 
 
 def _rounding(tensor: Tensor) -> float:
-    """Two units in the last place of every element, as a distance."""
+    """Two units in the last place of every finite element, as a distance."""
     if not tensor.is_floating_point():
         return 0.0
-    return 2 * torch.finfo(tensor.dtype).eps * float(torch.nan_to_num(tensor.detach().double()).norm())
+    finite = torch.nan_to_num(tensor.detach().double(), nan=0.0, posinf=0.0, neginf=0.0)
+    return 2 * torch.finfo(tensor.dtype).eps * float(finite.norm())
 
 
 def beyond_spread(
@@ -102,7 +96,7 @@ def _beyond(
     if not _fits(one, eager):
         return Difference(path, f"{TensorSpec.of(one)} after the replay, {TensorSpec.of(eager)} after the eager step")
     if one.is_complex():
-        one, two, eager = torch.view_as_real(one), torch.view_as_real(two), torch.view_as_real(eager.detach())
+        one, two, eager = (torch.view_as_real(t.detach().resolve_conj()) for t in (one, two, eager))
         before = None
     distance, spread = _distance(one, eager), _distance(one, two)
     if noisy and distance <= _SPREADS * spread + _rounding(one):
@@ -115,7 +109,7 @@ def _figures(before: Tensor | None, one: Tensor, eager: Tensor, distance: float,
         text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
     else:
         host = eager.detach().to(one.device)
-        count = int((_bits(one) != _bits(host)).sum())
+        count = int((bits(one) != bits(host)).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
     if before is not None and _fits(before, one):
         text += (

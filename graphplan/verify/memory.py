@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_COPIES = 3
-"""Full copies alive at once: before the step, after the replay, and eager's while the replay is run a second time."""
+_COPIES = 4
+"""Full copies alive at once: from before the step, after each of two replays, and eager's during the second one."""
 _MARGIN = 1.2
 """Room is left for fragments and temporaries."""
 

@@ -25,12 +25,15 @@ def collect(
     walk: Walk,
     result: Any,
     extra: Mapping[str, Tensor],
+    generators: Iterable[torch.Generator],
     allowed: Callable[[str], bool],
     *,
     copy: bool,
     device: torch.device | None = None,
 ) -> State:
-    """What owners, ``extra`` tensors, generators and ``result`` hold now; with ``copy``, copied (to ``device``)."""
+    """What owners, ``extra`` tensors, torch's default generators, ``generators`` and ``result`` hold now; with
+    ``copy``, copied (to ``device``).
+    """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     for key, leaf in pytree.tree_flatten_with_path(result)[0]:
@@ -41,7 +44,7 @@ def collect(
             values[name] = leaf
     tensors.update(_held(walk, allowed))
     tensors.update(extra)
-    for number, generator in enumerate(default_generators()):
+    for number, generator in enumerate([*default_generators(), *generators]):
         tensors[f"torch's random generator of {generator.device} ({number})"] = generator.get_state()
     for path, scalar in walk.scalars.items():
         if not isinstance(scalar.container, Numbers) and not allowed(path):

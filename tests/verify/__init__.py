@@ -1,0 +1,1 @@
+"""Tests of replays that are checked against eager."""

@@ -1,0 +1,151 @@
+"""Checks that there is no room for: put on the host, or left out with a word about it; never a step done twice.
+
+A CPU has no second memory and never runs out of it in a way that torch reports, so what is free, and the errors, are
+made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphplan.verify import check, find_room, memory
+from tests.failure_modes.naive import changing_rig, loss_of, stay
+from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed
+from tests.zoo import CALLS, Box, attributes, float_batches, training_rig
+
+HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
+make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * CALLS)
+
+
+def free(monkeypatch: pytest.MonkeyPatch, **nbytes: int | None) -> None:
+    """Let ``nbytes`` be free on each type of device."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: nbytes[device.type])
+
+
+def test_where_copies_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device where there is room for four copies and some, else on the host, else nowhere."""
+    free(monkeypatch, cuda=500, cpu=500)
+    assert find_room(100, DEVICE) == (DEVICE, "")
+    free(monkeypatch, cuda=400, cpu=500)
+    assert find_room(100, DEVICE) == (HOST, "")
+    free(monkeypatch, cuda=400, cpu=None)
+    assert find_room(100, DEVICE) == (HOST, "")
+    free(monkeypatch, cuda=1 << 20, cpu=1 << 20)
+    assert find_room(1 << 20, DEVICE) == (
+        None,
+        "a check needs 5 MiB for copies of parameters and state, and neither cuda:0 nor the host has that much free",
+    )
+
+
+def test_what_is_free_on_the_host() -> None:
+    """Some of this machine's memory; nothing is known where the system does not tell."""
+    found = memory.free_bytes(HOST)
+    assert found is None or 0 < found < 1 << 60
+
+
+def run_eagerly(make: Callable[[], Rig]) -> Record:
+    """A rig's calls as they are."""
+    rig = build(make)
+    return drive(rig, rig.step)
+
+
+def test_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two programs, each replayed without checks and with one event; the numbers are eager's."""
+    free(monkeypatch, cpu=1000)
+    make = partial(training_rig, "mlp", "adamw", sizes=[5 if index % 2 else 8 for index in range(40)])
+    expected = run_eagerly(make)
+    rig = build(make)
+    step = managed(rig, verify=1)
+    assert_same_runs(expected, drive(rig, step))
+    assert (step.stats.replayed, step.stats.verified) == (28, 0)
+    assert len(step.stats.events) == 2
+    for event in step.stats.events:
+        assert event.startswith("not checked against eager: a check needs 0 MiB for copies")
+        assert event in step.report()
+
+
+def exhausted_rig(runs_out: bool) -> Rig:
+    """A step that may run out of memory in the first check, when all of it is done."""
+    full = Box(False)
+
+    def each(model: Any, optimizer: Any, index: int) -> None:
+        full.item = runs_out and index == BEFORE_REPLAY - 1
+
+    rig = changing_rig(stay, loss, prepare=attributes(calls=0, seen=list), each=each, calls=float_batches(CALLS))
+    inner = rig.step
+
+    def step(*batch: Tensor) -> Tensor:
+        result = inner(*batch)
+        if full.item:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+        return result
+
+    rig.step = step
+    return rig
+
+
+def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy, with some Python effects that replays repeat."""
+    model.calls += 1
+    value = loss_of(model, x, y)
+    model.seen.append(value.detach())
+    return value
+
+
+def test_no_memory_for_the_eager_half() -> None:
+    """What the eager half has done is undone, and the call is the replay that it would have been without a check."""
+    expected = run_eagerly(partial(exhausted_rig, runs_out=False))
+    rig = build(partial(exhausted_rig, runs_out=True))
+    step = managed(rig, verify=1)
+    assert_same_runs(expected, drive(rig, step))
+    assert (step.stats.replayed, step.stats.verified) == (CALLS - BEFORE_REPLAY, 0)
+    assert step.stats.events == ["not checked against eager: CUDA out of memory. Tried to allocate 2.00 GiB."]
+
+
+@pytest.mark.parametrize("where", ["differing", "differing_values"])
+def test_no_memory_to_compare(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The eager half is done by then: its outcome stands, nothing is replayed on top of it."""
+    expected = run_eagerly(make_rig)
+
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(check, where, fail)
+    rig = build(make_rig)
+    step = managed(rig, verify=1)
+    assert_same_runs(expected, drive(rig, step))
+    assert (step.stats.replayed, step.stats.verified) == (CALLS - BEFORE_REPLAY, 0)
+    assert step.stats.events == ["not checked against eager: CUDA out of memory"]
+
+
+def test_no_memory_for_the_second_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replays tell noise from faults; without room for the second one the fault stays open, the numbers eager's."""
+    hidden = Box(1.0)
+
+    def each(model: Any, optimizer: Any, index: int) -> None:
+        hidden.item = 2.0 if index >= BEFORE_REPLAY - 1 else 1.0
+
+    make = partial(changing_rig, stay, lambda model, x, y: loss_of(model, x, y) * hidden.item, each=each)
+    rig = build(make)
+    step = managed(rig, verify=1)
+    original, calls = check.Snapshot, []
+
+    def snapshot(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(check, "Snapshot", snapshot)
+    done = BEFORE_REPLAY + 1
+    found = drive(rig, step, done)
+    hidden.item = 1.0
+    rig = build(make)
+    assert_same_runs(drive(rig, rig.step, done), found)
+    assert step.stats.events == ["not checked against eager: CUDA out of memory"]
