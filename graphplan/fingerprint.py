@@ -17,7 +17,6 @@ from torch.optim import optimizer as optimizers
 from graphplan.owners import Walk
 from graphplan.tracer import same_value
 
-_get_training = attrgetter("training")
 _get_requires_grad = attrgetter("requires_grad")
 _get_hooks = attrgetter("_backward_hooks")
 _get_late_hooks = attrgetter("_post_accumulate_grad_hooks")
@@ -50,8 +49,12 @@ class Fingerprint:
         self._keys: list[str] = []
         self.labels: list[str] = []
         # A hook, layer, parameter or buffer that comes or goes changes what a step runs.
-        self._sized = [getattr(module, part) for module in walk.modules for part in _MODULE_PARTS]
-        self._size_labels = [f"{type(module).__name__}.{part}" for module in walk.modules for part in _MODULE_PARTS]
+        self._sized: list[Any] = []
+        self._size_labels: list[str] = []
+        self._empty: list[Any] = []
+        for module in walk.modules:
+            for part in _MODULE_PARTS:
+                self._add_size(getattr(module, part), f"{type(module).__name__}.{part}")
         for label, hooks in _GLOBAL_HOOKS.items():
             self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
@@ -69,21 +72,37 @@ class Fingerprint:
                     self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
 
     def _add_size(self, items: Any, label: str) -> None:
-        self._sized.append(items)
-        self._size_labels.append(f"len({label})")
+        if len(items):
+            self._sized.append(items)
+            self._size_labels.append(f"len({label})")
+        else:
+            self._empty.append(items)
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
         return (
             *map(getitem, self._containers, self._keys),
-            *map(_get_training, self._modules),
+            *map(dict.get, self._dicts, repeat("training")),
             *map(_get_requires_grad, self._parameters),
             *map(len, self._sized),
-            # An instance's own forward stands before its class's.
-            *map(id, map(dict.get, self._dicts, repeat("forward"))),
+            self._filled(),
+            self._own_forwards(),
             self._hooked(_get_hooks),
             self._hooked(_get_late_hooks),
         )
+
+    def _filled(self) -> tuple[tuple[int, int], ...]:
+        """Which containers that were empty are so no more, and how many items they have."""
+        if not any(self._empty):
+            return ()
+        return tuple((index, len(items)) for index, items in enumerate(self._empty) if items)
+
+    def _own_forwards(self) -> tuple[tuple[int, int], ...]:
+        """Which instances have a ``forward`` of their own, which stands before their class's."""
+        if not any(map(dict.get, self._dicts, repeat("forward"))):
+            return ()
+        own = enumerate(map(dict.get, self._dicts, repeat("forward")))
+        return tuple((index, id(forward)) for index, forward in own if forward is not None)
 
     def _hooked(self, get: Any) -> tuple[tuple[int, int], ...]:
         """Which parameters have hooks of their own, and how many. Most models have none."""
@@ -97,7 +116,8 @@ class Fingerprint:
             *(f"{type(module).__name__}.training" for module in self._modules),
             *(f"{path}.requires_grad" for path in self._paths),
             *self._size_labels,
-            *(f"{type(module).__name__}.forward" for module in self._modules),
+            "hooks, layers, parameters or buffers where there were none",
+            "a module's own forward",
             "parameters with hooks",
             "parameters with hooks after accumulation",
         ]

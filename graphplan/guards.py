@@ -8,17 +8,21 @@ memory lies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from operator import attrgetter, getitem, is_not
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.owners import Slot, Walk, tensor_leaves
+from graphplan.owners import Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 
 _get_grad = attrgetter("grad")
+_pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+"""One call for all addresses, in torch's CUDA builds."""
 
 
 class Guards:
@@ -45,6 +49,7 @@ class Guards:
         self._missing = _missing_parts(walk)
         places = [(slot.container, slot.key, slot.get()) for slot in held] + walk.links
         places += [(parts, name, None) for parts, name in self._missing]
+        self._whole, self._whole_items, places = _take_whole(places)
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
         self._dicts, self._dict_keys, self._dict_items = _columns(place for place in places if _is_dict(place[0]))
         self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
@@ -61,7 +66,10 @@ class Guards:
         self._values = values if values is not None else list(map(getitem, self._spaces, self._names))
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
-        self._strides = [tensor.stride() for tensor in tensors]
+        self._indices = list(range(len(tensors)))
+        shaped = [t for s in held if not is_optimizer_state(s.path) for t in tensor_leaves(s.get()) if t.ndim > 1]
+        self._shaped = [*shaped, *(tensor for tensor in extra if tensor.ndim > 1)]
+        self._strides = [tensor.stride() for tensor in self._shaped]
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
@@ -70,6 +78,9 @@ class Guards:
     def hold(self) -> bool:
         """Whether everything is where it was."""
         try:
+            whole = list(chain.from_iterable(map(dict.values, self._whole)))
+            if len(whole) != len(self._whole_items) or any(map(is_not, whole, self._whole_items)):
+                return False
             if any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
                 return False
             if any(map(is_not, map(getitem, self._others, self._keys), self._items)):
@@ -81,9 +92,15 @@ class Guards:
             return False
         if any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
             return False
-        if list(map(Tensor.data_ptr, self._tensors)) != self._pointers:
+        if not self._in_place():
             return False
-        return list(map(Tensor.stride, self._tensors)) == self._strides
+        return list(map(Tensor.stride, self._shaped)) == self._strides
+
+    def _in_place(self) -> bool:
+        """Whether the memory of all tensors is where it was."""
+        if _pointers_equal is not None:
+            return bool(_pointers_equal(self._tensors, self._pointers, self._indices))
+        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
 
     def _equal(self) -> bool:
         """Whether Python values that are other objects than at capture are the same values still."""
@@ -122,6 +139,32 @@ class Guards:
 
 def _is_dict(container: Any) -> bool:
     return isinstance(container, dict)
+
+
+Place = tuple[Any, Any, Any]
+"""A container, a key in it, and what lies there."""
+
+
+def _take_whole(places: list[Place]) -> tuple[list[Any], list[Any], list[Place]]:
+    """Dictionaries all of whose items are guarded, those items in order, and the places that are left.
+
+    Their values are compared without looking keys up, which are tensors in an optimizer's state.
+    """
+    groups: dict[int, list[Place]] = {}
+    for place in places:
+        groups.setdefault(id(place[0]), []).append(place)
+    whole: list[Any] = []
+    items: list[Any] = []
+    left: list[Place] = []
+    for group in groups.values():
+        container = group[0][0]
+        guarded = {id(key) for _, key, _ in group}
+        if _is_dict(container) and all(id(key) in guarded for key in container):
+            whole.append(container)
+            items += container.values()
+        else:
+            left += group
+    return whole, items, left
 
 
 def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:

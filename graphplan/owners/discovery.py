@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from threading import get_ident
 from typing import Any
 
@@ -29,8 +30,9 @@ class Discovery:
     ) -> None:
         self._on_optimizer = on_optimizer
         self._on_first_sight = on_first_sight
-        self._modules: dict[int, nn.Module] = {}
-        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        # Weakly: what the step makes and drops again is no owner.
+        self._modules: dict[int, weakref.ref[nn.Module]] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._handles: list[Any] = []
         self._thread = get_ident()
 
@@ -45,30 +47,37 @@ class Discovery:
             handle.remove()
 
     def _saw_module(self, module: nn.Module, args: Any) -> None:
-        if id(module) not in self._modules and get_ident() == self._thread:
-            self._modules[id(module)] = module
+        if get_ident() == self._thread and not _knows(self._modules, module):
+            self._modules[id(module)] = weakref.ref(module)
             self._on_first_sight(module)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() != self._thread:
             return
         self._on_optimizer(optimizer)
-        if id(optimizer) not in self._optimizers:
-            self._optimizers[id(optimizer)] = optimizer
+        if not _knows(self._optimizers, optimizer):
+            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
             self._on_first_sight(optimizer)
 
     def unknown(self, walk: Walk, fn: Callable[..., Any]) -> dict[str, Any]:
         """What was seen and no owner holds, top modules only, under the names that ``fn`` knows it by."""
         known = {id(module) for module in walk.modules} | {id(opt) for opt in walk.optimizers.values()}
-        fresh = {key: module for key, module in self._modules.items() if key not in known}
+        alive = {key: module for key, seen in self._modules.items() if (module := seen()) is not None}
+        fresh = {key: module for key, module in alive.items() if key not in known}
         inner = {id(child) for module in fresh.values() for child in module.modules() if child is not module}
         found: list[Any] = [module for key, module in fresh.items() if key not in inner]
-        found += [opt for key, opt in self._optimizers.items() if key not in known]
+        optimizers = [(key, seen()) for key, seen in self._optimizers.items()]
+        found += [opt for key, opt in optimizers if key not in known and opt is not None]
         names = dict(_names_in(fn))
         named: dict[str, Any] = {}
         for thing in found:
             named[free_name(names.get(id(thing), type(thing).__name__.lower()), named)] = thing
         return named
+
+
+def _knows(seen: Mapping[int, weakref.ref[Any]], thing: Any) -> bool:
+    """Whether ``thing`` itself was seen, and not one that had its ``id`` before."""
+    return id(thing) in seen and seen[id(thing)]() is thing
 
 
 def _names_in(fn: Callable[..., Any]) -> Iterator[tuple[int, str]]:

@@ -17,9 +17,8 @@ from torch.amp.grad_scaler import GradScaler
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
-_LIBRARIES = tuple(
-    f"{os.sep}{name}{os.sep}" for name in ("lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics")
-)
+_FAMILIAR = ("lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics")
+_LIBRARIES = (*(f"{os.sep}{name}{os.sep}" for name in _FAMILIAR), f"{os.sep}typing_extensions.py")
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
