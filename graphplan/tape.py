@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -247,7 +248,7 @@ class TapeRecording:
     def _run(runs: list[_Run]) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             for (inference, grad), kernels in runs:
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                with torch.inference_mode() if inference else nullcontext(), torch.set_grad_enabled(grad):
                     for kernel in kernels:
                         kernel()
 
