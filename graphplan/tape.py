@@ -7,7 +7,6 @@ straight into its recorded result. Random operators draw from the same generator
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -176,10 +175,14 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
     outs = [out for out in kernel.outs if out is not None]
     if found is None or len(found[1]) != len(kernel.outs) or len(outs) != len(kernel.outs):
         return None
+    # Into empty tensors first: torch warns where a result that has elements is given another size.
+    blanks = [torch.empty(0, dtype=o.dtype, device=o.device) for o in outs]
     probes = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in outs]
     places = [probe.data_ptr() for probe in probes]
-    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], blanks, strict=True)))
+        if any(b.untyped_storage().nbytes() > o.nbytes for b, o in zip(blanks, outs, strict=True)):
+            return None
         found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], probes, strict=True)))
     same = all(map(_same_bits, probes, outs)) and [probe.data_ptr() for probe in probes] == places
     return found if same else None
