@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphplan.buffers import Buffers
-from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason
+from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import describe
@@ -174,7 +174,8 @@ class GraphedStep:
         result, error = self._stages.check(program, feed, self._options.schedule)
         if error is not None:
             self.invalidate(str(error))
-            self._demoted = error
+            # Without the result, which is the caller's to keep.
+            self._demoted = VerifyError(str(error))
             self._stages.refuse(error)
             self._stages.count_eager(error.reason, str(error))
         return result
