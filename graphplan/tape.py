@@ -8,6 +8,7 @@ straight into its recorded result. Random operators draw from the same generator
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -168,16 +169,20 @@ def _compile(kernel: _Kernel) -> Callable[[], Any]:
 def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
     """The kernel's ``out=`` overload, if it fills given results with the same bits where they lie.
 
-    Some do not: torch's ``binary_cross_entropy.out`` leaves a scalar result alone. Losses are not even tried:
-    ``mse_loss.out`` resizes a scalar result on the way, and warns of it.
+    Some do not: torch's ``binary_cross_entropy.out`` leaves a scalar result alone, ``mse_loss.out`` reallocates it.
     """
-    found = None if "_loss" in str(kernel.func) else _out_overload(kernel.func)
+    found = _out_overload(kernel.func)
     outs = [out for out in kernel.outs if out is not None]
     if found is None or len(found[1]) != len(kernel.outs) or len(outs) != len(kernel.outs):
         return None
+    # Into empty tensors first: torch warns where a result that has elements is given another size.
+    blanks = [torch.empty(0, dtype=o.dtype, device=o.device) for o in outs]
     probes = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in outs]
     places = [probe.data_ptr() for probe in probes]
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], blanks, strict=True)))
+        if any(b.untyped_storage().nbytes() > o.nbytes for b, o in zip(blanks, outs, strict=True)):
+            return None
         found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], probes, strict=True)))
     same = all(map(_same_bits, probes, outs)) and [probe.data_ptr() for probe in probes] == places
     return found if same else None
@@ -246,7 +251,7 @@ class TapeRecording:
     def _run(runs: list[_Run]) -> None:
         with torch._C._AutoDispatchBelowAutograd():
             for (inference, grad), kernels in runs:
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                with torch.inference_mode() if inference else nullcontext(), torch.set_grad_enabled(grad):
                     for kernel in kernels:
                         kernel()
 

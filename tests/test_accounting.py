@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from graphplan import Policy, SkipReason, capture, compile_cached, compile_plan
+from graphplan import HostSyncError, Policy, SkipReason, capture, compile_cached, compile_plan, graph_step
 from tests.facts import assert_same, flatten
 from tests.twins import Rig, assert_equals_eager, build, drive, managed, state_of
 from tests.zoo import float_batches, training_rig
@@ -217,3 +217,26 @@ def test_compile_restores_what_only_a_closure_holds() -> None:
     plan = compile_plan(step, torch.ones(3))
     assert total.item() == 0.0
     assert [e.name for e in plan.state] == ["total"]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_generator_of_the_step_s_own_is_put_back(reads: bool) -> None:
+    """By compiling, which runs the step three times, and by a refused call."""
+    noise = torch.Generator().manual_seed(3)
+
+    def step(x: Tensor) -> Tensor:
+        drawn = x + torch.randn(3, generator=noise)
+        return drawn * drawn.sum().item() if reads else drawn
+
+    if reads:
+        graphed = graph_step(step, backend="tape", warmup_steps=1)
+        graphed(torch.ones(3))
+        before = noise.get_state()
+        with pytest.raises(HostSyncError, match=r"\.item\(\)"):
+            graphed(torch.ones(3))
+    else:
+        before = noise.get_state()
+        plan = compile_plan(step, torch.ones(3))
+        assert torch.equal(noise.get_state(), before)
+        capture(plan, feed=(torch.ones(3),), backend="tape")
+    assert torch.equal(noise.get_state(), before)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import AdamW, Optimizer
 
 from graphplan import Role, prepare_optimizer
 from tests.twins import Rig, assert_equals_eager, assert_same_runs, build, drive, managed
-from tests.zoo import MODELS, OPTIMIZERS, training_rig
+from tests.zoo import CALLS, MODELS, OPTIMIZERS, float_batches, training_rig
 
 STEPS = 200
 COMBINATIONS = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]
@@ -82,6 +84,31 @@ def test_a_ragged_batch_gets_its_own_program(model: str) -> None:
     make = partial(training_rig, model, "adamw", sizes=sizes)
     step = assert_equals_eager(make, captured=2, replayed=STEPS - 2 * 6)
     assert step.stats.recaptured == 0
+
+
+LOSSES = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.binary_cross_entropy_with_logits)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_of_floats(loss: Callable[..., Tensor], reduction: str) -> None:
+    """Regression: torch's ``out=`` kernels of these need another size than their result, and warn about it."""
+
+    def make() -> Rig:
+        model = nn.Linear(8, 4)
+        optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
+
+        def train_step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            value = loss(model(x), y, reduction=reduction)
+            value.sum().backward()
+            optimizer.step()
+            return value
+
+        calls = [(x, x[:, :4].sigmoid()) for x, _ in float_batches(CALLS)]
+        return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
+
+    assert_equals_eager(make, verify="off")
 
 
 def test_preparing_says_what_it_changed() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphplan.buffers import Buffers
-from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason
+from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import describe
@@ -200,7 +200,8 @@ class GraphedStep(Exclusive):
         if error is not None:
             self.stats.note(f"invalidated: {error}")
             self._programs.forget()
-            self._demoted = error
+            # Without the result, which is the caller's to keep.
+            self._demoted = VerifyError(str(error))
             self._stages.refuse(error)
             self._stages.count_eager(error.reason, str(error))
         return result

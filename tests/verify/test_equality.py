@@ -27,7 +27,7 @@ from tests.test_host_effects import HOST_EFFECTS
 from tests.test_step_forms import OUTPUTS, mlp_rig, two_models_rig
 from tests.test_step_forms import accumulating_rig as stepping_outside_rig
 from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed
-from tests.zoo import CALLS, MODELS, OPTIMIZERS, float_batches, training_rig, updating_rig
+from tests.zoo import CALLS, MODELS, OPTIMIZERS, Box, float_batches, training_rig, updating_rig
 
 EIGHTS = (8,) * 20
 
@@ -72,6 +72,26 @@ def host_draws_rig() -> Rig:
     )
 
 
+MEMORY = Box(None)
+"""Where :func:`tally` counts."""
+
+
+@torch.library.custom_op("graphplan_tests::tally", mutates_args=())
+def tally(x: Tensor) -> Tensor:
+    """An operator that also writes memory which its schema does not name."""
+    MEMORY.item += 1.0
+    return x + torch.from_numpy(MEMORY.item)
+
+
+def undeclared_write_rig() -> Rig:
+    """Replays run such an operator too, so what it wrote has to be put back before the eager half."""
+    total = torch.zeros(8)
+    MEMORY.item = total.numpy()
+    rig = rig_of(lambda model, x, y: loss_of(model, tally(x), y) + 0 * total.sum(), list(float_batches(CALLS)))
+    rig.extra["total"] = total
+    return rig
+
+
 def changing_on_the_host_rig() -> Rig:
     """Validation in another mode, a loaded checkpoint, a new learning rate, dropped gradients: between the calls."""
     saved: list[Any] = []
@@ -111,6 +131,7 @@ RIGS: dict[str, Callable[[], Rig]] = {
     "a batch that the step writes into": reused_batch_rig,
     "inputs that get gradients": leaf_rig,
     "a generator of the step's own": private_generator_rig,
+    "an operator that writes unseen": undeclared_write_rig,
     "host code that draws": host_draws_rig,
     "host code that changes things": changing_on_the_host_rig,
 }
