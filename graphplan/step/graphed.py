@@ -19,7 +19,7 @@ from graphplan.program import Program
 from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
-from graphplan.step.entry import Entry, environment
+from graphplan.step.entry import Entries, Entry, Key, environment
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.stages import Stages
@@ -42,8 +42,7 @@ class GraphedStep:
         self._managed = Managed(fn, owners, prepare=prepare)
         self._buffers = Buffers(self._on_growth)
         self._stages = Stages(fn, self._managed, options, self._buffers)
-        self._entries: dict[Any, Entry] = {}
-        self._captured_feeds: set[Any] = set()
+        self._entries = Entries(options.max_graphs)
         self._feed_device = options.feed_device
         self._demoted: RefusalError | None = None
         self._calls = 0
@@ -127,15 +126,19 @@ class GraphedStep:
         self._stages.escalate = escalates
 
     def _entry(self, feed: Feed) -> Entry:
-        key = (self._geometry(feed), environment(), self._managed.next_fingerprint())
-        entry = self._entries.get(key)
+        key = self._key(feed, self._managed.next_fingerprint())
+        entry = self._entries.find(key)
         if entry is None:
             check_feed(feed, self._home())
-            entry = self._entries[key] = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
+            entry = Entry(wants_grad=any(leaf.requires_grad for _, leaf in feed.tensors()))
+            self._entries.put(key, entry)
         elif entry.wants_grad:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
             check_feed(feed, self._home())
         return entry
+
+    def _key(self, feed: Feed, fingerprint: int) -> Key:
+        return (self._geometry(feed), environment(), fingerprint)
 
     def _geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
@@ -168,7 +171,7 @@ class GraphedStep:
         self._managed.refresh()
         if reason is None:
             return True
-        self._note(f"recapture: {reason}")
+        self.stats.note(f"recapture: {reason}")
         entry.drop()
         # A replaced parameter may have no optimizer state yet, which only an eager step can make.
         entry.warm = min(entry.warm, self._options.warmup_steps - 1)
@@ -198,34 +201,23 @@ class GraphedStep:
         result = self._stages.warm_up(entry, feed)
         if entry.warm <= 1:
             # The first steps made the owners known, on which the key depends.
-            for key in [key for key, known in self._entries.items() if known is entry]:
-                del self._entries[key]
-            self._entries[(self._geometry(feed), environment(), self._managed.fingerprint())] = entry
+            key = self._key(feed, self._managed.fingerprint())
+            if self._entries.find(key) is None:
+                self._entries.put(key, entry)
         return result
 
-    def _programs(self) -> list[Program]:
-        return [program for entry in self._entries.values() for program in entry.programs()]
-
     def _count_capture(self, entry: Entry, feed: Feed) -> None:
-        stats = self.stats
-        geometry = self._geometry(feed)
-        if entry.recapture or geometry in self._captured_feeds:
-            stats.recaptured += 1
-        entry.recapture = False
-        self._captured_feeds.add(geometry)
-        while len(self._programs()) > self._options.max_graphs:
-            older = [known for known in self._entries.values() if known.programs() and known is not entry]
-            if not older:
-                break
-            self._note("evicted: more programs than max_graphs")
-            older[0].drop()
-        stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in self._programs())
+        self.stats.recaptured += self._entries.has_captured(self._geometry(feed))
+        entry.captured = True
+        for _ in range(self._entries.evict(entry)):
+            self.stats.note("evicted: more programs than max_graphs")
+        self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in self._entries.programs())
 
     def _on_growth(self, position: int) -> None:
         """A static input is about to be replaced by a larger one: programs that point into it go."""
-        for entry in self._entries.values():
+        for entry in self._entries:
             if entry.programs():
-                self._note(f"recapture: input {position} grew")
+                self.stats.note(f"recapture: input {position} grew")
                 entry.drop()
 
     def _demote(self, error: RefusalError) -> None:
@@ -234,20 +226,15 @@ class GraphedStep:
         if not isinstance(error, FeedError):
             self._demoted = error
 
-    def _note(self, text: str) -> None:
-        self.stats.events.append(text)
-
     def invalidate(self, why: str) -> None:
         """Drop every program; the next calls trace and capture again. ``why`` goes into the report."""
-        self._note(f"invalidated: {why}")
-        for entry in self._entries.values():
+        self.stats.note(f"invalidated: {why}")
+        for entry in self._entries:
             entry.drop()
             entry.refusal = None
 
     def close(self) -> None:
         """Drop every program and put the optimizers' flags back. The step cannot be called again."""
-        for entry in self._entries.values():
-            entry.drop()
         self._entries.clear()
         self._buffers.clear()
         self._managed.release()

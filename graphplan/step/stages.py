@@ -108,7 +108,7 @@ class Stages:
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
-            self.stats.events.append(f"traced anew: {gone} is gone, which only an eager step can make")
+            self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make")
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
         changed = line.plan.changed_tensors(walk) if line.plan is not None else []
@@ -232,7 +232,7 @@ class Stages:
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         """Go on without checks of this program, and say so."""
         program.next_check = NO_CHECK
-        self.stats.events.append(f"not checked against eager: {reason}")
+        self.stats.note(f"not checked against eager: {reason}")
         return self.replay(program, feed), None
 
     def _escalates(self, error: RefusalError) -> bool:
