@@ -65,7 +65,7 @@ class Profile:
 
     def __init__(self, on_read: Callable[[str], None] = lambda name: None) -> None:
         self._on_read = on_read
-        self._codes: dict[tuple[CodeType, int], None] = {}
+        self._codes: dict[tuple[int, int], CodeType] = {}
         self._previous: Any = None
         self._collects = False
         self.ran = Ran()
@@ -93,8 +93,10 @@ class Profile:
             owner = None
             if "self" in code.co_varnames[: code.co_argcount] or "self" in code.co_freevars:
                 owner = frame.f_locals.get("self")
-            known = (code, 0 if owner is None else id(owner)) in self._codes
-            self._codes[code, 0 if owner is None else id(owner)] = None
+            # By identity: to hash a code object takes as long as it has instructions.
+            key = (id(code), 0 if owner is None else id(owner))
+            known = key in self._codes
+            self._codes[key] = code
             if (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):
                 self.ran.note(frame, owner)
         elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
@@ -103,7 +105,7 @@ class Profile:
     def reads(self) -> Reads:
         """What the code that ran may have read."""
         found = Reads()
-        for code, owner in self._codes:
+        for (_, owner), code in self._codes.items():
             names = names_of(code)
             if owner:
                 found.of_self.setdefault(owner, set()).update(names.attributes)
