@@ -35,7 +35,7 @@ def describe(stats: Stats, *, plans: int, notes: Sequence[str] = ()) -> str:
     """The summary, why steps were eager, what was invalidated, launches and phases, one fact per line."""
     lines = [summary(stats, plans=plans)]
     lines += [f"  eager {count}x: {text}" for text, count in stats.reasons.items()]
-    lines += [f"  event: {text}" for text in stats.events]
+    lines += [f"  event {count}x: {text}" for text, count in stats.events.items()]
     lines += [f"  {note}" for note in notes]
     lines.append(
         f"  launches: {stats.launches_eager} by eager steps, {stats.launches_replayed} by replays; "

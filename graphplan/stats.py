@@ -11,11 +11,10 @@ from time import perf_counter
 from graphplan.errors import SkipReason
 
 KINDS = ("eager", "replayed")
+TEXTS = 64
+OTHERS = "others"
+"""A table has so many texts; what comes after them, each perhaps with another number in it, is counted as others."""
 PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
-
-
-_EVENTS = 200
-"""Events that are kept."""
 
 
 @dataclass(slots=True)
@@ -40,7 +39,7 @@ class Stats:
     bytes_verified: int = 0
     skipped: Counter[SkipReason] = field(default_factory=Counter)
     reasons: dict[str, int] = field(default_factory=dict)
-    events: list[str] = field(default_factory=list)
+    events: dict[str, int] = field(default_factory=dict)
     launches_eager: int = 0
     launches_replayed: int = 0
     bytes_copied: int = 0
@@ -60,13 +59,11 @@ class Stats:
     def skip(self, reason: SkipReason, detail: str = "") -> None:
         """Count one eager call under ``reason``, and ``detail`` as its wording in reports."""
         self.skipped[reason] += 1
-        text = detail or reason.value
-        self.reasons[text] = self.reasons.get(text, 0) + 1
+        _tally(self.reasons, detail or reason.value)
 
     def note(self, text: str) -> None:
-        """Add an event. The latest ones are kept: a run may be long."""
-        self.events.append(text)
-        del self.events[:-_EVENTS]
+        """Count an event that is worth a line in reports."""
+        _tally(self.events, text)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -117,12 +114,19 @@ class Stats:
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.skipped.update(other.skipped)
-        self.events += other.events
+        for text, count in other.events.items():
+            _tally(self.events, text, count)
         for text, count in other.reasons.items():
-            self.reasons[text] = self.reasons.get(text, 0) + count
+            _tally(self.reasons, text, count)
         for kind in KINDS:
             self.step_seconds[kind] += other.step_seconds[kind]
             self.step_counts[kind] += other.step_counts[kind]
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
             self.phase_counts[phase] += other.phase_counts[phase]
+
+
+def _tally(table: dict[str, int], text: str, count: int = 1) -> None:
+    known = text in table or len(table) < TEXTS
+    key = text if known else OTHERS
+    table[key] = table.get(key, 0) + count

@@ -70,7 +70,7 @@ def test_notices_do_not_travel() -> None:
         twin.load_state_dict(model.state_dict())
     buffer = io.BytesIO()
     torch.save(model, buffer)
-    before = list(step.stats.events)
+    before = dict(step.stats.events)
     step(*rig.calls[0])
     assert step.stats.events == before
     step.close()

@@ -1,8 +1,8 @@
-"""What a step knows about one key: how warm it is, its traces, its programs."""
+"""What a step knows about its keys: how warm each is, its traces, its programs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.tracer import Trace
 
+_KEYS_PER_GRAPH = 8
+Key = tuple[Any, ...]
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
 
@@ -32,14 +34,18 @@ class Line:
 
 @dataclass(slots=True)
 class Entry:
-    """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread."""
+    """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
+
+    ``used`` is the number of the latest lookup that found it.
+    """
 
     warm: int = 0
+    used: int = 0
     eager_calls: int = 0
     lines: dict[Variant, Line] = field(default_factory=dict)
     any_program: Program | None = None
     refusal: RefusalError | None = None
-    recapture: bool = False
+    captured: bool = False
     wants_grad: bool = False
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
@@ -65,7 +71,64 @@ class Entry:
             program.close()
         self.lines.clear()
         self.any_program = None
-        self.recapture = True
+
+
+class Entries:
+    """Entries by key: the feed's geometry, the environment, the fingerprint. Those used least recently go first.
+
+    Args:
+        max_graphs: how many programs they may have in all. Keys without one are remembered too, but not for ever.
+    """
+
+    def __init__(self, max_graphs: int) -> None:
+        self._entries: dict[Key, Entry] = {}
+        self._max_graphs = max_graphs
+        self._lookups = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def find(self, key: Key) -> Entry | None:
+        """The entry of ``key``."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._lookups += 1
+            entry.used = self._lookups
+        return entry
+
+    def put(self, key: Key, entry: Entry) -> None:
+        """Keep ``entry`` under ``key``, and under no other."""
+        for old in [old for old, known in self._entries.items() if known is entry]:
+            del self._entries[old]
+        self._entries[key] = entry
+        self.find(key)
+        if len(self._entries) > _KEYS_PER_GRAPH * self._max_graphs:
+            self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used)).drop()
+
+    def has_captured(self, geometry: Any) -> bool:
+        """Whether there was a program for feeds of this geometry, under whatever fingerprint."""
+        return any(entry.captured for key, entry in self._entries.items() if key[0] == geometry)
+
+    def programs(self) -> list[Program]:
+        """All programs."""
+        return [program for entry in self for program in entry.programs()]
+
+    def evict(self, kept: Entry) -> int:
+        """Drop programs of other entries than ``kept`` while there are too many; how many entries lost theirs."""
+        dropped = 0
+        while len(self.programs()) > self._max_graphs:
+            others = [entry for entry in self if entry.programs() and entry is not kept]
+            if not others:
+                break
+            min(others, key=lambda entry: entry.used).drop()
+            dropped += 1
+        return dropped
+
+    def clear(self) -> None:
+        """Drop every program and forget every key."""
+        for entry in self:
+            entry.drop()
+        self._entries.clear()
 
 
 def environment() -> tuple[Any, ...]:

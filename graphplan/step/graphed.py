@@ -20,7 +20,7 @@ from graphplan.program import Program
 from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
-from graphplan.step.entry import Entry, environment
+from graphplan.step.entry import Entry, Key, environment
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.programs import Programs
@@ -142,7 +142,7 @@ class GraphedStep(Exclusive):
         self._stages.escalate = escalates
 
     def _entry(self, feed: Feed) -> Entry:
-        key = (self._geometry(feed), environment(), self._managed.next_fingerprint())
+        key = self._key(feed, self._managed.next_fingerprint())
         entry = self._programs.get(key)
         if entry is None:
             check_feed(feed, self._home())
@@ -154,6 +154,9 @@ class GraphedStep(Exclusive):
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
             check_feed(feed, self._home())
         return entry
+
+    def _key(self, feed: Feed, fingerprint: int) -> Key:
+        return (self._geometry(feed), environment(), fingerprint)
 
     def _geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
@@ -229,7 +232,9 @@ class GraphedStep(Exclusive):
         result = self._stages.warm_up(entry, feed)
         if entry.warm <= 1:
             # The first steps made the owners known, on which the key depends.
-            self._programs.move(entry, (self._geometry(feed), environment(), self._managed.fingerprint()))
+            key = self._key(feed, self._managed.fingerprint())
+            if self._programs.get(key) is None:
+                self._programs.add(key, entry)
         return result
 
     def _on_growth(self, position: int) -> None:

@@ -18,6 +18,8 @@ from graphplan.tracer import Profile, Ran
 
 _NAMES = "names"
 """The owner that stands for the names in the step's code."""
+_FINGERPRINTS = 256
+"""Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
 """New values of a hyper-parameter without one capture between them: it changes faster than steps can be captured."""
 
@@ -42,6 +44,7 @@ class Managed:
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
         self._seen: dict[tuple[Any, ...], int] = {}
+        self._taken = 0
         self._churn = 0
         self._names = Namespace()
         self._notices = Notices()
@@ -134,8 +137,16 @@ class Managed:
             return -1
         values = self._fingerprint.values()
         if values != self._last:
-            self._last, self._last_id = values, self._seen.setdefault(values, len(self._seen))
+            self._last, self._last_id = values, self._number(values)
         return self._last_id
+
+    def _number(self, values: tuple[Any, ...]) -> int:
+        number = self._seen.pop(values, self._taken)
+        self._seen[values] = number
+        self._taken = max(self._taken, number + 1)
+        if len(self._seen) > _FINGERPRINTS:
+            del self._seen[next(iter(self._seen))]
+        return number
 
     def next_fingerprint(self) -> int:
         """:meth:`fingerprint` at the start of a call.
@@ -143,11 +154,11 @@ class Managed:
         Raises:
             OptimizerError: if a hyper-parameter keeps taking new values, which no number of programs could follow.
         """
-        before, known = self._last, len(self._seen)
+        before, taken = self._last, self._taken
         number = self.fingerprint()
         if before is not self._last:
             self._before = before
-        if before is not None and len(self._seen) > known:
+        if before is not None and self._taken > taken:
             self._check_churn(before)
         return number
 

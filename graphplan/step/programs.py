@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 from graphplan.errors import NotCapturedError, RecaptureError
 from graphplan.program import Program
 from graphplan.stats import Stats
-from graphplan.step.entry import Entry
+from graphplan.step.entry import Entries, Entry, Key
 from graphplan.step.options import Options
 
 _PATIENCE = 4
 """A capture is overdue after this many times the calls that it needs."""
-_SIGNATURES = 8
-"""Keys without a program that are remembered, as a multiple of ``max_graphs``."""
+_GEOMETRIES = 256
+"""Geometries of feeds whose latest program is remembered."""
 _PAYS = 16
 """Replays after which a capture was worth it: one that comes to fewer counts against ``max_recaptures``."""
 _REASONS = 8
@@ -27,34 +26,25 @@ class Programs:
     def __init__(self, options: Options, stats: Stats) -> None:
         self._options = options
         self._stats = stats
-        self._entries: dict[Any, Entry] = {}
+        self._entries = Entries(options.max_graphs)
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
         self._asked = 0
         self._said = False
 
-    def get(self, key: Any) -> Entry | None:
+    def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
-        return self._entries.get(key)
+        return self._entries.find(key)
 
-    def add(self, key: Any, entry: Entry) -> Entry:
-        """A new entry. The oldest keys that came to nothing go, so that ones which never repeat do not pile up."""
-        idle = [old for old, known in self._entries.items() if known.refusal is None and not known.programs()]
-        for old in idle[: max(len(idle) - _SIGNATURES * self._options.max_graphs, 0)]:
-            del self._entries[old]
-        self._entries[key] = entry
+    def add(self, key: Key, entry: Entry) -> Entry:
+        """Keep ``entry`` under ``key``, and under no other."""
+        self._entries.put(key, entry)
         return entry
-
-    def move(self, entry: Entry, key: Any) -> None:
-        """``entry`` under another key."""
-        for old in [old for old, known in self._entries.items() if known is entry]:
-            del self._entries[old]
-        self._entries[key] = entry
 
     def all(self) -> list[Program]:
         """Every program that is ready."""
-        return [program for entry in self._entries.values() for program in entry.programs()]
+        return self._entries.programs()
 
     def knows(self, geometry: Hashable) -> bool:
         """Whether a program was captured for such a feed."""
@@ -76,33 +66,30 @@ class Programs:
 
     def drop_all(self, reason: str) -> None:
         """Close every program that there is because of ``reason``."""
-        for entry in self._entries.values():
+        for entry in self._entries:
             if entry.programs():
                 self.drop(entry, reason)
 
     def forget(self) -> None:
         """Close every program, and start again."""
-        for entry in self._entries.values():
+        for entry in self._entries:
             self._close(entry)
             entry.refusal = None
 
     def count_capture(self, entry: Entry, geometry: Hashable) -> None:
         """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many."""
         program = next(program for program in reversed(entry.programs()) if program.replays == 0)
-        before = self._latest.get(geometry)
-        if entry.recapture or before is not None:
-            self._stats.recaptured += 1
+        before = self._latest.pop(geometry, None)
+        self._stats.recaptured += self._entries.has_captured(geometry)
+        entry.captured = True
         if before is not None:
             replays = before.replays if isinstance(before, Program) else before
             self._unpaid = self._unpaid + 1 if replays < _PAYS else 0
-        entry.recapture = False
         self._latest[geometry] = program
-        while len(self.all()) > self._options.max_graphs:
-            older = [known for known in self._entries.values() if known.programs() and known is not entry]
-            if not older:
-                break
+        if len(self._latest) > _GEOMETRIES:
+            del self._latest[next(iter(self._latest))]
+        for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
-            self._close(older[0])
 
     def check_churn(self) -> None:
         """Whether one more capture is in order.
@@ -124,13 +111,14 @@ class Programs:
             return None
         self._asked += 1
         needed = self._options.warmup_steps + 3
-        repeats = max(known.eager_calls for known in self._entries.values()) > 1
+        repeats = max(known.eager_calls for known in self._entries) > 1
         if self._asked <= _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
             return None
         self._said = True
+        signatures = sum(1 for _ in self._entries)
         return NotCapturedError(
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
-            f"batches differ each time in shape, dtype, structure or Python values ({len(self._entries)} signatures so "
-            "far). Expected batches that repeat a signature: pad them, drop Python values from them, or pass "
+            f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far). "
+            "Expected batches that repeat a signature: pad them, drop Python values from them, or pass "
             "on_failure='eager'"
         )

@@ -73,7 +73,7 @@ class Profile:
 
     def __init__(self, on_read: Callable[[str], None] = lambda name: None) -> None:
         self._on_read = on_read
-        self._codes: dict[tuple[CodeType, int], None] = {}
+        self._codes: dict[tuple[int, int], CodeType] = {}
         self._previous: Any = None
         self._collects = False
         self._importing: FrameType | None = None
@@ -111,8 +111,10 @@ class Profile:
                 owner = frame.f_locals.get("self")
             elif code.co_varnames[:1] == ("cls",) and code.co_argcount:
                 owner = frame.f_locals.get("cls")
-            known = (code, 0 if owner is None else id(owner)) in self._codes
-            self._codes[code, 0 if owner is None else id(owner)] = None
+            # By identity: to hash a code object takes as long as it has instructions.
+            key = (id(code), 0 if owner is None else id(owner))
+            known = key in self._codes
+            self._codes[key] = code
             if (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):
                 self.ran.note(frame, owner)
         elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
@@ -121,7 +123,7 @@ class Profile:
     def reads(self) -> Reads:
         """What the code that ran may have read."""
         found = Reads()
-        for code, owner in self._codes:
+        for (_, owner), code in self._codes.items():
             names = names_of(code)
             if owner:
                 found.of_self.setdefault(owner, set()).update(names.attributes)

@@ -180,7 +180,7 @@ def test_the_first_replay_is_found_wrong(name: str) -> None:
             side.after(index)
     stats = step.stats
     assert (stats.replayed, stats.verified, stats.skipped[SkipReason.VERIFY]) == (0, 0, CALLS - EARLY - 1)
-    assert stats.events == [f"invalidated: {caught.value}"]
+    assert list(stats.events) == [f"invalidated: {caught.value}"]
 
 
 @pytest.mark.parametrize("name", FAULTS)
