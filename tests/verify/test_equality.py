@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from graphplan import HostSyncError, graph_step
-from graphplan.verify.state import host_generators
+from graphplan.owners import host_generators
 from tests.facts import assert_same, flatten
 from tests.failure_modes.naive import changing_rig, loss_of, seeded
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
