@@ -2,8 +2,8 @@
 
 One capture stream and one memory pool serve all recordings of a backend. Capture runs with
 ``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. A capture
-that fails leaves torch's default generator registered with a dead graph, which makes every later random operator raise;
-giving the generator a fresh copy of its state heals that.
+that CUDA gives up leaves generators in the middle of it, which makes every later random operator raise; a capture of
+nothing that ends well heals that.
 """
 
 from __future__ import annotations
@@ -177,13 +177,28 @@ class CUDAGraphBackend:
             self._give_back_pool()
         # Casts that autocast remembers lie in the pool, and were never computed.
         torch.clear_autocast_cache()
-        for generator in [*torch.cuda.default_generators, *self.generators]:
-            generator.graphsafe_set_state(generator.clone_state())
         self._pool = None
         if torch.cuda.is_current_stream_capturing():
             # Else the stream stays: autograd's accumulators and cuBLAS's workspaces belong to it.
             self._stream = torch.cuda.Stream(self.device)
+        if not intact:
+            self._heal_generators()
         return intact
+
+    def _heal_generators(self) -> None:
+        """Make generators usable again that a capture which never ended has left in its state.
+
+        A capture of nothing that ends well does it. A fresh copy of their state would do it too, but graphs that are
+        alive would go on with the old one, and draw other numbers than eager steps from then on.
+        """
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.stream(torch.cuda.Stream(self.device)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_end()
+        graph.reset()
 
     def _give_back_pool(self) -> None:
         """Tell torch's allocator that a capture is over which CUDA gave up. torch itself may forget to: then no cached
