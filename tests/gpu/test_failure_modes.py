@@ -237,7 +237,7 @@ def test_row_33_another_thread_pins_and_copies_during_the_capture() -> None:
 @needs_cuda
 @pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
 def test_row_33_another_thread_waits_for_the_whole_device() -> None:
-    """Which CUDA forbids during a capture: it fails there, and gives the capture up. Refused; the run goes on eagerly."""
+    """CUDA forbids that during a capture, and gives the capture up: refused, and the run goes on eagerly."""
     twin = build(on_gpu(stay))
     expected = drive(twin, oracle(twin))
     rig = build(on_gpu(stay))
