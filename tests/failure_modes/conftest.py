@@ -13,7 +13,6 @@ OPEN = {
     "test_rows_15_18.py::test_row_15_a_replacement_that_the_user_keeps",
     "test_rows_15_18.py::test_row_15_tensor_replaced[cast]",
     "test_rows_15_18.py::test_row_15_tensor_replaced[tied]",
-    "test_rows_15_18.py::test_row_18_a_twin_model_stays_in_eval",
     "test_rows_19_22.py::test_row_21_a_random_branch",
     "test_rows_19_22.py::test_row_22_inputs_that_share_memory",
     "test_rows_23_29.py::test_row_29_a_gradient_that_the_caller_keeps",
