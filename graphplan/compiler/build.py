@@ -144,6 +144,8 @@ def _host_facts(trace: Trace) -> list[str]:
 def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
     """What gradients must be on entry. A gradient that the step replaces unread may be anything."""
     needed: dict[str, str] = {}
+    groups = [group for optimizer in walk.optimizers.values() for group in optimizer.param_groups]
+    zeroed = {id(parameter) for group in groups for parameter in group["params"]}
     for path, parameter in walk.parameters.values():
         slot = f"{path}.grad"
         rebinding = trace.changes.rebindings.get(slot)
@@ -152,7 +154,8 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
         else:
             before = tuple(_grad_places(parameter))
         if not before:
-            if parameter.requires_grad:
+            # An optimizer drops the gradients of frozen parameters too, which only shows where there are some.
+            if parameter.requires_grad or id(parameter) in zeroed:
                 needed[path] = "none"
         elif any(place[0] in trace.externals for place in before):
             needed[path] = "kept"

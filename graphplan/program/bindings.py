@@ -6,7 +6,7 @@ parallel assignments (``prev = cur; cur = f(cur)``): a source that lies in anoth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter, is_not
 from sys import getrefcount
 from typing import Any
@@ -31,12 +31,15 @@ def _clone(value: Any) -> Any:
 
 
 class Bindings:
-    """Bindings of one program; ``before`` is the owner walk before its recording."""
+    """Bindings of one program; ``before`` is the owner walk before its recording. ``stand_ins`` are in the owners'
+    slots while it is recorded, in the place of what is bound there.
+    """
 
-    def __init__(self, plan: Plan, before: Walk) -> None:
+    def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
         self._plan = plan
         self._old = {path: before.slots[path].get() for path in plan.carries}
-        self.targets = {storage_id(t) for old in self._old.values() for t in tensor_leaves(old)}
+        self._into = {path: stand_ins.get(path, old) for path, old in self._old.items()}
+        self.targets = {storage_id(t) for into in self._into.values() for t in tensor_leaves(into)}
         self._fresh: dict[str, Any] = {}
         self._appended: dict[str, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
@@ -54,8 +57,8 @@ class Bindings:
             items = after.lists[append.path][-append.count :]
             self._appended[append.path] = [_own(item, outside) for item in items]
         sources = {path: _own(value, self.targets) for path, value in new.items()}
-        for path, old in self._old.items():
-            for target, source in zip(tensor_leaves(old), tensor_leaves(sources[path]), strict=True):
+        for path, into in self._into.items():
+            for target, source in zip(tensor_leaves(into), tensor_leaves(sources[path]), strict=True):
                 if target is not source:
                     target.detach().copy_(source)
 

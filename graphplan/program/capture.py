@@ -64,7 +64,7 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
     leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
     copied = CopiedOwned(plan, policy, buffers, walk)
     copied.load({})
-    bindings = Bindings(plan, walk)
+    bindings = Bindings(plan, walk, copied.stand_ins)
     body = _Body(plan, feed, leaves, bindings, walk)
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()

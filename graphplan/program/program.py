@@ -150,6 +150,7 @@ class Program:
         assert self._recording is not None
         if not executed:
             self._recording.replay()
+        self._copied.give_back()
         self._bindings.replace_recorded()
         return self.collect(leaves)
 

@@ -41,11 +41,14 @@ def check_policy(plan: Plan, policy: Policy) -> None:
 
 
 class CopiedOwned:
-    """Buffers that stand in for owned externals of a copied role while the step is recorded."""
+    """Buffers that stand in for owned externals of a copied role while the step is recorded.
+
+    Gradients and tuples of tensors are adopted in any case: nothing can be bound in their place.
+    """
 
     def __init__(self, plan: Plan, policy: Policy, buffers: Buffers, walk: Walk) -> None:
         roles = [role for role in policy.copy_roles if role is not Role.INPUT]
-        self.externals = [e for e in plan.externals if e.role in roles and e.path is not None]
+        self.externals = [e for e in plan.externals if e.role in roles and _has_stand_in(e, walk)]
         self._walk = walk
         self._statics: dict[str, Tensor] = {}
         for external in self.externals:
@@ -60,6 +63,11 @@ class CopiedOwned:
     def paths(self) -> set[str]:
         """Slots that are not adopted."""
         return {external.path for external in self.externals if external.path is not None}
+
+    @property
+    def stand_ins(self) -> dict[str, Tensor]:
+        """The buffers by the path that they stand in for."""
+        return {e.path: self._statics[e.name] for e in self.externals if e.path is not None}
 
     def follow(self, walk: Walk) -> None:
         """Use ``walk``'s containers from now on."""
@@ -101,6 +109,13 @@ class CopiedOwned:
         pairs = zip(self.externals, targets, sources, strict=True)
         return [(target, source) for external, target, source in pairs if external.mutated]
 
+    def give_back(self) -> None:
+        """Copy what the recorded call changed to the owners' own tensors."""
+        with torch.no_grad():
+            for external in self.externals:
+                if external.mutated:
+                    _held(external, self._walk).copy_(self._statics[external.name])
+
     def _is_held(self, name: str) -> bool:
         """Whether an owner has a tensor of that name which the step does not touch: nothing to copy."""
         return any(path == name or path.split(".", 1)[-1] == name for path in self._walk.slots)
@@ -125,6 +140,11 @@ class CopiedOwned:
                     f"{role}, since half of one set and half of another is rarely meant: pass a whole state_dict"
                 )
         return [chosen[e.name] if e.name in chosen else _held(e, self._walk) for e in self.externals]
+
+
+def _has_stand_in(external: External, walk: Walk) -> bool:
+    slot = None if external.path is None else walk.slots.get(external.path)
+    return slot is not None and slot.param is None and isinstance(slot.get(), Tensor)
 
 
 def _held(external: External, walk: Walk) -> Tensor:

@@ -110,6 +110,16 @@ def changing_on_the_host_rig() -> Rig:
     return changing_rig(lambda m, o: None, each=each, calls=float_batches(30))
 
 
+def freezing_in_turns_rig() -> Rig:
+    """A layer that is frozen and thawed again, while its gradient of before is there or is not."""
+
+    def each(model: Any, optimizer: Any, index: int) -> None:
+        if index % 12 == 11:
+            model[0].weight.requires_grad_(not model[0].weight.requires_grad)
+
+    return changing_rig(lambda m, o: None, each=each, calls=float_batches(60))
+
+
 RIGS: dict[str, Callable[[], Rig]] = {
     **{f"carry: {name}": partial(updating_rig, *parts) for name, parts in CARRIES.items()},
     **{f"host effect: {name}": partial(updating_rig, *parts) for name, parts in HOST_EFFECTS.items()},
@@ -132,6 +142,7 @@ RIGS: dict[str, Callable[[], Rig]] = {
     "inputs that get gradients": leaf_rig,
     "a generator of the step's own": private_generator_rig,
     "an operator that writes unseen": undeclared_write_rig,
+    "a layer that is frozen in turns": freezing_in_turns_rig,
     "host code that draws": host_draws_rig,
     "host code that changes things": changing_on_the_host_rig,
 }
