@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import FeedError, GeneratorSeekError, HostScalarError, HostSyncError, SkipReason
+from graphplan import FeedError, GeneratorSeekError, HostScalarError, HostSyncError
 from tests.failure_modes.naive import (
     PLAIN,
     WHEN,
@@ -223,8 +224,14 @@ def test_row_22_inputs_that_share_memory_later() -> None:
         apart = [(x[:40].view(5, 8).clone(), x[8:].view(5, 8).clone(), y) for x, y in flat]
         return changing_rig(stay, loss, calls=apart[:WHEN] + [_overlap(*call) for call in apart[WHEN:]])
 
-    step = assert_equals_eager(make, replayed=WHEN - 6)
-    assert step.stats.skipped[SkipReason.FEED] == 24 - WHEN
+    expected = run_eagerly(make)
+    rig = build(make)
+    step = managed(rig)
+    # Overlapping ones may lie at other offsets, and then are a signature of their own, which is refused.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"graphplan runs this step eagerly.*shares memory")
+        assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed == WHEN - 6
 
 
 def _overlap(one: Tensor, two: Tensor, y: Tensor) -> tuple[Tensor, ...]:
