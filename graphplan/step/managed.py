@@ -88,21 +88,24 @@ class Managed:
     def take_names(self, ran: Ran) -> bool:
         """Take in the names that code used, and the objects that it ran on; whether there are any new ones.
 
-        An object is taken in when it turns up a second time: others are made by the step itself.
+        An object, or a function that no name leads to, is taken in when it turns up a second time: others are made by
+        the step itself.
         """
-        grown = ran.name_all(self._fn, self._names)
+        grown = ran.name_all(self._fn, self._names, self._has_met)
         self.owners.setdefault(_NAMES, self._names)
         known = {id(container) for container in self.walk().containers}
         for thing in ran.objects():
             inner = getattr(thing, "__dict__", None)
-            if inner is None or id(inner) in known:
-                continue
-            if self._met.get(id(thing)) is thing:
+            if inner is not None and id(inner) not in known and self._has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
-            else:
-                self._met[id(thing)] = thing
         return grown
+
+    def _has_met(self, thing: Any) -> bool:
+        """Whether ``thing`` has turned up before."""
+        met = self._met.get(id(thing)) is thing
+        self._met[id(thing)] = thing
+        return met
 
     @property
     def unborn(self) -> bool:

@@ -57,9 +57,11 @@ class Ran:
             with suppress(TypeError):
                 self._objects[id(owner)] = weakref.ref(owner)
 
-    def name_all(self, fn: Callable[..., Any], names: Namespace) -> bool:
-        """Add every name to ``names``; whether any is new. ``fn`` is the step."""
-        new = [names.add(label, space, key) for label, space, key in self._places(fn)]
+    def name_all(self, fn: Callable[..., Any], names: Namespace, lasts: Callable[[Any], bool]) -> bool:
+        """Add every name to ``names``; whether any is new. ``fn`` is the step, ``lasts`` says of a function whether it
+        was there before this step already.
+        """
+        new = [names.add(label, space, key) for label, space, key in self._places(fn, lasts)]
         return any(new)
 
     def objects(self) -> Iterator[Any]:
@@ -69,7 +71,7 @@ class Ran:
             if thing is not None and is_user_object(thing) and not isinstance(thing, nn.Module):
                 yield thing
 
-    def _places(self, fn: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
+    def _places(self, fn: Callable[..., Any], lasts: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
             found = names_of(code)
             for name in sorted(found.variables & space.keys()):
@@ -81,7 +83,7 @@ class Ran:
                     for attribute in sorted((found.attributes | found.methods) & inner.keys()):
                         if not isinstance(inner[attribute], ModuleType):
                             yield f"{name}.{attribute}", inner, attribute
-        for function in self._functions(fn):
+        for function in self._functions(fn, lasts):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
@@ -96,18 +98,21 @@ class Ran:
                 if isinstance(function, FunctionType) and function.__code__ in self._globals:
                     yield f"{kind.__name__}.{name}", space, name
 
-    def _functions(self, fn: Callable[..., Any]) -> Iterator[FunctionType]:
+    def _functions(self, fn: Callable[..., Any], lasts: Callable[[Any], bool]) -> Iterator[FunctionType]:
         """The functions with closures whose code ran: those that the step reaches by name, and any other one whose
-        variables are those that it ran with.
+        variables are those that it ran with. Functions that the step itself makes have new variables each time.
         """
         left = dict.fromkeys(code for code in self._free)
         for function in _reachable(fn):
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
                 yield function
-        for thing in gc.get_referrers(*left) if left else ():
-            if isinstance(thing, FunctionType) and self._matches(thing):
-                yield thing
+        if left:
+            # A function of the step's own that calls itself by its name stays until it is collected. It is young.
+            gc.collect(0)
+            for thing in gc.get_referrers(*left):
+                if isinstance(thing, FunctionType) and self._matches(thing) and lasts(thing):
+                    yield thing
 
     def _matches(self, function: FunctionType) -> bool:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
