@@ -26,6 +26,7 @@ from graphplan.errors import SkipReason as SkipReason
 from graphplan.errors import TemporaryCopyError as TemporaryCopyError
 from graphplan.errors import UncoveredRoleError as UncoveredRoleError
 from graphplan.errors import UnownedTensorError as UnownedTensorError
+from graphplan.errors import VerifyError as VerifyError
 from graphplan.optimizers import prepare_optimizer as prepare_optimizer
 from graphplan.plan import Plan as Plan
 from graphplan.policy import Policy as Policy
