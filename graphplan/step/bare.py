@@ -40,15 +40,16 @@ def compile_plan(
 ) -> Plan:
     """Compile the plan of ``fn`` called with ``args``.
 
-    Runs ``fn`` three times: once so that lazy state exists, and twice traced. With ``restore`` the tensors, optimizer
-    state (state that did not exist goes again), gradients, Python attributes of owners and the random generators are
-    then put back as they were. Other Python effects of ``fn`` (files, prints, globals) cannot be undone.
+    Runs ``fn`` three times: once so that lazy state exists, and twice traced; once more where it uses objects that no
+    name leads to. With ``restore`` the tensors, optimizer state (state that did not exist goes again), gradients,
+    Python attributes of owners and the random generators are then put back as they were. Other Python effects of ``fn``
+    (files, prints, globals) cannot be undone.
 
     Args:
         fn: the step.
         *args: one call's arguments.
         owners: as for :func:`graph_step`.
-        restore: whether to undo the three steps.
+        restore: whether to undo these steps.
         allow: paths of Python effects that replays may leave out.
         prepare_optimizers: whether optimizers may be made capturable.
 
@@ -93,11 +94,12 @@ def _compile(
         check_feed(feed, device)
         with managed.rates:
             run(device)
+            if managed.take_names(traces[-1].ran):
+                run(device)
             run(device)
+            first, second = traces[-2:]
             held = _weak_owners(managed.owners) if weak else lambda: managed.owners
-            return build_plan(
-                traces[1], traces[2], feed, owners=held, function=function, allow=allow, rates=managed.rates
-            )
+            return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
     finally:
         if restore:
             for record in reversed(traces):

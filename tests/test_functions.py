@@ -1,0 +1,98 @@
+"""Functions that a step calls: a replay depends on the variables of those that outlive it, not of its own ones."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from graphplan import GuardError, capture, compile_plan
+from tests.twins import Rig, assert_equals_eager, build
+from tests.zoo import CALLS, Box, Mlp, float_batches
+
+CHANGED = 12
+CHANGE = r"weight(_\d)? was 0\.5 and is 2\.0"
+"""Other functions of the same code may be waiting to be collected, with a variable of the same name."""
+
+
+def rig_of(loss_of: Callable[[Box, Any, Tensor, Tensor], Tensor], box: Box, after: Callable[[int], object]) -> Rig:
+    """A training step that computes ``loss_of(box, model, x, y)``; nobody can look into the box."""
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(box, model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
+
+
+def _recursive(box: Box, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    def scaled(times: int) -> Tensor:
+        return x if times == 0 else 0.5 * scaled(times - 1)
+
+    return F.cross_entropy(model(scaled(3)), y)
+
+
+def _kept(box: Box, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    box.item = lambda: F.cross_entropy(model(x), y)
+    return box.item()
+
+
+def _generated(box: Box, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return sum(F.cross_entropy(model(x * factor), y) for factor in (0.5, 1.0))
+
+
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    """Collections come when they come; a function that refers to itself may wait for a long time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collections")
+@pytest.mark.parametrize("loss_of", [_recursive, _kept, _generated])
+def test_a_function_that_the_step_makes(loss_of: Callable[..., Tensor]) -> None:
+    """Its variables are new ones each time, so that no replay depends on them, though it may outlive the step."""
+    assert_equals_eager(lambda: rig_of(loss_of, Box(None), lambda index: None))
+
+
+def hidden_rig(*, changed: float = 2.0) -> Rig:
+    """A step that calls a function to which no name leads, and a change of that function's variable."""
+    weight = 0.5
+
+    def after(index: int) -> None:
+        nonlocal weight
+        weight = changed if index >= CHANGED else 0.5
+
+    box = Box(lambda model, x, y: weight * F.cross_entropy(model(x), y))
+    return rig_of(lambda box, model, x, y: box.item(model, x, y), box, after)
+
+
+def test_a_function_in_a_box() -> None:
+    """A function that outlives the step is found although nothing names it, and its variables are guarded."""
+    assert_equals_eager(partial(hidden_rig, changed=0.5))
+    step = assert_equals_eager(hidden_rig, captured=2, replayed=CALLS - 6 - 4)
+    assert re.search(CHANGE, step.report())
+
+
+def test_a_function_in_a_box_under_a_bare_plan() -> None:
+    """A plan without a state machine guards it too."""
+    rig = build(hidden_rig)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    program = capture(plan, feed=rig.calls[0], backend="tape")
+    program.replay(rig.calls[0])
+    rig.after(CHANGED)
+    with pytest.raises(GuardError, match=CHANGE):
+        program.replay(rig.calls[1])
