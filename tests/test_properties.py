@@ -1,0 +1,63 @@
+"""Random runs through graphplan equal eager bit by bit, or are refused before the first replay, and nothing else."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from tests.random_runs.comparison import compare
+from tests.random_runs.models import LAYERS
+from tests.random_runs.run import Run
+from tests.random_runs.strategies import runs
+
+EXAMPLES = int(os.environ.get("RANDOM_RUNS", "0"))
+"""Set it to search further, with other runs each time; without it the runs are always the same 512."""
+
+FOUND = {
+    "weight decay loaded": Run("dense", calls=32, events=((4, "weight_decay", 1), (15, "saved_moments", 0))),
+    "moments loaded after the warm-up": Run("dense", schedule="cosine", events=((0, "same_moments", 0),)),
+    "moments loaded before the capture": Run("dense", events=((2, "same_moments", 0), (9, "learning_rate", 0))),
+    "moments cleared before the capture": Run("dense", events=((2, "cleared_moments", 0),)),
+    "momentum cleared before the capture": Run("dense", optimizer="momentum", events=((2, "cleared_moments", 0),)),
+    "first moments loaded": Run(
+        "dense", optimizer="adagrad", events=((4, "same_moments", 0), (19, "saved_moments", 6))
+    ),
+    "unused moment popped": Run("dense", optimizer="adagrad", events=((17, "one_cleared_moment", 3),)),
+    "setting of an object in the closure": Run("dense", events=((15, "setting_of_an_object", 1),)),
+    "every second row": Run("dense", forms=("sliced",), calls=40),
+    "one row expanded": Run("recurrent", ("lstm",), "amsgrad", forms=("expanded",), calls=40),
+    "refused with an expanded input": Run("dense", optimizer="nadam", forms=("expanded",)),
+    "refused with a gradient of the input": Run("dense", optimizer="nadam", extras=frozenset({"input grad"})),
+}
+"""Runs in which random search found a fault, shrunk."""
+
+
+@pytest.mark.parametrize("run", FOUND.values(), ids=FOUND)
+def test_runs_that_once_failed(run: Run) -> None:
+    """They equal eager or are refused, as all others."""
+    compare(run)
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_random_runs_equal_eager_or_are_refused(family: str) -> None:
+    """At least 128 runs of each family of models, of which most are really replayed."""
+    replayed: list[int] = []
+
+    @settings(
+        max_examples=EXAMPLES or 128,
+        derandomize=not EXAMPLES,
+        print_blob=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(runs(family))
+    def check(run: Run) -> None:
+        replayed.append(compare(run))
+
+    check()
+    assert len(replayed) >= 128
+    share = sum(count >= 5 for count in replayed) / len(replayed)
+    assert share > 0.6, f"only {share:.0%} of the runs had five replays"
