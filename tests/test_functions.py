@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -96,3 +97,26 @@ def test_a_function_in_a_box_under_a_bare_plan() -> None:
     rig.after(CHANGED)
     with pytest.raises(GuardError, match=CHANGE):
         program.replay(rig.calls[1])
+
+
+class Total:
+    """Adds losses up in a tensor; a plain object."""
+
+    def __init__(self) -> None:
+        self.value = torch.full((), 7.0)
+
+    def add(self, loss: Tensor) -> Tensor:
+        self.value += loss.detach()
+        return loss
+
+
+def test_an_object_in_a_box_under_a_bare_plan() -> None:
+    """It is found in the second run, taken for an owner from then on, and has its values back afterwards."""
+    total = Total()
+    rig = build(lambda: rig_of(lambda box, model, x, y: box.item.add(_recursive(box, model, x, y)), Box(total), print))
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    assert [external.name for external in plan.state if external.path == "total.value"]
+    assert total.value.item() == 7.0
+    program = capture(plan, feed=rig.calls[0], backend="tape")
+    loss = program.replay(rig.calls[0])
+    assert total.value.item() == (7.0 + loss).item()

@@ -94,7 +94,9 @@ def _compile(
         check_feed(feed, device)
         with managed.rates:
             run(device)
-            if managed.take_names(traces[-1].ran):
+            if managed.take_names(traces[1].ran):
+                # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
+                snapshots.append(Snapshot(managed.walk()))
                 run(device)
             run(device)
             first, second = traces[-2:]
@@ -102,12 +104,12 @@ def _compile(
             return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
     finally:
         if restore:
-            for record in reversed(traces):
-                record.undo_unowned_writes()
             # An optimizer that nobody named was copied with its device learning rate in place.
             with managed.rates:
                 for snapshot in reversed(snapshots):
                     snapshot.restore()
+            for record in reversed(traces):
+                record.undo_unowned_writes()
 
 
 def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
