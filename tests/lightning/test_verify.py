@@ -111,7 +111,7 @@ def test_a_later_replay_that_is_wrong(on_failure: str, tmp_path: Path) -> None:
     assert len([warning for warning in caught if "graphplan" in str(warning.message)]) == 1
     stats = found.callback.stats
     assert (stats.replayed, stats.verified, stats.skipped[SkipReason.VERIFY]) == (1, 1, 30 - FIRST - 1)
-    assert "event: invalidated: replay 2 of" in found.callback.report()
+    assert "event 1x: invalidated: replay 2 of" in found.callback.report()
     assert_same_fits(fit(make, tmp_path / "eager"), found)
     with pytest.raises(AssertionError, match="differences"):
         assert_same_fits(fit(make, tmp_path / "eager"), fit(make, tmp_path / "off", tape(verify="off")))
