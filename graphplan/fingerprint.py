@@ -16,6 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from graphplan.owners import Walk
 from graphplan.tracer import same_value
+from graphplan.unchanged import hooks_registered
 
 _get_requires_grad = attrgetter("requires_grad")
 _get_hooks = attrgetter("_backward_hooks")
@@ -58,6 +59,8 @@ class Fingerprint:
         for label, hooks in _GLOBAL_HOOKS.items():
             self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
+        self._registered: int | None = None
+        self._hooks: list[list[tuple[int, Any]]] = []
         for path, optimizer in walk.optimizers.items():
             for part in _OPTIMIZER_PARTS:
                 self._add_size(getattr(optimizer, part), f"{path}.{part}")
@@ -87,8 +90,7 @@ class Fingerprint:
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
-            self._hooked(_get_hooks),
-            self._hooked(_get_late_hooks),
+            *self._hooked(),
         )
 
     def _filled(self) -> tuple[tuple[int, int], ...]:
@@ -104,11 +106,18 @@ class Fingerprint:
         own = enumerate(map(dict.get, self._dicts, repeat("forward")))
         return tuple((index, id(forward)) for index, forward in own if forward is not None)
 
-    def _hooked(self, get: Any) -> tuple[tuple[int, int], ...]:
-        """Which parameters have hooks of their own, and how many. Most models have none."""
-        if not any(map(get, self._parameters)):
-            return ()
-        return tuple((index, len(hooks)) for index, hooks in enumerate(map(get, self._parameters)) if hooks)
+    def _hooked(self) -> list[tuple[tuple[int, int], ...]]:
+        """Which parameters have hooks of their own, and how many, by kind. They are asked only after somebody has
+        registered a hook; that one is removed shows in its container.
+        """
+        registered = hooks_registered()
+        if registered != self._registered:
+            self._registered = registered
+            self._hooks = [
+                [(index, hooks) for index, hooks in enumerate(map(get, self._parameters)) if hooks is not None]
+                for get in (_get_hooks, _get_late_hooks)
+            ]
+        return [tuple((index, len(hooks)) for index, hooks in kind if hooks) for kind in self._hooks]
 
     def _all_labels(self) -> list[str]:
         return [

@@ -19,6 +19,7 @@ from torch.nn import Module
 from graphplan.owners import Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
+from graphplan.unchanged import Containers
 
 _get_grad = attrgetter("grad")
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -50,6 +51,9 @@ class Guards:
         places = [(slot.container, slot.key, slot.get()) for slot in held] + walk.links
         places += [(parts, name, None) for parts, name in self._missing]
         self._whole, self._whole_items, places = _take_whole(places)
+        lists, places = _take_lists(places)
+        self._containers = Containers(self._whole, [items for items, _ in lists])
+        self._lists = lists
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
         self._dicts, self._dict_keys, self._dict_items = _columns(place for place in places if _is_dict(place[0]))
         self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
@@ -78,8 +82,7 @@ class Guards:
     def hold(self) -> bool:
         """Whether everything is where it was."""
         try:
-            whole = list(chain.from_iterable(map(dict.values, self._whole)))
-            if len(whole) != len(self._whole_items) or any(map(is_not, whole, self._whole_items)):
+            if not self._containers.unchanged() and not self._look_closely():
                 return False
             if any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
                 return False
@@ -95,6 +98,17 @@ class Guards:
         if not self._in_place():
             return False
         return list(map(Tensor.stride, self._shaped)) == self._strides
+
+    def _look_closely(self) -> bool:
+        """Whether containers that are guarded as a whole hold what they held."""
+        whole = list(chain.from_iterable(map(dict.values, self._whole)))
+        if len(whole) != len(self._whole_items) or any(map(is_not, whole, self._whole_items)):
+            return False
+        for items, held in self._lists:
+            if len(items) != len(held) or any(map(is_not, items, held)):
+                return False
+        self._containers.rearm()
+        return True
 
     def _in_place(self) -> bool:
         """Whether the memory of all tensors is where it was."""
@@ -165,6 +179,18 @@ def _take_whole(places: list[Place]) -> tuple[list[Any], list[Any], list[Place]]
         else:
             left += group
     return whole, items, left
+
+
+def _take_lists(places: list[Place]) -> tuple[list[tuple[list[Any], list[Any]]], list[Place]]:
+    """Lists all of whose items are guarded, each with those items, and the places that are left."""
+    guarded: dict[int, set[int]] = {}
+    by_id = {id(container): container for container, _, _ in places if type(container) is list}
+    for container, key, _ in places:
+        if id(container) in by_id:
+            guarded.setdefault(id(container), set()).add(key)
+    whole = {number: items for number, items in by_id.items() if len(guarded[number]) == len(items)}
+    left = [place for place in places if id(place[0]) not in whole]
+    return [(items, list(items)) for items in whole.values()], left
 
 
 def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -20,12 +20,13 @@ from graphplan.program import Program
 from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
-from graphplan.step.entry import Entry, Key, environment
+from graphplan.step.entry import Entry, Key
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.programs import Programs
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive
+from graphplan.unchanged import Modes
 
 
 class GraphedStep(Exclusive):
@@ -46,6 +47,7 @@ class GraphedStep(Exclusive):
         self._managed = Managed(fn, owners, prepare=prepare)
         self._buffers = Buffers(self._on_growth)
         self._stages = Stages(fn, self._managed, options, self._buffers)
+        self._modes = Modes()
         self._programs: Programs = Programs(options, self._stages.stats)
         self._feed_device = options.feed_device
         self._demoted: RefusalError | None = None
@@ -156,7 +158,7 @@ class GraphedStep(Exclusive):
         return entry
 
     def _key(self, feed: Feed, fingerprint: int) -> Key:
-        return (self._geometry(feed), environment(), fingerprint)
+        return (self._geometry(feed), self._modes.now(), fingerprint)
 
     def _geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
