@@ -71,7 +71,9 @@ class Guards:
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._indices = list(range(len(tensors)))
-        shaped = [t for s in held if not is_optimizer_state(s.path) for t in tensor_leaves(s.get()) if t.ndim > 1]
+        # Those of parameters are part of the program's key.
+        others = [s for s in held if not s.is_parameter and not is_optimizer_state(s.path)]
+        shaped = [tensor for slot in others for tensor in tensor_leaves(slot.get()) if tensor.ndim > 1]
         self._shaped = [*shaped, *(tensor for tensor in extra if tensor.ndim > 1)]
         self._strides = [tensor.stride() for tensor in self._shaped]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -72,6 +73,22 @@ def _add(add: Any, *facts: Any) -> None:
         add(*facts, [""], None)
     except TypeError:
         add(*facts, [""])
+
+
+class Geometries:
+    """Shapes, strides, dtypes, devices and ``requires_grad`` of tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._guard: Any = None
+        # Without gradient mode torch's guard takes no notice of requires_grad.
+        if hasattr(_guards, "TensorGuards") and tensors and torch.is_grad_enabled():
+            with suppress(RuntimeError, TypeError):
+                self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def unchanged(self) -> bool:
+        """Whether all of them are what they were."""
+        return self._guard is not None and torch.is_grad_enabled() and self._guard.check(*self._tensors)
 
 
 class Modes:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphplan import graph_step
-from graphplan.unchanged import Containers, Modes, hooks_registered
+from graphplan.unchanged import Containers, Geometries, Modes, hooks_registered
 
 
 def _containers() -> tuple[list[dict[Any, Any]], list[list[Any]]]:
@@ -112,3 +112,32 @@ def test_a_hook_that_comes_and_goes_is_in_the_key_of_the_step() -> None:
     assert [tensor.tolist() for tensor in eager] == [tensor.tolist() for tensor in graphed]
     assert step.stats.captured == 2, "without the hook and with it; the first program comes back"
     assert step.stats.replayed > 20
+
+
+GEOMETRIES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "frozen": lambda param: param.requires_grad_(False),
+    "other strides in the same memory": lambda param: setattr(param, "data", param.data.t()),
+    "another dtype": lambda param: setattr(param, "data", param.data.double()),
+    "another shape": lambda param: setattr(param, "data", param.data[:2]),
+}
+
+
+@pytest.mark.parametrize("change", GEOMETRIES.values(), ids=list(GEOMETRIES))
+def test_geometries_notice_every_change(change: Callable[[nn.Parameter], Any]) -> None:
+    params = [nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(2))]
+    geometries = Geometries(params)
+    assert geometries.unchanged()
+    change(params[0])
+    assert not geometries.unchanged()
+
+
+def test_geometries_say_nothing_without_gradient_mode() -> None:
+    """There torch's guard overlooks ``requires_grad``."""
+    params = [nn.Parameter(torch.ones(3, 3))]
+    with torch.no_grad():
+        made_without = Geometries(params)
+    assert not made_without.unchanged()
+    geometries = Geometries(params)
+    with torch.no_grad():
+        params[0].requires_grad_(False)
+        assert not geometries.unchanged()
