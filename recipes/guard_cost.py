@@ -64,13 +64,8 @@ def measure(layers: int, kind: type[torch.optim.Optimizer], width: int = 4) -> d
     assert program is not None
     assert entry.refusal is None
     tensors = len([e for e in step.plan.externals if e.path is not None]) if step.plan is not None else 0
-    return {
-        "modules": layers,
-        "optimizer": kind.__name__,
-        "parameters": 2 * layers,
-        "tensors": tensors,
-        "microseconds": round(cost, 2),
-    }
+    counts = {"parameters": 2 * layers, "modules": layers, "optimizer": kind.__name__, "tensors": tensors}
+    return {**counts, "microseconds": round(cost, 2)}
 
 
 def main() -> None:
@@ -82,8 +77,8 @@ def main() -> None:
     rows = [measure(layers, kind) for layers in (30, 500) for kind in (torch.optim.SGD, torch.optim.AdamW)]
     for row in rows:
         print(
-            f"{row['parameters']} parameters in {row['modules']} modules, {row['optimizer']}: {row['tensors']} tensors, "
-            f"{row['microseconds']} µs"
+            f"{row['parameters']} parameters in {row['modules']} modules, {row['optimizer']}: "
+            f"{row['tensors']} tensors, {row['microseconds']} µs"
         )
     if arguments.json is not None:
         facts = {"torch": torch.__version__, "machine": platform.machine(), "date": date.today().isoformat()}
