@@ -43,6 +43,11 @@ class GraphPlanCallback(Callback):
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same
             state, and eager's outcome stands; that needs room for copies of parameters and state meanwhile.
+        max_graphs: how many programs are kept.
+        max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
+        debug: wait for the device after each capture and each first replay, and name the program in its errors.
+        debug_eager: train eagerly where a program would be replayed, on the program's own inputs: tells a fault of the
+            recording from one of everything around it. Nothing is replayed, and so nothing is checked.
 
     Raises:
         OptionError, PolicyError, BackendError: for arguments that make no sense.
@@ -59,30 +64,32 @@ class GraphPlanCallback(Callback):
         eager_if: Callable[[Any, int], bool] | int | None = None,
         prepare_optimizers: bool = True,
         verify: str | int | None = "geometric",
+        max_graphs: int = 16,
+        max_recaptures: int = 16,
+        debug: bool = False,
+        debug_eager: bool = False,
     ) -> None:
         super().__init__()
         if mode not in ("auto", "train"):
             raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
-        Options(
+        unknown = sorted(set(policies or {}) - set(MODES))
+        if unknown:
+            raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
+        parsed = {name: Policy.parse(name, value) for name, value in (policies or {}).items()}
+        self.options = Options(
+            policy=parsed.get("train"),
             backend=backend,
             warmup_steps=warmup_steps,
             on_failure=on_failure,
             allow=allow,
             eager_if=eager_if,
+            prepare_optimizers=prepare_optimizers,
             verify=verify,
+            max_graphs=max_graphs,
+            max_recaptures=max_recaptures,
+            debug=debug,
+            debug_eager=debug_eager,
         )
-        unknown = sorted(set(policies or {}) - set(MODES))
-        if unknown:
-            raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
-        self.mode = mode
-        self.backend = backend
-        self.policies = {name: Policy.parse(name, value) for name, value in (policies or {}).items()}
-        self.warmup_steps = warmup_steps
-        self.on_failure = on_failure
-        self.allow = tuple(allow)
-        self.eager_if = eager_if
-        self.prepare_optimizers = prepare_optimizers
-        self.verify = verify
         self._seam: StepSeam | None = None
         self._stats = Stats()
         self._plans = 0
@@ -109,30 +116,19 @@ class GraphPlanCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
         self._stats, self._plans, self._notes = Stats(), 0, []
-        reason = closed_gate(trainer, pl_module) if self.backend != "eager" else None
+        reason = closed_gate(trainer, pl_module) if self.options.backend != "eager" else None
         if reason is not None:
             self._refuse(reason)
             return
-        self._seam = StepSeam(
-            trainer,
-            pl_module,
-            policy=self.policies.get("train", Policy.train()),
-            backend=self.backend,
-            warmup_steps=self.warmup_steps,
-            raises=self.on_failure == "raise",
-            allow=self.allow,
-            eager_if=self.eager_if,
-            prepare_optimizers=self.prepare_optimizers,
-            verify=self.verify,
-        )
+        self._seam = StepSeam(trainer, pl_module, self.options)
         self._seam.install()
         outside = keeps_optimizer_outside(pl_module)
-        if outside is not None and self.backend != "eager":
+        if outside is not None and self.options.backend != "eager":
             self._seam.keep_optimizer_outside(outside)
 
     def _refuse(self, reason: str) -> None:
         text = f"no step of this fit can be captured: {reason}"
-        if self.on_failure == "raise":
+        if self.options.on_failure == "raise":
             raise NotCapturedError(f"{text}, or pass on_failure='eager'")
         self._notes.append(text)
         warnings.warn(f"graphplan runs this fit eagerly: {text}", UserWarning, stacklevel=2)
@@ -154,12 +150,12 @@ class GraphPlanCallback(Callback):
 
     def _last_line(self) -> str:
         stats = self._stats
-        if self.backend == "eager":
+        if self.options.backend == "eager":
             return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
         if stats.captured == 0:
             return (
                 f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
-                f"{self.warmup_steps + 3} of one batch signature"
+                f"{self.options.warmup_steps + 3} of one batch signature"
             )
         return summary(stats, plans=self._plans)
 

@@ -8,7 +8,8 @@ graphed step, and Lightning's own code clips and steps after it. Everything is s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -22,7 +23,6 @@ from graphplan.compiler import is_allowed
 from graphplan.errors import HostScalarError, RefusalError
 from graphplan.owners import Via
 from graphplan.plan import Plan
-from graphplan.policy import Policy
 from graphplan.stats import Stats
 from graphplan.step import GraphedStep, Options
 from graphplan.tracer import find_source, refuse_trace
@@ -62,37 +62,17 @@ class _ReplayedClosure:
 class StepSeam:
     """One fit's seam. ``install`` and ``remove`` are inverse; ``stats`` outlives both."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        *,
-        policy: Policy,
-        backend: str,
-        warmup_steps: int,
-        raises: bool,
-        allow: Sequence[str],
-        eager_if: Callable[[Any, int], bool] | int | None,
-        prepare_optimizers: bool,
-        verify: str | int | None,
-    ) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, options: Options) -> None:
         self._trainer = trainer
         self._module = module
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._options = Options(
-            policy=policy,
-            backend=backend,
-            warmup_steps=warmup_steps,
-            on_failure="raise" if raises else "eager",
-            allow=(*_OWN_EFFECTS, *allow),
-            prepare_optimizers=prepare_optimizers,
-            verify=verify,
-            eager_if=self._asks_eager if eager_if is not None else None,
+        self._eager_if = options.eager_if
+        self._options = replace(
+            options,
+            allow=(*_OWN_EFFECTS, *options.allow),
+            eager_if=self._asks_eager if options.eager_if is not None else None,
         )
-        self._raises = raises
-        self._warmup_steps = warmup_steps
-        self._eager_if = eager_if
-        self._watches_index = eager_if is None and not is_allowed("batch_idx", allow)
+        self._watches_index = options.eager_if is None and not is_allowed("batch_idx", options.allow)
         self._logs = LogNotes(trainer)
         self._optimizer = trainer.optimizers[0]
         self._steps: list[GraphedStep] = []
@@ -153,7 +133,7 @@ class StepSeam:
         return [*prepared, *self.notes]
 
     def _must_raise(self) -> bool:
-        return self._raises and all(step.stats.replayed == 0 for step in self._steps)
+        return self._options.on_failure == "raise" and all(step.stats.replayed == 0 for step in self._steps)
 
     def keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""

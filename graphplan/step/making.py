@@ -59,7 +59,7 @@ def graph_step(
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors.
         debug_eager: run the step itself where a program would be replayed, on the program's own inputs: tells a fault
-            of the recording from one of everything around it.
+            of the recording from one of everything around it. Nothing is replayed, and so nothing is checked.
 
     Returns:
         A callable with ``plan``, ``stats``, ``invalidate(why)`` and ``close()``. Tensors that the step makes come back
@@ -75,7 +75,7 @@ def graph_step(
         device=device,
         warmup_steps=warmup_steps,
         on_failure=on_failure,
-        allow=allow if isinstance(allow, str) else tuple(allow),
+        allow=allow,
         eager_if=eager_if,
         prepare_optimizers=prepare_optimizers,
         max_graphs=max_graphs,
