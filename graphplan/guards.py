@@ -7,7 +7,7 @@ memory lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, getitem, is_not
 from typing import Any
@@ -35,6 +35,7 @@ class Guards:
         plan: says what gradients must be on entry and which Python values the step reads.
         extra: unowned tensors that the plan keeps.
         values: what those Python values were at capture; by default what they are now.
+        entry_grads: by path, the gradients that the step accumulates into.
     """
 
     def __init__(
@@ -44,6 +45,8 @@ class Guards:
         plan: Plan,
         extra: Sequence[Tensor] = (),
         values: list[Any] | None = None,
+        *,
+        entry_grads: Mapping[str, Tensor | None],
     ) -> None:
         held = [slot for slot in slots if slot.param is None]
         self._links = walk.links
@@ -59,9 +62,8 @@ class Guards:
         self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
         tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
         by_path = dict(walk.parameters.values())
-        wanted = [(by_path[path], need) for path, need in plan.entry_grads.items() if path in by_path]
-        self._grad_params = [param for param, _ in wanted]
-        self._grads = [param.grad if need == "kept" else None for param, need in wanted]
+        self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
+        self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
         tensors += [grad for grad in self._grads if grad is not None]
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
         self._labels = [path for path, _ in read]

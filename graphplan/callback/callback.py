@@ -10,8 +10,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.gates import closed_gate, keeps_optimizer_outside
-from graphplan.callback.seam import StepSeam
+from graphplan.callback.automatic import AutomaticSeam
+from graphplan.callback.gates import closed_gate
+from graphplan.callback.manual import ManualSeam
+from graphplan.callback.seam import Seam
+from graphplan.callback.variants import Variant, VariantOf
 from graphplan.errors import NotCapturedError, PolicyError
 from graphplan.plan import Plan
 from graphplan.policy import MODES, Policy
@@ -48,6 +51,9 @@ class GraphPlanCallback(Callback):
         debug: wait for the device after each capture and each first replay, and name the program in its errors.
         debug_eager: train eagerly where a program would be replayed, on the program's own inputs: tells a fault of the
             recording from one of everything around it. Nothing is replayed, and so nothing is checked.
+        variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of
+            ``(batch, batch_idx)``, or the name of such a method of the module, whose answer, a literal or a tuple of
+            literals, says which way the step goes. Each answer has a program of its own.
 
     Raises:
         OptionError, PolicyError, BackendError: for arguments that make no sense.
@@ -68,6 +74,7 @@ class GraphPlanCallback(Callback):
         max_recaptures: int = 16,
         debug: bool = False,
         debug_eager: bool = False,
+        variant: VariantOf = None,
     ) -> None:
         super().__init__()
         if mode not in ("auto", "train"):
@@ -90,7 +97,8 @@ class GraphPlanCallback(Callback):
             debug=debug,
             debug_eager=debug_eager,
         )
-        self._seam: StepSeam | None = None
+        self.variant = Variant(variant)
+        self._seam: Seam | None = None
         self._stats = Stats()
         self._plans = 0
         self._notes: list[str] = []
@@ -120,11 +128,9 @@ class GraphPlanCallback(Callback):
         if reason is not None:
             self._refuse(reason)
             return
-        self._seam = StepSeam(trainer, pl_module, self.options)
+        kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
+        self._seam = kind(trainer, pl_module, self.options, self.variant)
         self._seam.install()
-        outside = keeps_optimizer_outside(pl_module)
-        if outside is not None and self.options.backend != "eager":
-            self._seam.keep_optimizer_outside(outside)
 
     def _refuse(self, reason: str) -> None:
         text = f"no step of this fit can be captured: {reason}"
@@ -176,6 +182,6 @@ class GraphPlanCallback(Callback):
         return {**state, **figures, "_seam": None, "_plan": None}
 
 
-def _figures(seam: StepSeam) -> dict[str, Any]:
+def _figures(seam: Seam) -> dict[str, Any]:
     """What a callback keeps of a seam."""
     return {"_stats": seam.stats, "_plans": seam.plans, "_notes": seam.report_notes()}

@@ -21,14 +21,12 @@ def closed_gate(trainer: Any, module: LightningModule) -> str | None:
             f"the Trainer is {type(trainer).__module__}'s, and the callback works with lightning.pytorch's: import "
             "lightning.pytorch as pl instead of pytorch_lightning"
         )
-    if not module.automatic_optimization:
-        return "the module uses manual optimization; only automatic optimization is captured"
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         name = type(trainer.strategy).__name__
         return f"the strategy is {name}; only single-device strategies are captured: use devices=1"
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
-    if len(trainer.optimizers) != 1:
+    if module.automatic_optimization and len(trainer.optimizers) != 1:
         return f"the module has {len(trainer.optimizers)} optimizers; automatic optimization steps exactly one"
     return None
 

@@ -31,10 +31,14 @@ class Adopted:
         plan: names the externals.
         copied: paths that buffers of the program stand for.
         walk: the owners as they are now.
+        entry_grads: by parameter path, the gradients that the step expects and accumulates into.
     """
 
-    def __init__(self, plan: Plan, copied: Collection[str], walk: Walk) -> None:
+    def __init__(
+        self, plan: Plan, copied: Collection[str], walk: Walk, entry_grads: Mapping[str, Tensor | None]
+    ) -> None:
         self._plan = plan
+        self._entry_grads = {f"{path}.grad": grad for path, grad in entry_grads.items()}
         self._copied = set(copied)
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
@@ -52,10 +56,11 @@ class Adopted:
         named = {slot.path for slot in adopted} | self._copied
         twins = [s for s in walk.slots.values() if s.is_parameter and s.path not in named and id(s.get()) in same]
         slots = adopted + twins
-        self._held = {slot.path: slot.get() for slot in slots}
-        self._aliases = {slot.path: [t.detach() for t in slot.tensors()] for slot in slots}
+        # After the step, a gradient need not be what it was before it.
+        self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
+        self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
         unowned = [e.tensor for e in self._plan.externals if e.path is None and e.tensor is not None]
-        return Guards(slots, walk, self._plan, unowned, values)
+        return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 
     def refresh(self) -> None:
         """Copy what was written since to tensors that were put in place of adopted ones, and are still used."""

@@ -59,7 +59,7 @@ class Program:
         self._bindings = bindings
         self._outputs = outputs
         self._walk = walk
-        self._adopted = Adopted(plan, copied.paths, walk)
+        self._adopted = Adopted(plan, copied.paths, walk, bindings.entry_grads)
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
         self.replays = 0
