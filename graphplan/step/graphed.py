@@ -189,7 +189,7 @@ class GraphedStep(Exclusive):
         return Feed(leaves, feed.structure, feed.key)
 
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
-        return self._runner.eager(self._moved(feed), error.reason, str(error))
+        return self._runner.refused(self._moved(feed), error)
 
     def _follow(self, program: Program, entry: Entry) -> bool:
         """Let the program follow what moved; one that cannot is dropped."""

@@ -10,7 +10,7 @@ import torch
 from graphplan.backend import Backend, resolve_backend
 from graphplan.compiler import find_device
 from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.errors import SkipReason
+from graphplan.errors import RefusalError, SkipReason
 from graphplan.plan import Plan
 from graphplan.signature import Feed, check_feed
 from graphplan.stats import Stats
@@ -54,6 +54,11 @@ class Runner:
         result = self.fn(*args, **kwargs)
         self.count_eager(reason, detail)
         return result
+
+    def refused(self, feed: Feed, error: RefusalError) -> Any:
+        """An eager step because of ``error``, with nothing of ours around it: no program will be compared with it."""
+        args, kwargs = feed.rebuild(feed.leaves)
+        return self.plain(args, kwargs, error.reason, str(error))
 
     def count_eager(self, reason: SkipReason, detail: str = "") -> None:
         """Count an eager call that has returned."""

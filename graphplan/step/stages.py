@@ -73,7 +73,7 @@ class Stages:
             refusal = error
         self._refusals.refuse(refusal)
         entry.refusal = refusal
-        return self._runner.eager(feed, refusal.reason, str(refusal))
+        return self._runner.refused(feed, refusal)
 
     @refusing_memory()
     def _attempt(self, entry: Entry, line: Line, feed: Feed, walk: Walk) -> Any:
