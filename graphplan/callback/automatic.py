@@ -18,7 +18,7 @@ from graphplan.callback.gates import keeps_optimizer_outside
 from graphplan.callback.seam import Seam
 from graphplan.callback.variants import Variant
 from graphplan.errors import RefusalError
-from graphplan.step import GraphedStep, Options
+from graphplan.step import Backends, GraphedStep, Options
 
 
 class _ReplayedClosure:
@@ -42,8 +42,10 @@ class _ReplayedClosure:
 class AutomaticSeam(Seam):
     """The seam of ``automatic_optimization``."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant) -> None:
-        super().__init__(trainer, module, options, variant)
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+    ) -> None:
+        super().__init__(trainer, module, options, variant, backends)
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer = trainer.optimizers[0]
         self._components: GraphedStep | None = None

@@ -9,14 +9,16 @@ from lightning.pytorch import LightningModule, Trainer
 
 from graphplan.callback.seam import Seam
 from graphplan.callback.variants import Variant
-from graphplan.step import Options
+from graphplan.step import Backends, Options
 
 
 class ManualSeam(Seam):
     """The seam of ``manual_optimization``."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant) -> None:
-        super().__init__(trainer, module, options, variant)
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+    ) -> None:
+        super().__init__(trainer, module, options, variant, backends)
         self._loop: Any = trainer.fit_loop.epoch_loop.manual_optimization
         self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
 

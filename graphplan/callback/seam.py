@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -23,7 +23,7 @@ from graphplan.errors import HostScalarError
 from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.stats import Stats
-from graphplan.step import GraphedStep, Options
+from graphplan.step import Backends, GraphedStep, Options
 from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
@@ -42,11 +42,24 @@ def _refuse_index() -> None:
     )
 
 
-class Seam(ABC):
-    """One loop's seam. ``install`` and ``remove`` are inverse; ``stats`` outlives both."""
+@dataclass
+class Figures:
+    """What a seam did: counts, plans that were captured, notes for the report, the latest plan."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant) -> None:
+    stats: Stats = field(default_factory=Stats)
+    plans: int = 0
+    notes: list[str] = field(default_factory=list)
+    plan: Plan | None = None
+
+
+class Seam(ABC):
+    """One loop's seam. ``install`` and ``remove`` are inverse; ``figures`` outlive both."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+    ) -> None:
         self._trainer = trainer
+        self._backends = backends
         self._module = module
         self._eager_if = options.eager_if
         self._variant = variant
@@ -89,32 +102,22 @@ class Seam(ABC):
         return owners | trainer_numbers(self._trainer) | hooked_callbacks(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
-        step = GraphedStep(body, owners, self._options)
+        step = GraphedStep(body, owners, self._options, self._backends)
         self._steps.append(step)
         return step
 
     @property
-    def stats(self) -> Stats:
-        """Counts of the fit so far."""
+    def figures(self) -> Figures:
+        """Counts of the fit so far, and facts for the report: what was prepared, what runs on the host and why."""
         total = Stats()
         for step in self._steps:
             total.merge(step.stats)
-        return total
-
-    @property
-    def plans(self) -> int:
-        """Plans that were captured."""
-        return sum(step.stats.captured - step.stats.recaptured for step in self._steps)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The latest plan."""
-        return next((step.plan for step in reversed(self._steps) if step.plan is not None), None)
-
-    def report_notes(self) -> list[str]:
-        """Facts for the report: what was prepared, what runs on the host and why."""
-        prepared = [f"prepared: {change}" for step in self._steps for change in step.prepared]
-        return [*prepared, *self.notes]
+        return Figures(
+            stats=total,
+            plans=sum(step.stats.captured - step.stats.recaptured for step in self._steps),
+            notes=[*(f"prepared: {change}" for step in self._steps for change in step.prepared), *self.notes],
+            plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
+        )
 
     def _must_raise(self) -> bool:
         return self._options.on_failure == "raise" and all(step.stats.replayed == 0 for step in self._steps)

@@ -26,21 +26,25 @@ from graphplan.step.options import Options
 from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
 from graphplan.step.replays import Replays
-from graphplan.step.runner import Runner
+from graphplan.step.runner import Backends, Runner
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive
 from graphplan.unchanged import Modes
 
 
 class GraphedStep(Exclusive):
-    """A step that replays itself. Made by :func:`graph_step`.
+    """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory.
 
     Raises:
         OptionError: if ``fn`` cannot be called.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None, options: Options
+        self,
+        fn: Callable[..., Any],
+        owners: Mapping[str, Any] | Sequence[Any] | None,
+        options: Options,
+        backends: Backends | None = None,
     ) -> None:
         super().__init__()
         if not callable(fn):
@@ -49,7 +53,7 @@ class GraphedStep(Exclusive):
         prepare = options.prepare_optimizers and options.backend != "eager"
         self._managed = Managed(fn, owners, prepare=prepare)
         self._buffers = Buffers(self._on_growth)
-        self._runner = Runner(fn, self._managed, options.backend)
+        self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
         self._refusals = Refusals(options.on_failure, self.stats)
         self._stages = Stages(self._runner, self._managed, options, buffers=self._buffers, refusals=self._refusals)
         self._replays = Replays(self._runner, options)

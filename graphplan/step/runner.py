@@ -18,16 +18,31 @@ from graphplan.step.managed import Managed
 from graphplan.tape import TapeBackend
 
 
+class Backends:
+    """Backends by device and name, for steps of one owner: their programs share a stream and a pool."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, torch.device], Backend] = {}
+
+    def get(self, name: str, device: torch.device) -> Backend:
+        """The backend of that name for that device."""
+        key = (name, device)
+        if key not in self._known:
+            self._known[key] = TapeBackend() if name == "tape" else CUDAGraphBackend(device)
+        return self._known[key]
+
+
 class Runner:
     """Runs one step's function, and counts the calls of the step.
 
     ``backend`` and ``device`` are None until they are settled; ``plan`` is the latest one, None before there is one.
     """
 
-    def __init__(self, fn: Callable[..., Any], managed: Managed, backend: str) -> None:
+    def __init__(self, fn: Callable[..., Any], managed: Managed, backend: str, backends: Backends) -> None:
         self.fn = fn
         self._managed = managed
         self._asked = backend
+        self._backends = backends
         self.backend: Backend | None = None
         self.device: torch.device | None = None
         self.plan: Plan | None = None
@@ -76,4 +91,4 @@ class Runner:
         name = resolve_backend(self._asked, device)
         check_feed(feed, device)
         self.device = device
-        self.backend = TapeBackend() if name == "tape" else CUDAGraphBackend(device)
+        self.backend = self._backends.get(name, device)
