@@ -75,7 +75,7 @@ def loader(size: int = 20) -> DataLoader[Any]:
 def quiet(run: Callable[[], Any]) -> Any:
     with warnings.catch_warnings():
         ignore_lightning_warnings()
-        for text in ("recommended to use `self.log", "You are using the `dataloader_iter`"):
+        for text in ("recommended to use `self.log", "You are using the `dataloader_iter`", "Found `dataloader_iter`"):
             warnings.filterwarnings("ignore", message=f".*{text}.*")
         return run()
 
