@@ -35,8 +35,9 @@ class GraphPlanCallback(Callback):
     Args:
         mode: ``"auto"`` or ``"train"``: which policy training uses.
         backend: ``"auto"`` (a CUDA graph on CUDA, the tape on the CPU), ``"cudagraph"``, ``"tape"`` or ``"eager"``.
-        policies: policy by mode name, or its two role lists: ``{"train": {"static_roles": [...], "copy_roles":
-        [...]}}``. warmup_steps: eager steps per batch signature before it is traced; at least 1.
+        policies: policy by mode name, or its two role lists:
+            ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
+        warmup_steps: eager steps per batch signature before it is traced; at least 1.
         on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
             ``"eager"``: it runs eagerly, with one warning.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
