@@ -39,8 +39,9 @@ class GraphPlanCallback(Callback):
     Args:
         mode: ``"auto"`` or ``"train"``: which policy training uses.
         backend: ``"auto"`` (a CUDA graph on CUDA, the tape on the CPU), ``"cudagraph"``, ``"tape"`` or ``"eager"``.
-        policies: policy by mode name, or its two role lists: ``{"train": {"static_roles": [...], "copy_roles":
-        [...]}}``. warmup_steps: eager steps per batch signature before it is traced; at least 1.
+        policies: policy by mode name, or its two role lists:
+            ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
+        warmup_steps: eager steps per batch signature before it is traced; at least 1.
         on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
             ``"eager"``: it runs eagerly, with one warning.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
@@ -52,7 +53,8 @@ class GraphPlanCallback(Callback):
             state, and eager's outcome stands; that needs room for copies of parameters and state meanwhile.
         max_graphs: how many programs are kept.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
-        debug: wait for the device after each capture and each first replay, and name the program in its errors.
+        debug: wait for the device after each capture and each first replay, and name the program in its errors; where
+            torch can, also check before each replay that the memory that the recording reads was not freed.
         debug_eager: train eagerly where a program would be replayed, on the program's own inputs: tells a fault of the
             recording from one of everything around it. Nothing is replayed, and so nothing is checked.
         variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of

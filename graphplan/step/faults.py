@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from graphplan.backend import first_line
 from graphplan.errors import DeviceFault
 from graphplan.program import Program
 
@@ -21,6 +22,6 @@ def wait_for_device(program: Program, when: str) -> None:
     except RuntimeError as error:
         raise DeviceFault(
             f"the device failed in the program of {plan.name} (fed {plan.feed}) by {when}: "
-            f"{str(error).splitlines()[0]}. Its last operators: {', '.join(plan.last_operators)}. Run with "
+            f"{first_line(error)}. Its last operators: {', '.join(plan.last_operators)}. Run with "
             "debug_eager=True, which takes every way but the recording, to see whether the step itself fails"
         ) from error

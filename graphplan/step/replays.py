@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from graphplan.backend import first_line
 from graphplan.errors import VerifyError
 from graphplan.program import NO_CHECK, Program
 from graphplan.signature import Feed
@@ -55,7 +56,7 @@ class Replays:
                 eager = lambda: self._runner.run(lambda: self._runner.call(feed))  # noqa: E731
                 verdict = check_replay(program, feed.leaves, eager, allow=self._options.allow, device=room)
         except torch.OutOfMemoryError as error:
-            return self._unchecked(program, feed, str(error).splitlines()[0])
+            return self._unchecked(program, feed, first_line(error))
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
         program.next_check = self._options.schedule.after(number)

@@ -145,6 +145,7 @@ class Stages:
             if isinstance(backend, CUDAGraphBackend):
                 backend.generators = list(plan.generators)
                 backend.constants = list(plan.device_constants)
+                backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
             with self._managed.rates:
                 program = capture_program(
                     plan, feed, policy=self._options.roles, backend=backend, buffers=self._buffers
