@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from graphplan.callback.automatic import AutomaticSeam
+from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
 from graphplan.callback.manual import ManualSeam
@@ -113,6 +114,7 @@ class GraphPlanCallback(Callback):
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
+        self._clipping: FusedClipping | None = None
 
     def _of(self, part: str) -> Figures:
         """Figures of training or evaluation, in the current run or the last one."""
@@ -151,6 +153,8 @@ class GraphPlanCallback(Callback):
             self._refuse(_TRAINING, reason)
             return
         kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
+        self._clipping = FusedClipping(trainer)
+        self._clipping.install()
         self._install(_TRAINING, kind(trainer, pl_module, self.options, self.variant, self._backends))
 
     def _install(self, part: str, seam: Seam) -> None:
@@ -214,6 +218,9 @@ class GraphPlanCallback(Callback):
 
     def _remove(self) -> None:
         """Take the seams off and keep their figures."""
+        if self._clipping is not None:
+            self._clipping.remove()
+            self._clipping = None
         seams, self._seams = self._seams, {}
         for part, seam in seams.items():
             seam.remove()
@@ -253,4 +260,4 @@ class GraphPlanCallback(Callback):
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in _LIGHTNINGS_OWN}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends()}
+        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_clipping": None}

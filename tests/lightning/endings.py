@@ -21,6 +21,7 @@ def assert_nothing_installed(trainer: Any, module: Any) -> None:
     assert not {"advance", "on_advance_end"} & set(vars(epoch_loop))
     assert not {"optimizer_step", "training_step", "backward", "batch_to_device"} & set(vars(trainer.strategy))
     assert not {"training_step", "optimizer_step", "log", "log_dict"} & set(vars(module))
+    assert "clip_gradients" not in vars(trainer.precision_plugin)
     for optimizer in trainer.optimizers:
         assert all(type(group["lr"]) is float for group in optimizer.param_groups)
         assert "step" not in vars(optimizer) or optimizer.step.__module__.startswith("torch")

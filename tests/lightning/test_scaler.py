@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
+from tests.facts import assert_same
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit, tape
 from tests.test_gradient_scaler import prepared
@@ -76,11 +77,31 @@ def test_an_optimizer_that_unscales_by_itself(tmp_path: Path) -> None:
     assert_scaled_fits(FUSED_ADAMW, tmp_path, replayed=FULL)
 
 
-@pytest.mark.parametrize("callback", [None, tape()])
-def test_lightning_does_not_clip_what_unscales_by_itself(callback: Any, tmp_path: Path) -> None:
-    """Its refusal is the same with the callback."""
+CLIPPED: list[dict[str, Any]] = [
+    {"gradient_clip_val": 0.5},
+    {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+]
+
+
+@pytest.mark.parametrize("options", CLIPPED, ids=str)
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_a_fused_optimizer_is_clipped(precision: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Lightning alone refuses it; the numbers are those of the same kernel where Lightning does not know of it."""
+
+    def run(make: Callable[..., Optimizer], folder: Path, callback: Any) -> Fit:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2) if precision[0] == "1" else None
+        plugin = MixedPrecision(precision, "cpu", scaler)
+        return fit(partial(LitDigits, make, schedule=None), folder, callback, plugins=[plugin], **options)
+
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        scaled_fit(FUSED_ADAMW, tmp_path, callback, gradient_clip_val=0.5)
+        run(FUSED_ADAMW, tmp_path / "refused", None)
+    expected = run(prepared(OPTIMIZERS["adamw"]), tmp_path / "eager", None)
+    found = run(FUSED_ADAMW, tmp_path / "graphed", tape())
+    told = lambda fit: {path: value for path, value in fit.state.items() if "fused" not in path}  # noqa: E731
+    assert_same(told(expected), told(found))
+    assert found.callback.stats.replayed > 5, found.callback.report()
+    assert_nothing_installed(found.trainer, found.module)
 
 
 def test_accumulated_gradients(tmp_path: Path) -> None:
