@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.errors import CaptureError, ClosedError
 from graphplan.owners import storage_id
-from graphplan.tracer import Profile, find_source, is_allocation, written_tensors
+from graphplan.tracer import Profile, find_source, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import tensors_in
 
 _IGNORED = ("profiler.", "prim.")
@@ -156,6 +156,8 @@ def _compile(kernel: _Kernel) -> Callable[[], Any]:
     """A closure that runs the kernel again into its recorded results."""
     outs = kernel.outs
     run = partial(_callable(kernel.func), *kernel.args, **kernel.kwargs)
+    if is_collective(str(kernel.func)):
+        run = partial(_waiting, str(kernel.func), run)
     if all(out is None for out in outs):
         return run
     if str(kernel.func) in _COPIES and isinstance(kernel.args[0], Tensor):
@@ -164,6 +166,12 @@ def _compile(kernel: _Kernel) -> Callable[[], Any]:
         given = dict(zip(kernel.overload[1], outs, strict=True))
         return partial(_callable(kernel.overload[0]), *kernel.args, **kernel.kwargs, **given)
     return _copying(run, outs)
+
+
+def _waiting(name: str, run: Callable[[], Any]) -> Any:
+    out = run()
+    wait_for(name, out)
+    return out
 
 
 def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:

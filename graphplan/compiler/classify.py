@@ -102,7 +102,7 @@ def _is_optimizer_path(path: str) -> bool:
 
 def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
     spec = TensorSpec.of(traced.tensor)
-    if traced.mutated:
+    if traced.mutated and not (unchanged and traced.is_buffer_of_collective):
         raise UnownedTensorError(
             f"a {spec} tensor that nobody owns is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
             "change it where nothing can guard or restore it. Name the object that holds it in owners=, or feed it",
@@ -125,7 +125,8 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
             component=traced.source.component,
         )
     where = str(traced.source)
-    return External(f"unowned[{number}]", Role.PARAM, spec, False, tensor=traced.tensor, where=where)
+    role = Role.STATE if traced.mutated else Role.PARAM
+    return External(f"unowned[{number}]", role, spec, traced.mutated, tensor=traced.tensor, where=where)
 
 
 def _check_devices(externals: Sequence[External], device: torch.device | None) -> None:

@@ -7,6 +7,8 @@ from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
 from graphplan.tracer.changes import same_value as same_value
+from graphplan.tracer.collectives import is_collective as is_collective
+from graphplan.tracer.collectives import wait_for as wait_for
 from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.mode import is_allocation as is_allocation

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
+from graphplan.tracer.collectives import is_collective, name_object, written_argument
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix
 
@@ -57,7 +59,7 @@ def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> l
     if training:
         for name in HIDDEN_WRITES:
             written += tensors_in(by_name.get(name))
-    return written
+    return written or list(tensors_in(written_argument(str(func), args)))
 
 
 def refuse_trace(error: type[RefusalError], message: str) -> None:
@@ -96,6 +98,9 @@ class TraceMode(TorchDispatchMode):
         written = written_tensors(func, args, kwargs)
         for tensor in written:
             self._mark_written(tensor, name, source)
+            external = self._trace.externals.get(storage_id(tensor) or 0)
+            if external is not None and is_collective(name):
+                external.communicated = True
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random:
             self._check_seek(source)
@@ -241,8 +246,11 @@ def _scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Tensor | torch.Generator | torch.UntypedStorage | torch.TypedStorage):
         return
+    if isinstance(value, torch.ScriptObject):
+        yield name, name_object(value)
+        return
     if isinstance(value, list | tuple):
-        if not any(isinstance(item, Tensor) for item in value):
+        if not any(isinstance(item, Tensor) for item in pytree.tree_leaves(value)):
             yield name, tuple(value)
         return
     yield name, value

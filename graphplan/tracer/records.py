@@ -11,6 +11,7 @@ from torch import Tensor
 from graphplan.errors import RefusalError
 from graphplan.owners import Slot
 from graphplan.tracer.changes import Changes
+from graphplan.tracer.collectives import is_collective
 from graphplan.tracer.profile import Reads
 from graphplan.tracer.source import Source
 from graphplan.tracer.spaces import Ran
@@ -41,6 +42,13 @@ class TracedExternal:
     mutated: bool = False
     mutated_by: str = ""
     mutated_at: Source | None = None
+    communicated: bool = False
+
+    @property
+    def is_buffer_of_collective(self) -> bool:
+        """Whether the step fills it, lets a collective work on it, and cares for nothing that it held before."""
+        fills = self.operator.endswith((".out", ".copy_.default")) or is_collective(self.operator)
+        return self.communicated and fills and (self.operator, self.source) == (self.mutated_by, self.mutated_at)
 
 
 @dataclass(slots=True)
