@@ -22,14 +22,20 @@ def closed_gate(trainer: Any, module: LightningModule) -> str | None:
             "lightning.pytorch as pl instead of pytorch_lightning"
         )
     if not module.automatic_optimization:
-        return "the module uses manual optimization; only automatic optimization is captured"
+        return (
+            "the module uses manual optimization, and only automatic optimization is captured: set "
+            "automatic_optimization=True"
+        )
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         name = type(trainer.strategy).__name__
         return f"the strategy is {name}; only single-device strategies are captured: use devices=1"
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
     if len(trainer.optimizers) != 1:
-        return f"the module has {len(trainer.optimizers)} optimizers; automatic optimization steps exactly one"
+        return (
+            f"the module has {len(trainer.optimizers)} optimizers, and automatic optimization steps exactly one: "
+            "return one from configure_optimizers"
+        )
     return None
 
 

@@ -35,8 +35,7 @@ def _refuse_index() -> None:
     refuse_trace(
         HostScalarError,
         f"the step computes with batch_idx at {find_source()}, which differs for each batch; a replay would keep one "
-        "value. "
-        "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, or "
+        "value. Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, or "
         "allow=('batch_idx',) if the step's results do not depend on it",
     )
 
