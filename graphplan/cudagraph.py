@@ -3,12 +3,14 @@
 One capture stream and one memory pool serve all recordings of a backend. Capture runs with
 ``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. A capture
 that CUDA gives up leaves generators in the middle of it, which makes every later random operator raise; a capture of
-nothing that ends well heals that.
+nothing that ends well heals that. Where torch can, it watches on demand (``debug=True``) whether what a graph reads
+still lives.
 """
 
 from __future__ import annotations
 
 import gc
+import inspect
 import traceback
 import warnings
 import weakref
@@ -19,18 +21,40 @@ from typing import Any
 import torch
 
 from graphplan.backend import first_line, is_out_of_memory
-from graphplan.errors import CaptureError, RefusalError
+from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
+_DEAD_INPUT = "dead tensor"
+"""What torch says, in an error of no class of its own, of a replay that would read memory that was freed."""
+
+
+def capture_options(begin: Callable[..., None], *, watched: bool) -> dict[str, Any]:
+    """How a capture begins: with torch's watch over the tensors that it reads if that is wanted and ``begin`` can."""
+    options: dict[str, Any] = {"capture_error_mode": "thread_local"}
+    if watched and _takes(begin, "check_input_liveness"):
+        options["check_input_liveness"] = True
+    return options
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        return keyword in inspect.signature(function).parameters
+    except ValueError:
+        # Compiled functions may not tell.
+        return False
+
 
 class GraphRecording:
-    """One instantiated CUDA graph."""
+    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device, nbytes: int) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, device: torch.device, nbytes: int, watched: str | None = None
+    ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._device = device
+        self._watched = watched
         self.nbytes = nbytes
         self.launches = 1
 
@@ -40,9 +64,24 @@ class GraphRecording:
         return self._graph is not None
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
+        """Launch the graph on the current stream.
+
+        Raises:
+            DeviceFault: if the recording is watched and would read memory that was freed. Nothing was launched.
+        """
         assert self._graph is not None, "a closed program is refused before its recording is asked"
-        self._graph.replay()
+        try:
+            self._graph.replay()
+        except RuntimeError as error:
+            if self._watched is None or _DEAD_INPUT not in first_line(error):
+                raise
+            raise DeviceFault(
+                f"a replay of {self._watched} would read memory that was freed: {first_line(error)} Expected every "
+                "tensor that the capture read from outside to live as long as its program; graphplan keeps those that "
+                "the traced calls read, so this one was put in the place of one of them where Python cannot look, such "
+                "as an object with __slots__. Hold it on an owner, or feed it. torch's own error, which this one comes "
+                "from, says where it was first read and where it was freed"
+            ) from error
 
     def reset(self) -> None:
         """Destroy the graph and let its pool's memory go, once no other recording of the pool is left."""
@@ -84,6 +123,8 @@ class CUDAGraphBackend:
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self.constants = list(constants)
+        self.watched: str | None = None
+        """The name of what is recorded next, if torch shall watch what that reads."""
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` on the capture stream, ordered after and before the current one.
@@ -119,17 +160,19 @@ class CUDAGraphBackend:
                 gc.enable()
         _upload(graph, self._stream)
         self._stream.synchronize()
-        recording = GraphRecording(graph, self.device, torch.cuda.memory_reserved(self.device) - before)
+        nbytes = torch.cuda.memory_reserved(self.device) - before
+        recording = GraphRecording(graph, self.device, nbytes, self.watched)
         self._living.add(recording)
         return recording, result
 
     def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(self.constants) if self.constants else None
+        options = capture_options(graph.capture_begin, watched=self.watched is not None)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             try:
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._pool, **options)
                 with constants or nullcontext():
                     result = body()
             except BaseException as error:
@@ -189,7 +232,7 @@ class CUDAGraphBackend:
             graph.register_generator_state(generator)
         with torch.cuda.stream(torch.cuda.Stream(self.device)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(**capture_options(graph.capture_begin, watched=False))
             graph.capture_end()
         graph.reset()
 

@@ -187,7 +187,9 @@ class RecaptureError(RefusalError, RuntimeError):
 
 
 class DeviceFault(GraphPlanError, RuntimeError):
-    """With ``debug=True``: the device failed in a recording. Says which, and what it ran last."""
+    """With ``debug=True``: the device failed in a recording, or a recording would read memory that was freed. Says
+    which recording.
+    """
 
 
 class VerifyError(RefusalError, RuntimeError):

@@ -16,6 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from graphplan.owners import Walk
 from graphplan.tracer import same_value
+from graphplan.unchanged import Geometries, hooks_registered
 
 _get_requires_grad = attrgetter("requires_grad")
 _get_hooks = attrgetter("_backward_hooks")
@@ -52,12 +53,17 @@ class Fingerprint:
         self._sized: list[Any] = []
         self._size_labels: list[str] = []
         self._empty: list[Any] = []
+        self._unhooked: list[Any] = []
         for module in walk.modules:
             for part in _MODULE_PARTS:
                 self._add_size(getattr(module, part), f"{type(module).__name__}.{part}")
         for label, hooks in _GLOBAL_HOOKS.items():
             self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
+        self._geometries = Geometries([])
+        self._flags: tuple[Any, ...] = ()
+        self._registered: int | None = None
+        self._hooks: list[list[tuple[int, Any]]] = []
         for path, optimizer in walk.optimizers.items():
             for part in _OPTIMIZER_PARTS:
                 self._add_size(getattr(optimizer, part), f"{path}.{part}")
@@ -75,6 +81,8 @@ class Fingerprint:
         if len(items):
             self._sized.append(items)
             self._size_labels.append(f"len({label})")
+        elif label.endswith("hooks"):
+            self._unhooked.append(items)
         else:
             self._empty.append(items)
 
@@ -83,13 +91,19 @@ class Fingerprint:
         return (
             *map(getitem, self._containers, self._keys),
             *map(dict.get, self._dicts, repeat("training")),
-            *map(_get_requires_grad, self._parameters),
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
-            self._hooked(_get_hooks),
-            self._hooked(_get_late_hooks),
+            *self._hooked(),
+            self._parameter_flags(),
         )
+
+    def _parameter_flags(self) -> tuple[Any, ...]:
+        """``requires_grad`` and strides of every parameter: a frozen one, or one in another memory format."""
+        if not self._geometries.unchanged():
+            self._geometries = Geometries(self._parameters)
+            self._flags = (*map(_get_requires_grad, self._parameters), *map(Tensor.stride, self._parameters))
+        return self._flags
 
     def _filled(self) -> tuple[tuple[int, int], ...]:
         """Which containers that were empty are so no more, and how many items they have."""
@@ -104,22 +118,32 @@ class Fingerprint:
         own = enumerate(map(dict.get, self._dicts, repeat("forward")))
         return tuple((index, id(forward)) for index, forward in own if forward is not None)
 
-    def _hooked(self, get: Any) -> tuple[tuple[int, int], ...]:
-        """Which parameters have hooks of their own, and how many. Most models have none."""
-        if not any(map(get, self._parameters)):
-            return ()
-        return tuple((index, len(hooks)) for index, hooks in enumerate(map(get, self._parameters)) if hooks)
+    def _hooked(self) -> list[tuple[tuple[int, int], ...]]:
+        """Which parameters, and which modules that had none, have hooks, and how many, by kind. They are asked only
+        after somebody has registered a hook; that one is removed shows in its container.
+        """
+        registered = hooks_registered()
+        if registered != self._registered:
+            self._registered = registered
+            self._hooks = [
+                [(index, hooks) for index, hooks in enumerate(map(get, self._parameters)) if hooks is not None]
+                for get in (_get_hooks, _get_late_hooks)
+            ]
+            self._hooks.append([(index, hooks) for index, hooks in enumerate(self._unhooked) if hooks])
+        return [tuple((index, len(hooks)) for index, hooks in kind if hooks) for kind in self._hooks]
 
     def _all_labels(self) -> list[str]:
         return [
             *self.labels,
             *(f"{type(module).__name__}.training" for module in self._modules),
-            *(f"{path}.requires_grad" for path in self._paths),
             *self._size_labels,
-            "hooks, layers, parameters or buffers where there were none",
+            "layers, parameters or buffers where there were none",
             "a module's own forward",
             "parameters with hooks",
             "parameters with hooks after accumulation",
+            "hooks where there were none",
+            *(f"{path}.requires_grad" for path in self._paths),
+            *(f"strides of {path}" for path in self._paths),
         ]
 
     def changed_hypers(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
@@ -128,7 +152,8 @@ class Fingerprint:
 
     def changed(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
         """Descriptions of everything that differs."""
-        return _differences(self._all_labels(), old, new)
+        # The parameters' flags are one value, so that they need not be copied for each call.
+        return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
 
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:

@@ -7,7 +7,7 @@ memory lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, getitem, is_not
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn import Module
 from graphplan.owners import Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
+from graphplan.unchanged import Containers
 
 _get_grad = attrgetter("grad")
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -34,6 +35,7 @@ class Guards:
         plan: says what gradients must be on entry and which Python values the step reads.
         extra: unowned tensors that the plan keeps.
         values: what those Python values were at capture; by default what they are now.
+        entry_grads: by path, the gradients that the step accumulates into.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class Guards:
         plan: Plan,
         extra: Sequence[Tensor] = (),
         values: list[Any] | None = None,
+        *,
+        entry_grads: Mapping[str, Tensor | None],
     ) -> None:
         held = [slot for slot in slots if slot.param is None]
         self._links = walk.links
@@ -50,14 +54,16 @@ class Guards:
         places = [(slot.container, slot.key, slot.get()) for slot in held] + walk.links
         places += [(parts, name, None) for parts, name in self._missing]
         self._whole, self._whole_items, places = _take_whole(places)
+        lists, places = _take_lists(places)
+        self._containers = Containers(self._whole, [items for items, _ in lists])
+        self._lists = lists
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
         self._dicts, self._dict_keys, self._dict_items = _columns(place for place in places if _is_dict(place[0]))
         self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
         tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
         by_path = dict(walk.parameters.values())
-        wanted = [(by_path[path], need) for path, need in plan.entry_grads.items() if path in by_path]
-        self._grad_params = [param for param, _ in wanted]
-        self._grads = [param.grad if need == "kept" else None for param, need in wanted]
+        self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
+        self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
         tensors += [grad for grad in self._grads if grad is not None]
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
         self._labels = [path for path, _ in read]
@@ -67,7 +73,9 @@ class Guards:
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._indices = list(range(len(tensors)))
-        shaped = [t for s in held if not is_optimizer_state(s.path) for t in tensor_leaves(s.get()) if t.ndim > 1]
+        # Those of parameters are part of the program's key.
+        others = [s for s in held if not s.is_parameter and not is_optimizer_state(s.path)]
+        shaped = [tensor for slot in others for tensor in tensor_leaves(slot.get()) if tensor.ndim > 1]
         self._shaped = [*shaped, *(tensor for tensor in extra if tensor.ndim > 1)]
         self._strides = [tensor.stride() for tensor in self._shaped]
 
@@ -78,8 +86,7 @@ class Guards:
     def hold(self) -> bool:
         """Whether everything is where it was."""
         try:
-            whole = list(chain.from_iterable(map(dict.values, self._whole)))
-            if len(whole) != len(self._whole_items) or any(map(is_not, whole, self._whole_items)):
+            if not self._containers.unchanged() and not self._look_closely():
                 return False
             if any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
                 return False
@@ -95,6 +102,17 @@ class Guards:
         if not self._in_place():
             return False
         return list(map(Tensor.stride, self._shaped)) == self._strides
+
+    def _look_closely(self) -> bool:
+        """Whether containers that are guarded as a whole hold what they held."""
+        whole = list(chain.from_iterable(map(dict.values, self._whole)))
+        if len(whole) != len(self._whole_items) or any(map(is_not, whole, self._whole_items)):
+            return False
+        for items, held in self._lists:
+            if len(items) != len(held) or any(map(is_not, items, held)):
+                return False
+        self._containers.rearm()
+        return True
 
     def _in_place(self) -> bool:
         """Whether the memory of all tensors is where it was."""
@@ -165,6 +183,18 @@ def _take_whole(places: list[Place]) -> tuple[list[Any], list[Any], list[Place]]
         else:
             left += group
     return whole, items, left
+
+
+def _take_lists(places: list[Place]) -> tuple[list[tuple[list[Any], list[Any]]], list[Place]]:
+    """Lists all of whose items are guarded, each with those items, and the places that are left."""
+    guarded: dict[int, set[int]] = {}
+    by_id = {id(container): container for container, _, _ in places if type(container) is list}
+    for container, key, _ in places:
+        if id(container) in by_id:
+            guarded.setdefault(id(container), set()).add(key)
+    whole = {number: items for number, items in by_id.items() if len(guarded[number]) == len(items)}
+    left = [place for place in places if id(place[0]) not in whole]
+    return [(items, list(items)) for items in whole.values()], left
 
 
 def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:

@@ -31,6 +31,7 @@ LAYERS = {
     "policy": 1,
     "signature": 1,
     "backend": 1,
+    "unchanged": 1,
     "owners": 1,
     "roles": 0,
     "stats": 1,

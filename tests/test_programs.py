@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from graphplan import (
     capture,
     compile_cached,
     compile_plan,
+    graph_step,
 )
 from tests.facts import assert_same, flatten
 from tests.twins import Rig, build, drive, managed, state_of
@@ -221,3 +223,32 @@ def test_a_plan_cannot_be_changed() -> None:
             setattr(record, name, None)
     with pytest.raises((AttributeError, TypeError), match=r"note|super"):
         plan.note = "new attribute"
+
+
+def test_gradients_that_a_step_accumulates_into_and_then_drops() -> None:
+    """Zeroed at the end of every second step: that program finds gradients and leaves none."""
+
+    def run(graphed: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+        def step(x: Tensor, last: bool) -> Tensor:
+            loss = model(x).square().mean() / 2
+            loss.backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        owners = {"model": model, "optimizer": optimizer}
+        call: Any = graph_step(step, owners=owners, backend="tape") if graphed else step
+        torch.manual_seed(1)
+        losses = [call(torch.randn(4, 6), index % 2 == 1).detach().clone() for index in range(40)]
+        return [tensor.tolist() for tensor in [*losses, *model.parameters()]], call
+
+    eager, _ = run(graphed=False)
+    graphed, step = run(graphed=True)
+    assert eager == graphed
+    assert (step.stats.captured, step.stats.recaptured) == (2, 0), step.report()
+    assert step.stats.replayed == 28

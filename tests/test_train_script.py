@@ -6,16 +6,17 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig
 
-from graphplan import PolicyError
+from graphplan import GraphPlanCallback, Policy, PolicyError
 from recipes.configuration import ConfigError, check_config
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +69,29 @@ def test_an_eager_backend_gives_the_same_numbers(trained: tuple[str, Path], tmp_
     metric = re.compile(r"^(?:train|val)/\w+: .*$", re.MULTILINE)
     assert metric.findall(output) == metric.findall(trained[0])
     assert len(metric.findall(output)) == 4
+
+
+def test_options_of_the_callback_reach_the_run(trained: tuple[str, Path], tmp_path: Path) -> None:
+    """``debug_eager``: the same numbers, and no replay that could be checked."""
+    output = printed(run_script(tmp_path, "callbacks.graphplan.debug_eager=true", "callbacks.graphplan.debug=true"))
+    assert "4 of 10 steps replayed" in output
+    assert ("checked against eager" in output, "checked against eager" in trained[0]) == (False, True)
+    metric = re.compile(r"^(?:train|val)/\w+: .*$", re.MULTILINE)
+    assert metric.findall(output) == metric.findall(trained[0])
+
+
+def test_an_option_that_makes_no_sense_is_told(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "callbacks.graphplan.max_recaptures=-1")
+    assert done.returncode == 1
+    assert "OptionError('max_recaptures is -1; expected 0 or more')" in done.stderr
+
+
+def test_the_configuration_has_every_option_of_the_callback() -> None:
+    node = composed("callbacks=graphplan").callbacks.graphplan
+    parameters = inspect.signature(GraphPlanCallback).parameters
+    assert set(map(str, node)) - {"_target_"} == set(parameters)
+    defaults = instantiate(node, _convert_="all")
+    assert defaults.options == replace(GraphPlanCallback().options, policy=Policy.train())
 
 
 def test_inference_predicts_with_the_inference_policy(trained: tuple[str, Path], tmp_path: Path) -> None:

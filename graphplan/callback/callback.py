@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.gates import closed_gate, keeps_optimizer_outside
-from graphplan.callback.seam import StepSeam
+from graphplan.callback.automatic import AutomaticSeam
+from graphplan.callback.evaluation import EvaluationSeam
+from graphplan.callback.gates import closed_to_all, closed_to_training
+from graphplan.callback.manual import ManualSeam
+from graphplan.callback.seam import Figures, Seam
+from graphplan.callback.variants import Variant, VariantOf
 from graphplan.errors import NotCapturedError, PolicyError
 from graphplan.plan import Plan
 from graphplan.policy import MODES, Policy
 from graphplan.report import describe, summary
 from graphplan.stats import Stats
-from graphplan.step import Options
+from graphplan.step import Backends, Options
 
+_TRAINING, _EVALUATION = "training", "evaluation"
 _LIGHTNINGS_OWN = ("log", "log_dict")
 """Methods of the module that Lightning sets on every callback."""
 
@@ -32,8 +39,9 @@ class GraphPlanCallback(Callback):
     Args:
         mode: ``"auto"`` or ``"train"``: which policy training uses.
         backend: ``"auto"`` (a CUDA graph on CUDA, the tape on the CPU), ``"cudagraph"``, ``"tape"`` or ``"eager"``.
-        policies: policy by mode name, or its two role lists: ``{"train": {"static_roles": [...], "copy_roles":
-        [...]}}``. warmup_steps: eager steps per batch signature before it is traced; at least 1.
+        policies: policy by mode name, or its two role lists:
+            ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
+        warmup_steps: eager steps per batch signature before it is traced; at least 1.
         on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
             ``"eager"``: it runs eagerly, with one warning.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
@@ -43,6 +51,18 @@ class GraphPlanCallback(Callback):
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same
             state, and eager's outcome stands; that needs room for copies of parameters and state meanwhile.
+        max_graphs: how many programs are kept.
+        max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
+        debug: wait for the device after each capture and each first replay, and name the program in its errors; where
+            torch can, also check before each replay that the memory that the recording reads was not freed.
+        debug_eager: train eagerly where a program would be replayed, on the program's own inputs: tells a fault of the
+            recording from one of everything around it. Nothing is replayed, and so nothing is checked.
+        variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of
+            ``(batch, batch_idx)``, or the name of such a method of the module, whose answer, a literal or a tuple of
+            literals, says which way the step goes. Each answer has a program of its own.
+        eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
+            ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
+            metrics that a step updates are state.
 
     Raises:
         OptionError, PolicyError, BackendError: for arguments that make no sense.
@@ -59,109 +79,165 @@ class GraphPlanCallback(Callback):
         eager_if: Callable[[Any, int], bool] | int | None = None,
         prepare_optimizers: bool = True,
         verify: str | int | None = "geometric",
+        max_graphs: int = 16,
+        max_recaptures: int = 16,
+        debug: bool = False,
+        debug_eager: bool = False,
+        variant: VariantOf = None,
+        eval: bool = False,
     ) -> None:
         super().__init__()
         if mode not in ("auto", "train"):
             raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
-        Options(
+        unknown = sorted(set(policies or {}) - set(MODES))
+        if unknown:
+            raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
+        parsed = {name: Policy.parse(name, value) for name, value in (policies or {}).items()}
+        self.options = Options(
+            policy=parsed.get("train"),
             backend=backend,
             warmup_steps=warmup_steps,
             on_failure=on_failure,
             allow=allow,
             eager_if=eager_if,
+            prepare_optimizers=prepare_optimizers,
             verify=verify,
+            max_graphs=max_graphs,
+            max_recaptures=max_recaptures,
+            debug=debug,
+            debug_eager=debug_eager,
         )
-        unknown = sorted(set(policies or {}) - set(MODES))
-        if unknown:
-            raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
-        self.mode = mode
-        self.backend = backend
-        self.policies = {name: Policy.parse(name, value) for name, value in (policies or {}).items()}
-        self.warmup_steps = warmup_steps
-        self.on_failure = on_failure
-        self.allow = tuple(allow)
-        self.eager_if = eager_if
-        self.prepare_optimizers = prepare_optimizers
-        self.verify = verify
-        self._seam: StepSeam | None = None
-        self._stats = Stats()
-        self._plans = 0
-        self._notes: list[str] = []
-        self._plan: Plan | None = None
+        self.variant = Variant(variant)
+        self.eval = eval
+        self._eval_policy = parsed.get("inference")
+        self._seams: dict[str, Seam] = {}
+        self._figures: dict[str, Figures] = {}
+        self._backends = Backends()
+
+    def _of(self, part: str) -> Figures:
+        """Figures of training or evaluation, in the current run or the last one."""
+        seam = self._seams.get(part)
+        return seam.figures if seam is not None else self._figures.get(part, Figures())
 
     @property
     def stats(self) -> Stats:
-        """Counts of the current fit, or of the last one."""
-        return self._seam.stats if self._seam is not None else self._stats
+        """Counts of the training steps of the current fit, or of the last one."""
+        return self._of(_TRAINING).stats
+
+    @property
+    def eval_stats(self) -> Stats:
+        """Counts of the validation, test and prediction steps of the current run, or of the last one."""
+        return self._of(_EVALUATION).stats
 
     @property
     def plan(self) -> Plan | None:
-        """The latest plan of the current fit, or of the last one."""
-        return self._seam.plan if self._seam is not None else self._plan
+        """The latest plan of a training step in the current fit, or in the last one."""
+        return self._of(_TRAINING).plan
 
     def report(self) -> str:
-        """What happened to the fit's steps, as text."""
-        plans = self._seam.plans if self._seam is not None else self._plans
-        notes = self._seam.report_notes() if self._seam is not None else self._notes
-        return describe(self.stats, plans=plans, notes=notes)
+        """What happened to the run's steps, as text."""
+        training, evaluation = self._of(_TRAINING), self._of(_EVALUATION)
+        lines = [describe(training.stats, plans=training.plans, notes=training.notes)]
+        if evaluation.stats.calls:
+            lines += ["evaluation:", describe(evaluation.stats, plans=evaluation.plans, notes=evaluation.notes)]
+        return "\n".join(lines)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
-        self._stats, self._plans, self._notes = Stats(), 0, []
-        reason = closed_gate(trainer, pl_module) if self.backend != "eager" else None
+        self._figures[_TRAINING] = Figures()
+        reason = closed_to_training(trainer, pl_module) if self.options.backend != "eager" else None
         if reason is not None:
-            self._refuse(reason)
+            self._refuse(_TRAINING, reason)
             return
-        self._seam = StepSeam(
-            trainer,
-            pl_module,
-            policy=self.policies.get("train", Policy.train()),
-            backend=self.backend,
-            warmup_steps=self.warmup_steps,
-            raises=self.on_failure == "raise",
-            allow=self.allow,
-            eager_if=self.eager_if,
-            prepare_optimizers=self.prepare_optimizers,
-            verify=self.verify,
-        )
-        self._seam.install()
-        outside = keeps_optimizer_outside(pl_module)
-        if outside is not None and self.backend != "eager":
-            self._seam.keep_optimizer_outside(outside)
+        kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
+        self._install(_TRAINING, kind(trainer, pl_module, self.options, self.variant, self._backends))
 
-    def _refuse(self, reason: str) -> None:
+    def _install(self, part: str, seam: Seam) -> None:
+        self._seams[part] = seam
+        seam.install()
+
+    def _start_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self.eval or _EVALUATION in self._seams:
+            return
+        self._figures[_EVALUATION] = Figures()
+        reason = closed_to_all(trainer) if self.options.backend != "eager" else None
+        if reason is not None:
+            self._refuse(_EVALUATION, reason)
+            return
+        options = replace(self.options, policy=self._eval_policy)
+        self._install(_EVALUATION, EvaluationSeam(trainer, pl_module, options, self._backends))
+
+    def _end_evaluation(self, trainer: Trainer) -> None:
+        """Remove the seam at the end of a run that only evaluates: a fit may validate again."""
+        if trainer.state.fn != TrainerFn.FITTING and _EVALUATION in self._seams:
+            self._remove()
+            figures = self._of(_EVALUATION)
+            rank_zero_info(summary(figures.stats, plans=figures.plans))
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam of evaluation."""
+        self._start_evaluation(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam of evaluation."""
+        self._start_evaluation(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam of evaluation."""
+        self._start_evaluation(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the seam of evaluation, except in a fit."""
+        self._end_evaluation(trainer)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the seam of evaluation."""
+        self._end_evaluation(trainer)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the seam of evaluation."""
+        self._end_evaluation(trainer)
+
+    def _refuse(self, part: str, reason: str) -> None:
         text = f"no step of this fit can be captured: {reason}"
-        if self.on_failure == "raise":
+        if self.options.on_failure == "raise":
             raise NotCapturedError(f"{text}, or pass on_failure='eager'")
-        self._notes.append(text)
+        self._figures[part].notes.append(text)
         warnings.warn(f"graphplan runs this fit eagerly: {text}", UserWarning, stacklevel=2)
 
     def _remove(self) -> None:
-        """Take the seam off and keep its figures."""
-        seam, self._seam = self._seam, None
-        if seam is not None:
+        """Take the seams off and keep their figures."""
+        seams, self._seams = self._seams, {}
+        for part, seam in seams.items():
             seam.remove()
-            vars(self).update(_figures(seam), _plan=seam.plan)
+            self._figures[part] = seam.figures
+        self._backends = Backends()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam and say in one line what it did."""
-        had_seam = self._seam is not None
+        """Remove the seams and say in one line what they did."""
+        had_seam = _TRAINING in self._seams
         self._remove()
         if had_seam:
             rank_zero_info(self._last_line())
 
     def _last_line(self) -> str:
-        stats = self._stats
-        if self.backend == "eager":
+        stats = self.stats
+        if self.options.backend == "eager":
             return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
         if stats.captured == 0:
             return (
                 f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
-                f"{self.warmup_steps + 3} of one batch signature"
+                f"{self.options.warmup_steps + 3} of one batch signature"
             )
-        return summary(stats, plans=self._plans)
+        return summary(stats, plans=self._of(_TRAINING).plans)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -176,10 +252,5 @@ class GraphPlanCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in _LIGHTNINGS_OWN}
-        figures = _figures(self._seam) if self._seam is not None else {}
-        return {**state, **figures, "_seam": None, "_plan": None}
-
-
-def _figures(seam: StepSeam) -> dict[str, Any]:
-    """What a callback keeps of a seam."""
-    return {"_stats": seam.stats, "_plans": seam.plans, "_notes": seam.report_notes()}
+        figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
+        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends()}

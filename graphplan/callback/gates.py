@@ -14,24 +14,27 @@ STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", 
 """Hooks that Lightning calls inside the step, so that they run in the recording and not in a replay."""
 
 
-def closed_gate(trainer: Any, module: LightningModule) -> str | None:
-    """Why no step of this run can be captured; None if nothing speaks against it."""
+def closed_to_all(trainer: Any) -> str | None:
+    """Why nothing of this run can be captured; None if nothing speaks against it."""
     if not isinstance(trainer, Trainer):
         return (
             f"the Trainer is {type(trainer).__module__}'s, and the callback works with lightning.pytorch's: import "
             "lightning.pytorch as pl instead of pytorch_lightning"
         )
-    if not module.automatic_optimization:
-        return (
-            "the module uses manual optimization, and only automatic optimization is captured: set "
-            "automatic_optimization=True"
-        )
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         name = type(trainer.strategy).__name__
         return f"the strategy is {name}; only single-device strategies are captured: use devices=1"
+    return None
+
+
+def closed_to_training(trainer: Any, module: LightningModule) -> str | None:
+    """Why no training step of this run can be captured; None if nothing speaks against it."""
+    reason = closed_to_all(trainer)
+    if reason is not None:
+        return reason
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
-    if len(trainer.optimizers) != 1:
+    if module.automatic_optimization and len(trainer.optimizers) != 1:
         return (
             f"the module has {len(trainer.optimizers)} optimizers, and automatic optimization steps exactly one: "
             "return one from configure_optimizers"

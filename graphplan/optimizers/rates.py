@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.optimizers.preparation import device_of
 from graphplan.optimizers.scaling import ScaledSteps
@@ -125,3 +126,12 @@ class LearningRates:
             # One that cannot be read must not keep the others from leaving.
             for shadow in self._shadows.values():
                 left.callback(shadow.leave)
+
+
+def read_back(scheduler: LRScheduler) -> None:
+    """Leave numbers where a scheduler that was stepped inside a managed step noted device learning rates."""
+    groups = scheduler.optimizer.param_groups
+    noted: list[Any] = getattr(scheduler, "_last_lr", [])
+    for index, (rate, group) in enumerate(zip(noted, groups, strict=False)):
+        if isinstance(rate, Tensor) and not isinstance(group["lr"], Tensor):
+            noted[index] = rate.item()

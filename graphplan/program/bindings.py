@@ -44,6 +44,9 @@ class Bindings:
         self._appended: dict[str, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
+        kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
+        self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
+        """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
 
     def close_step(self, after: Walk, foreign: Iterable[int | None]) -> None:
         """Record the copies that end a step. ``foreign`` are storages that the recording does not own."""
@@ -71,9 +74,7 @@ class Bindings:
         touched |= set(self._plan.entry_grads)
         by_path = dict(after.parameters.values())
         self._grads = [(by_path[path], by_path[path].grad) for path in sorted(touched) if path in by_path]
-        kept = [path for path, need in self._plan.entry_grads.items() if need == "kept"]
-        grads = [by_path[path].grad for path in kept if path in by_path]
-        _ACCUMULATED.update({grad: True for grad in grads if grad is not None})
+        _ACCUMULATED.update({grad: True for grad in self.entry_grads.values() if grad is not None})
         self._bind_grads()
 
     def _bind_grads(self) -> None:

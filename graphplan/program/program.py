@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -15,24 +13,18 @@ from graphplan.backend import Recording
 from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, GuardError
 from graphplan.guards import Guards
-from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import Walk, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
+from graphplan.program.adopted import Adopted
 from graphplan.program.bindings import Bindings
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
-from graphplan.roles import Role, TensorSpec
+from graphplan.roles import Role
 from graphplan.signature import Feed, check_match, flatten, shared_leaf
 
-_get_version = attrgetter("_version")
-_OWN_REFERENCES = 3
-"""A container, a local variable and the counting itself refer to a tensor that nobody else keeps."""
 NO_CHECK = -1
 """No replay has this number."""
-
-
-def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
-    return {storage: slots for storage, slots in walk.by_storage().items() if len(slots) > 1}
 
 
 class Program:
@@ -66,9 +58,8 @@ class Program:
         self._copied = copied
         self._bindings = bindings
         self._outputs = outputs
-        self._sources: dict[str, Tensor] = {}
-        self._versions: list[int] = []
-        self._adopt(walk, None)
+        self._walk = walk
+        self._adopted = Adopted(plan, copied.paths, walk, bindings.entry_grads)
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
         self.replays = 0
@@ -80,20 +71,10 @@ class Program:
         tensors = {id(t): t for slot in self._walk.slots.values() for t in slot.tensors()}
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
-    def _adopt(self, walk: Walk, values: list[Any] | None) -> None:
-        """Take the owners' tensors as they lie now for this program's fixed storage."""
-        self._walk = walk
-        paths = {e.path for e in self.plan.externals if e.path is not None}
-        adopted = [walk.slots[path] for path in sorted(paths - self._copied.paths) if path in walk.slots]
-        # Tied weights have several names, of which a plan lists one: the others must go on holding the same tensor.
-        same = {id(slot.get()) for slot in adopted}
-        named = {slot.path for slot in adopted} | self._copied.paths
-        twins = [s for s in walk.slots.values() if s.is_parameter and s.path not in named and id(s.get()) in same]
-        self._slots = adopted + twins
-        self._held = {slot.path: slot.get() for slot in self._slots}
-        self._aliases = {slot.path: [t.detach() for t in slot.tensors()] for slot in self._slots}
-        unowned = [e.tensor for e in self.plan.externals if e.path is None and e.tensor is not None]
-        self.guards = Guards(self._slots, walk, self.plan, unowned, values)
+    @property
+    def guards(self) -> Guards:
+        """The checks of what the program adopted."""
+        return self._adopted.guards
 
     def takes(self, feed: Feed) -> bool:
         """Whether static copies can stand for the feed's tensors: not where the step writes to one that another one
@@ -124,8 +105,7 @@ class Program:
         back = self._copied.load(given or {}) if self._copied.externals or given else ()
         self.plan.rates.push()
         self._bindings.settle_grads()
-        if self._sources and list(map(_get_version, self._sources.values())) != self._versions:
-            self._follow_sources()
+        self._adopted.refresh()
         self.load(leaves)
         self._recording.replay()
         self._bindings.repeat()
@@ -202,100 +182,16 @@ class Program:
         Returns:
             None if the program fits again, else why it cannot.
         """
-        walk = walk_owners(self.plan.owners())
-        changed = self.guards.changed_value(walk)
-        if changed is not None:
-            return f"the step's code reads {changed}"
-        structure = self.guards.changed_structure()
-        if structure is not None:
-            return structure
-        moved: list[tuple[str, Slot]] = []
-        sharing = _sharing(walk)
-        for path, held in self._held.items():
-            slot = walk.slots.get(path)
-            if slot is None:
-                return f"{path} is gone"
-            if self._has_moved(path, held, slot):
-                reason = self._misfit(path, held, slot) or self._joined(path, slot, sharing)
-                if reason is not None:
-                    return reason
-                moved.append((path, slot))
-        for path, parameter in walk.parameters.values():
-            if self.plan.entry_grads.get(path) == "none" and parameter.grad is not None:
-                return f"{path}.grad is set, and was not when the step was captured"
-        self._note_sources(moved)
-        self._copy_in(moved)
+        reason = self._adopted.follow()
+        if reason is not None:
+            return reason
         walk = walk_owners(self.plan.owners())
         self.plan.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
         self._bindings.follow(walk)
-        self._adopt(walk, self.guards.values)
+        self._walk = walk
+        self._adopted.take(walk)
         return None if self.guards.hold() else "a tensor that nobody owns has moved"
-
-    def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
-        now = slot.get()
-        pairs = zip(self._aliases[path], tensor_leaves(now), strict=False)
-        return now is not held or any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in pairs)
-
-    def _misfit(self, path: str, held: Any, slot: Slot) -> str | None:
-        """Why the slot's new tensors cannot be copied to where the old ones lie."""
-        statics, current = self._aliases[path], slot.tensors()
-        if slot.is_parameter and slot.get() is not held:
-            return f"parameter {path} was replaced by another object"
-        if len(statics) != len(current):
-            return f"{path} holds {len(current)} tensors, expected {len(statics)}"
-        for static, tensor in zip(statics, current, strict=True):
-            if not TensorSpec.of(static).fits(TensorSpec.of(tensor)) or static.stride() != tensor.stride():
-                return (
-                    f"{path} is {TensorSpec.of(tensor)} with strides {tensor.stride()}, expected "
-                    f"{TensorSpec.of(static)} "
-                    f"with {static.stride()}"
-                )
-        return None
-
-    def _note_sources(self, moved: list[tuple[str, Slot]]) -> None:
-        """Remember what was put in place by somebody who still has it: later writes to it are meant for the step."""
-        ours = set(map(id, self._held.values()))
-        for path, slot in moved:
-            self._sources.pop(path, None)
-            now = slot.get()
-            new = isinstance(now, Tensor) and id(now) not in ours and not now.is_inference()
-            if new and getrefcount(now) > _OWN_REFERENCES:
-                self._sources[path] = now
-        self._versions = [source._version for source in self._sources.values()]
-
-    def _follow_sources(self) -> None:
-        """Copy what was written to such a tensor since."""
-        self._versions = [source._version for source in self._sources.values()]
-        with torch.no_grad():
-            for path, source in self._sources.items():
-                self._aliases[path][0].copy_(source)
-
-    def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:
-        """Why the slot's new memory must stay what it is: another tensor, which lay elsewhere, lies there too."""
-        now = slot.get()
-        own = {storage_id(alias) for alias in self._aliases[path]}
-        for tensor in slot.tensors():
-            for other in sharing.get(storage_id(tensor), ()):
-                apart = own.isdisjoint(storage_id(alias) for alias in self._aliases.get(other.path, ()))
-                if other.get() is not now and apart:
-                    return f"{path} shares memory with {other.path} now"
-        return None
-
-    def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
-        """Copy what moved into the fixed storage and bind it back: values first, since two slots may have swapped."""
-        with torch.no_grad():
-            values = [[tensor.detach().clone() for tensor in slot.tensors()] for _, slot in moved]
-            for (path, _), new in zip(moved, values, strict=True):
-                for static, value in zip(self._aliases[path], new, strict=True):
-                    static.copy_(value)
-        for path, slot in moved:
-            held, now = self._held[path], slot.get()
-            if now is held:
-                for static, tensor in zip(self._aliases[path], slot.tensors(), strict=True):
-                    tensor.data = static
-            else:
-                slot.set(held)
 
     def close(self) -> None:
         """Give the recording's memory back."""

@@ -6,3 +6,4 @@ from graphplan.step.bare import compile_plan as compile_plan
 from graphplan.step.graphed import GraphedStep as GraphedStep
 from graphplan.step.making import graph_step as graph_step
 from graphplan.step.options import Options as Options
+from graphplan.step.runner import Backends as Backends

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from graphplan.errors import RefusalError
 from graphplan.plan import Plan
 from graphplan.program import Program
@@ -129,16 +127,3 @@ class Entries:
         for entry in self:
             entry.drop()
         self._entries.clear()
-
-
-def environment() -> tuple[Any, ...]:
-    """Global modes that a program bakes in."""
-    cuda = torch.is_autocast_enabled("cuda")
-    cpu = torch.is_autocast_enabled("cpu")
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype("cuda") if cuda else None,
-        torch.get_autocast_dtype("cpu") if cpu else None,
-        torch.are_deterministic_algorithms_enabled(),
-    )

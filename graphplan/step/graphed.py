@@ -20,23 +20,31 @@ from graphplan.program import Program
 from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
-from graphplan.step.entry import Entry, Key, environment
+from graphplan.step.entry import Entry, Key
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.programs import Programs
+from graphplan.step.refusals import Refusals
+from graphplan.step.replays import Replays
+from graphplan.step.runner import Backends, Runner
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive
+from graphplan.unchanged import Modes
 
 
 class GraphedStep(Exclusive):
-    """A step that replays itself. Made by :func:`graph_step`.
+    """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory.
 
     Raises:
         OptionError: if ``fn`` cannot be called.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None, options: Options
+        self,
+        fn: Callable[..., Any],
+        owners: Mapping[str, Any] | Sequence[Any] | None,
+        options: Options,
+        backends: Backends | None = None,
     ) -> None:
         super().__init__()
         if not callable(fn):
@@ -45,8 +53,12 @@ class GraphedStep(Exclusive):
         prepare = options.prepare_optimizers and options.backend != "eager"
         self._managed = Managed(fn, owners, prepare=prepare)
         self._buffers = Buffers(self._on_growth)
-        self._stages = Stages(fn, self._managed, options, self._buffers)
-        self._programs: Programs = Programs(options, self._stages.stats)
+        self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
+        self._refusals = Refusals(options.on_failure, self.stats)
+        self._stages = Stages(self._runner, self._managed, options, buffers=self._buffers, refusals=self._refusals)
+        self._replays = Replays(self._runner, options)
+        self._modes = Modes()
+        self._programs: Programs = Programs(options, self.stats)
         self._feed_device = options.feed_device
         self._demoted: RefusalError | None = None
         self._calls = 0
@@ -72,14 +84,14 @@ class GraphedStep(Exclusive):
             raise ClosedError("this step was closed; make a new one with graph_step")
         self._calls += 1
         if self._options.backend == "eager":
-            return self._stages.plain(args, kwargs, SkipReason.BACKEND_EAGER)
+            return self._runner.plain(args, kwargs, SkipReason.BACKEND_EAGER)
         try:
             feed = flatten(args, kwargs)
         except FeedError as error:
-            self._stages.refuse(error)
-            return self._stages.plain(args, kwargs, error.reason, str(error))
+            self._refusals.refuse(error)
+            return self._runner.plain(args, kwargs, error.reason, str(error))
         if self._options.eager_if is not None and self._asks_eager(args, kwargs):
-            return self._stages.eager(self._moved(feed), SkipReason.EAGER_IF)
+            return self._runner.eager(self._moved(feed), SkipReason.EAGER_IF)
         if self._demoted is None and self._managed.refusal is not None:
             self._demote(self._managed.refusal)
         if self._demoted is not None:
@@ -94,10 +106,10 @@ class GraphedStep(Exclusive):
         if program is not None:
             if not program.takes(feed):
                 detail = "an input that the step changes shares memory with another one"
-                return self._stages.eager(self._moved(feed), SkipReason.FEED, detail)
+                return self._runner.eager(self._moved(feed), SkipReason.FEED, detail)
             if program.replays + 1 == program.next_check:
                 return self._check(program, self._moved(feed))
-            return self._stages.replay(program, feed)
+            return self._replays.replay(program, feed)
         return self._advance(entry, self._moved(feed))
 
     def _find(self, feed: Feed) -> tuple[Entry, Program | None]:
@@ -120,12 +132,12 @@ class GraphedStep(Exclusive):
     @property
     def plan(self) -> Plan | None:
         """The latest plan; None before the second trace."""
-        return self._stages.plan
+        return self._runner.plan
 
     @property
     def stats(self) -> Stats:
         """What the calls so far were."""
-        return self._stages.stats
+        return self._runner.stats
 
     def report(self) -> str:
         """What the calls so far were, why some were eager, and what was prepared, as text."""
@@ -139,7 +151,7 @@ class GraphedStep(Exclusive):
 
     def decide_refusals(self, escalates: Callable[[RefusalError], bool]) -> None:
         """Let ``escalates(error)`` say which refusals raise; the others demote with a warning."""
-        self._stages.escalate = escalates
+        self._refusals.escalates = escalates
 
     def _entry(self, feed: Feed) -> Entry:
         key = self._key(feed, self._managed.next_fingerprint())
@@ -156,7 +168,7 @@ class GraphedStep(Exclusive):
         return entry
 
     def _key(self, feed: Feed, fingerprint: int) -> Key:
-        return (self._geometry(feed), environment(), fingerprint)
+        return (self._geometry(feed), self._modes.now(), fingerprint)
 
     def _geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
@@ -164,7 +176,7 @@ class GraphedStep(Exclusive):
         return (feed.key, () if moved else feed.alignments())
 
     def _home(self) -> torch.device | None:
-        return None if self._feed_device is not None else self._stages.device
+        return None if self._feed_device is not None else self._runner.device
 
     def _asks_eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if callable(self._options.eager_if):
@@ -181,7 +193,7 @@ class GraphedStep(Exclusive):
         return Feed(leaves, feed.structure, feed.key)
 
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
-        return self._stages.eager(self._moved(feed), error.reason, str(error))
+        return self._runner.refused(self._moved(feed), error)
 
     def _follow(self, program: Program, entry: Entry) -> bool:
         """Let the program follow what moved; one that cannot is dropped."""
@@ -199,14 +211,14 @@ class GraphedStep(Exclusive):
 
     def _check(self, program: Program, feed: Feed) -> Any:
         """A replay that is checked against eager. After a difference, the step stays eager."""
-        result, error = self._stages.check(program, feed, self._options.schedule)
+        result, error = self._replays.check(program, feed)
         if error is not None:
             self.stats.note(f"invalidated: {error}")
             self._programs.forget()
             # Without the result, which is the caller's to keep.
             self._demoted = VerifyError(str(error))
-            self._stages.refuse(error)
-            self._stages.count_eager(error.reason, str(error))
+            self._refusals.refuse(error)
+            self._runner.count_eager(error.reason, str(error))
         return result
 
     def _advance(self, entry: Entry, feed: Feed) -> Any:
@@ -243,7 +255,7 @@ class GraphedStep(Exclusive):
 
     def _demote(self, error: RefusalError) -> None:
         """Raise, or run eagerly from now on; a feed's fault is its own call's only."""
-        self._stages.refuse(error)
+        self._refusals.refuse(error)
         if not isinstance(error, FeedError):
             self._demoted = error
 

@@ -57,9 +57,10 @@ def graph_step(
             every 1000th), n for every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same
             state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
-        debug: wait for the device after each capture and each first replay, and name the program in its errors.
+        debug: wait for the device after each capture and each first replay, and name the program in its errors; where
+            torch can, also check before each replay that the memory that the recording reads was not freed.
         debug_eager: run the step itself where a program would be replayed, on the program's own inputs: tells a fault
-            of the recording from one of everything around it.
+            of the recording from one of everything around it. Nothing is replayed, and so nothing is checked.
 
     Returns:
         A callable with ``plan``, ``stats``, ``invalidate(why)`` and ``close()``. Tensors that the step makes come back
@@ -75,7 +76,7 @@ def graph_step(
         device=device,
         warmup_steps=warmup_steps,
         on_failure=on_failure,
-        allow=allow if isinstance(allow, str) else tuple(allow),
+        allow=allow,
         eager_if=eager_if,
         prepare_optimizers=prepare_optimizers,
         max_graphs=max_graphs,

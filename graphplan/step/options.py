@@ -51,6 +51,8 @@ class Options:
             raise OptionError(f"on_failure is {self.on_failure!r}; expected 'raise' or 'eager'")
         if isinstance(self.allow, str):
             raise OptionError(f"allow is the string {self.allow!r}; expected a sequence of paths: ({self.allow!r},)")
+        # A copy: what the caller does to its list later is not meant for the step.
+        object.__setattr__(self, "allow", tuple(self.allow))
         if self.max_graphs < 1:
             raise OptionError(f"max_graphs is {self.max_graphs}; expected at least 1")
         if self.max_recaptures < 0:
@@ -65,8 +67,8 @@ class Options:
 
     @property
     def schedule(self) -> Schedule:
-        """Which replays are checked."""
-        return Schedule.parse(self.verify)
+        """Which replays are checked: none where nothing is replayed."""
+        return Schedule.parse("off" if self.debug_eager else self.verify)
 
     @property
     def roles(self) -> Policy:

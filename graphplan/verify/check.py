@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.backend import first_line
 from graphplan.compiler import is_allowed
 from graphplan.owners import Snapshot, Walk, host_generators, walk_owners
 from graphplan.program import Program
@@ -121,7 +122,7 @@ def check_replay(
         found += check.compare(start, before, replayed, result)
     except torch.OutOfMemoryError as error:
         # The batch has been trained on: the caller must not go on as if it had not.
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
     # As after every replay: what the caller gets back leads to no autograd graph.
     result = pytree.tree_map_only(Tensor, lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
     return Verdict(result, found, reason)

@@ -1,0 +1,130 @@
+"""Lightning's automatic optimization, run through a graphed step.
+
+Two forms. *Whole*: the bound ``automatic_optimization.run`` becomes one graphed step, optimizer included. *Components*:
+where the optimizer cannot be captured or must run on the host, only the closure (forward, zero_grad, backward) is a
+graphed step, and Lightning's own code clips and steps after it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+
+from graphplan.callback.gates import keeps_optimizer_outside
+from graphplan.callback.seam import Seam
+from graphplan.callback.variants import Variant
+from graphplan.errors import RefusalError
+from graphplan.step import Backends, GraphedStep, Options
+
+
+class _ReplayedClosure:
+    """Stands where Lightning expects its closure: calling it runs the graphed forward and backward."""
+
+    def __init__(self, run: Callable[[], ClosureResult]) -> None:
+        self._run = run
+        self._result: ClosureResult | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._result = self._run()
+        return self._result.loss
+
+    def consume_result(self) -> ClosureResult:
+        """The last result, once."""
+        assert self._result is not None
+        result, self._result = self._result, None
+        return result
+
+
+class AutomaticSeam(Seam):
+    """The seam of ``automatic_optimization``."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+    ) -> None:
+        super().__init__(trainer, module, options, variant, backends)
+        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._optimizer = trainer.optimizers[0]
+        self._components: GraphedStep | None = None
+        progress = self._loop.optim_progress.optimizer
+        self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
+        self._whole = self._make(self._whole_body, self._owners(self._progress))
+
+    def install(self) -> None:
+        """Put the seam in."""
+        self._whole.decide_refusals(lambda error: error.component == "optimizer" or self._must_raise())
+        self._loop.run = self._run
+        outside = keeps_optimizer_outside(self._module)
+        if outside is not None and self._options.backend != "eager":
+            self.keep_optimizer_outside(outside)
+
+    def _uninstall(self) -> None:
+        for name in ("run", "_make_closure"):
+            vars(self._loop).pop(name, None)
+
+    def keep_optimizer_outside(self, reason: str) -> None:
+        """Go over to the components form."""
+        self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
+        owners = {name: owner for name, owner in self._owners(self._progress).items() if name != "optimizer"}
+        self._whole.close()
+        self._components = self._make(self._closure_body, owners)
+        self._components.decide_refusals(lambda error: self._must_raise())
+        self._loop._make_closure = self._make_closure
+
+    def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        """In place of ``automatic_optimization.run``."""
+        if self._loop._skip_backward or "batch" not in kwargs or optimizer is not self._optimizer:
+            return self._stock_run(optimizer, batch_idx, kwargs)
+        self._context = (optimizer, batch_idx, kwargs)
+        if self._components is None:
+            try:
+                return self._through(self._whole, *self._facts())
+            except RefusalError as error:
+                if error.component != "optimizer":
+                    raise
+                self.keep_optimizer_outside(str(error))
+        return self._stock_run(optimizer, batch_idx, kwargs)
+
+    def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
+        return type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
+
+    def _facts(self) -> tuple[Any, ...]:
+        """What Lightning's own code in the step branches on."""
+        assert self._context is not None
+        trainer = self._trainer
+        divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
+        is_first = self._context[1] % divisor == 0
+        accumulates = trainer.fit_loop._should_accumulate()
+        return is_first, accumulates, divisor, clip, str(trainer.gradient_clip_algorithm)
+
+    def _whole_body(self, batch: Any, facts: Any) -> dict[str, Any]:
+        assert self._context is not None
+        optimizer, batch_idx, _ = self._context
+        return self._in_step(lambda kwargs: self._stock_run(optimizer, batch_idx, kwargs), batch)
+
+    def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
+        """In place of ``automatic_optimization._make_closure`` in the components form."""
+        if self._loop._skip_backward or self._components is None:
+            return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
+        return _ReplayedClosure(self._run_components)
+
+    def _run_components(self) -> ClosureResult:
+        assert self._components is not None
+        out = self._through(self._components, *self._facts())
+        result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
+        result.loss = out.get("loss")
+        return result
+
+    def _closure_body(self, batch: Any, facts: Any) -> dict[str, Any]:
+        assert self._context is not None
+        optimizer, batch_idx, _ = self._context
+
+        def body(kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
+            closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
+            closure()
+            return closure.consume_result().asdict()
+
+        return self._in_step(body, batch)

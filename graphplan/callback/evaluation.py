@@ -1,0 +1,59 @@
+"""Validation, test and prediction steps, each a graphed step of its own under the inference policy."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from graphplan.callback.seam import Seam
+from graphplan.callback.variants import Variant
+from graphplan.policy import Policy
+from graphplan.roles import Role
+from graphplan.step import Backends, GraphedStep, Options
+
+_HOOKS = ("validation_step", "test_step", "predict_step")
+_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
+METRICS_TOO = Policy("inference", static_roles=tuple(Role))
+"""The inference policy, and state static as well: metrics that a step updates are state."""
+
+
+class EvaluationSeam(Seam):
+    """The seam of the strategy's evaluation steps. It stays for the whole of a run, from one validation to the next."""
+
+    def __init__(self, trainer: Trainer, module: LightningModule, options: Options, backends: Backends) -> None:
+        options = replace(options, mode="inference", policy=options.policy or METRICS_TOO, eager_if=None)
+        super().__init__(trainer, module, options, Variant(None), backends)
+        self._strategy: Any = trainer.strategy
+        self._by_hook: dict[str, GraphedStep] = {}
+
+    def install(self) -> None:
+        """Put the seam in."""
+        for hook in _HOOKS:
+            setattr(self._strategy, hook, partial(self._run, hook))
+
+    def _uninstall(self) -> None:
+        for hook in _HOOKS:
+            vars(self._strategy).pop(hook, None)
+
+    def _run(self, hook: str, *args: Any) -> Any:
+        """In place of the strategy's method of that name."""
+        if not args or isinstance(args[0], Iterator):
+            # The step takes batches from the loader itself.
+            return self._stock(hook, *args)
+        kwargs = OrderedDict(zip(_ARGUMENTS, args, strict=False))
+        self._context = (None, kwargs.get("batch_idx", 0), kwargs)
+        if hook not in self._by_hook:
+            step = self._by_hook[hook] = self._make(partial(self._body, hook), self._owners({}))
+            step.decide_refusals(lambda error: self._must_raise())
+        return self._through(self._by_hook[hook], kwargs.get("dataloader_idx"), self._trainer.sanity_checking)
+
+    def _stock(self, hook: str, *args: Any) -> Any:
+        return getattr(type(self._strategy), hook)(self._strategy, *args)
+
+    def _body(self, hook: str, batch: Any, facts: Any) -> dict[str, Any]:
+        return self._in_step(lambda kwargs: self._stock(hook, *kwargs.values()), batch)

@@ -1,0 +1,44 @@
+"""Lightning's manual optimization: the whole ``training_step``, with however many optimizers it steps, is the step."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+
+from graphplan.callback.seam import Seam
+from graphplan.callback.variants import Variant
+from graphplan.step import Backends, Options
+
+
+class ManualSeam(Seam):
+    """The seam of ``manual_optimization``."""
+
+    def __init__(
+        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+    ) -> None:
+        super().__init__(trainer, module, options, variant, backends)
+        self._loop: Any = trainer.fit_loop.epoch_loop.manual_optimization
+        self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
+
+    def install(self) -> None:
+        """Put the seam in."""
+        self._whole.decide_refusals(lambda error: self._must_raise())
+        self._loop.run = self._run
+
+    def _uninstall(self) -> None:
+        vars(self._loop).pop("run", None)
+
+    def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
+        """In place of ``manual_optimization.run``."""
+        if "batch" not in kwargs:
+            return self._stock_run(kwargs)
+        self._context = (None, self._trainer.fit_loop.epoch_loop.batch_idx, kwargs)
+        return self._through(self._whole)
+
+    def _stock_run(self, kwargs: OrderedDict[str, Any]) -> Any:
+        return type(self._loop).run(self._loop, kwargs)
+
+    def _body(self, batch: Any, facts: Any) -> dict[str, Any]:
+        return self._in_step(self._stock_run, batch)

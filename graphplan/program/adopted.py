@@ -1,0 +1,161 @@
+"""The owners' tensors that a program takes for its fixed storage, and follows when they move."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from operator import attrgetter
+from sys import getrefcount
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.guards import Guards
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
+from graphplan.plan import Plan
+from graphplan.roles import TensorSpec
+
+_get_version = attrgetter("_version")
+_OWN_REFERENCES = 3
+"""A container, a local variable and the counting itself refer to a tensor that nobody else keeps."""
+
+
+def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
+    return {storage: slots for storage, slots in walk.by_storage().items() if len(slots) > 1}
+
+
+class Adopted:
+    """What one program adopted. ``guards`` say whether it is still where it was.
+
+    Args:
+        plan: names the externals.
+        copied: paths that buffers of the program stand for.
+        walk: the owners as they are now.
+        entry_grads: by parameter path, the gradients that the step expects and accumulates into.
+    """
+
+    def __init__(
+        self, plan: Plan, copied: Collection[str], walk: Walk, entry_grads: Mapping[str, Tensor | None]
+    ) -> None:
+        self._plan = plan
+        self._entry_grads = {f"{path}.grad": grad for path, grad in entry_grads.items()}
+        self._copied = set(copied)
+        self._sources: dict[str, Tensor] = {}
+        self._versions: list[int] = []
+        self.guards = self._guard(walk, None)
+
+    def take(self, walk: Walk) -> None:
+        """Take the owners' tensors as they lie now; the Python values of the capture are still those that count."""
+        self.guards = self._guard(walk, self.guards.values)
+
+    def _guard(self, walk: Walk, values: list[Any] | None) -> Guards:
+        paths = {e.path for e in self._plan.externals if e.path is not None}
+        adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
+        # Tied weights have several names, of which a plan lists one: the others must go on holding the same tensor.
+        same = {id(slot.get()) for slot in adopted}
+        named = {slot.path for slot in adopted} | self._copied
+        twins = [s for s in walk.slots.values() if s.is_parameter and s.path not in named and id(s.get()) in same]
+        slots = adopted + twins
+        # After the step, a gradient need not be what it was before it.
+        self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
+        self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
+        unowned = [e.tensor for e in self._plan.externals if e.path is None and e.tensor is not None]
+        return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
+
+    def refresh(self) -> None:
+        """Copy what was written since to tensors that were put in place of adopted ones, and are still used."""
+        if not self._sources or list(map(_get_version, self._sources.values())) == self._versions:
+            return
+        self._versions = [source._version for source in self._sources.values()]
+        with torch.no_grad():
+            for path, source in self._sources.items():
+                self._aliases[path][0].copy_(source)
+
+    def follow(self) -> str | None:
+        """Copy the values of tensors that moved to where the program reads them, and bind that back.
+
+        Returns:
+            None if that was possible, else why not.
+        """
+        walk = walk_owners(self._plan.owners())
+        changed = self.guards.changed_value(walk)
+        if changed is not None:
+            return f"the step's code reads {changed}"
+        structure = self.guards.changed_structure()
+        if structure is not None:
+            return structure
+        moved: list[tuple[str, Slot]] = []
+        sharing = _sharing(walk)
+        for path, held in self._held.items():
+            slot = walk.slots.get(path)
+            if slot is None:
+                return f"{path} is gone"
+            if self._has_moved(path, held, slot):
+                reason = self._misfit(path, held, slot) or self._joined(path, slot, sharing)
+                if reason is not None:
+                    return reason
+                moved.append((path, slot))
+        for path, parameter in walk.parameters.values():
+            if self._plan.entry_grads.get(path) == "none" and parameter.grad is not None:
+                return f"{path}.grad is set, and was not when the step was captured"
+        self._note_sources(moved)
+        self._copy_in(moved)
+        return None
+
+    def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
+        now = slot.get()
+        pairs = zip(self._aliases[path], tensor_leaves(now), strict=False)
+        return now is not held or any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in pairs)
+
+    def _misfit(self, path: str, held: Any, slot: Slot) -> str | None:
+        """Why the slot's new tensors cannot be copied to where the old ones lie."""
+        statics, current = self._aliases[path], slot.tensors()
+        if slot.is_parameter and slot.get() is not held:
+            return f"parameter {path} was replaced by another object"
+        if len(statics) != len(current):
+            return f"{path} holds {len(current)} tensors, expected {len(statics)}"
+        for static, tensor in zip(statics, current, strict=True):
+            if not TensorSpec.of(static).fits(TensorSpec.of(tensor)) or static.stride() != tensor.stride():
+                return (
+                    f"{path} is {TensorSpec.of(tensor)} with strides {tensor.stride()}, expected "
+                    f"{TensorSpec.of(static)} "
+                    f"with {static.stride()}"
+                )
+        return None
+
+    def _note_sources(self, moved: list[tuple[str, Slot]]) -> None:
+        """Remember what was put in place by somebody who still has it: later writes to it are meant for the step."""
+        ours = set(map(id, self._held.values()))
+        for path, slot in moved:
+            self._sources.pop(path, None)
+            now = slot.get()
+            new = isinstance(now, Tensor) and id(now) not in ours and not now.is_inference()
+            if new and getrefcount(now) > _OWN_REFERENCES:
+                self._sources[path] = now
+        self._versions = [source._version for source in self._sources.values()]
+
+    def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:
+        """Why the slot's new memory must stay what it is: another tensor, which lay elsewhere, lies there too."""
+        now = slot.get()
+        own = {storage_id(alias) for alias in self._aliases[path]}
+        for tensor in slot.tensors():
+            for other in sharing.get(storage_id(tensor), ()):
+                apart = own.isdisjoint(storage_id(alias) for alias in self._aliases.get(other.path, ()))
+                if other.get() is not now and apart:
+                    return f"{path} shares memory with {other.path} now"
+        return None
+
+    def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
+        """Copy what moved into the fixed storage and bind it back: values first, since two slots may have swapped."""
+        with torch.no_grad():
+            values = [[tensor.detach().clone() for tensor in slot.tensors()] for _, slot in moved]
+            for (path, _), new in zip(moved, values, strict=True):
+                for static, value in zip(self._aliases[path], new, strict=True):
+                    static.copy_(value)
+        for path, slot in moved:
+            held, now = self._held[path], slot.get()
+            if now is held:
+                for static, tensor in zip(self._aliases[path], slot.tensors(), strict=True):
+                    tensor.data = static
+            else:
+                slot.set(held)

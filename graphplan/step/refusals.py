@@ -1,0 +1,42 @@
+"""Whether a refusal raises, or the step goes on eagerly with one warning."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+
+from graphplan.errors import DeviceError, RefusalError
+from graphplan.stats import Stats
+
+
+class Refusals:
+    """What one step does about its refusals. ``escalates`` says which of them raise; the others warn."""
+
+    def __init__(self, on_failure: str, stats: Stats) -> None:
+        self._raises = on_failure == "raise"
+        self._stats = stats
+        self._warned: set[str] = set()
+        self.escalates: Callable[[RefusalError], bool] = self._before_first_replay
+
+    def _before_first_replay(self, error: RefusalError) -> bool:
+        """A refusal is the caller's affair before the first good replay, if asked for."""
+        return self._raises and self._stats.replayed == 0
+
+    def refuse(self, error: RefusalError) -> None:
+        """Raise if the refusal escalates, else warn once."""
+        if isinstance(error, DeviceError) or self.escalates(error):
+            raise error
+        _forget_frames(error)
+        text = str(error)
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"graphplan runs this step eagerly: {text}", UserWarning, stacklevel=5)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the frames that an error came through hold: a refusal is kept for long, a batch must not be."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__

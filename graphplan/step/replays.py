@@ -1,0 +1,92 @@
+"""Replays of a program that is ready: plain ones, and those that are checked against the eager step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from graphplan.backend import first_line
+from graphplan.errors import VerifyError
+from graphplan.program import NO_CHECK, Program
+from graphplan.signature import Feed
+from graphplan.step.faults import wait_for_device
+from graphplan.step.options import Options
+from graphplan.step.runner import Runner
+from graphplan.verify import Verdict, check_replay, find_room
+
+
+class Replays:
+    """Replays programs, checks replays, and counts both."""
+
+    def __init__(self, runner: Runner, options: Options) -> None:
+        self._runner = runner
+        self._options = options
+        self._stats = runner.stats
+
+    def replay(self, program: Program, feed: Feed) -> Any:
+        """One replay."""
+        with self._stats.timed("steady" if program.replays else "first_replay"):
+            if self._options.debug_eager:
+                result = self._runner.run(lambda: program.run_eagerly(feed.leaves))
+            else:
+                result = program.run(feed.leaves)
+        if self._options.debug and not program.replays:
+            wait_for_device(program, "its first replay")
+        self._count(program)
+        self._stats.end_call("replayed")
+        return result
+
+    def _count(self, program: Program) -> None:
+        program.replays += 1
+        self._stats.replayed += 1
+        self._stats.launches_replayed += 1
+        self._stats.bytes_copied += program.bytes_per_replay
+
+    def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
+        """A replay that is checked against eager, where there is room for that; then eager's outcome stands."""
+        number = program.replays + 1
+        device = self._runner.device
+        assert device is not None
+        room, reason = find_room(program.state_bytes, device)
+        if room is None:
+            return self._unchecked(program, feed, reason)
+        try:
+            with self._stats.timed("verify"):
+                eager = lambda: self._runner.run(lambda: self._runner.call(feed))  # noqa: E731
+                verdict = check_replay(program, feed.leaves, eager, allow=self._options.allow, device=room)
+        except torch.OutOfMemoryError as error:
+            return self._unchecked(program, feed, first_line(error))
+        if verdict.differences:
+            return verdict.result, _disagreement(program, number, verdict)
+        program.next_check = self._options.schedule.after(number)
+        self._count(program)
+        self._stats.launches_eager += program.plan.launches
+        if verdict.open:
+            self._stop_checks(program, verdict.open)
+        else:
+            self._stats.verified += 1
+            self._stats.bytes_verified = program.state_bytes
+        self._stats.end_call("verified")
+        return verdict.result, None
+
+    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
+        self._stop_checks(program, reason)
+        return self.replay(program, feed), None
+
+    def _stop_checks(self, program: Program, reason: str) -> None:
+        """Go on without checks of this program, and say so."""
+        program.next_check = NO_CHECK
+        self._stats.note(f"not checked against eager: {reason}")
+
+
+def _disagreement(program: Program, number: int, verdict: Verdict) -> VerifyError:
+    first, *others = verdict.differences
+    more = f" (and {len(others)} more: {', '.join(d.path for d in others[:4])})" if others else ""
+    return VerifyError(
+        f"replay {number} of {program.plan.name} is not what the eager step does: {first}{more}. Something that the "
+        "step depends on is not in the recording: a Python or NumPy value that changes where graphplan cannot see it, "
+        "an operator that writes memory unseen, or host code. Hold it in a tensor that the step updates, feed it, or "
+        "keep the step eager. The eager step's outcome stands, nothing is lost",
+        result=verdict.result,
+    )

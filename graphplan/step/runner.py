@@ -1,0 +1,94 @@
+"""How a managed step runs as Python: where it computes, around what, and how an eager call is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from graphplan.backend import Backend, resolve_backend
+from graphplan.compiler import find_device
+from graphplan.cudagraph import CUDAGraphBackend
+from graphplan.errors import RefusalError, SkipReason
+from graphplan.plan import Plan
+from graphplan.signature import Feed, check_feed
+from graphplan.stats import Stats
+from graphplan.step.managed import Managed
+from graphplan.tape import TapeBackend
+
+
+class Backends:
+    """Backends by device and name, for steps of one owner: their programs share a stream and a pool."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, torch.device], Backend] = {}
+
+    def get(self, name: str, device: torch.device) -> Backend:
+        """The backend of that name for that device."""
+        key = (name, device)
+        if key not in self._known:
+            self._known[key] = TapeBackend() if name == "tape" else CUDAGraphBackend(device)
+        return self._known[key]
+
+
+class Runner:
+    """Runs one step's function, and counts the calls of the step.
+
+    ``backend`` and ``device`` are None until they are settled; ``plan`` is the latest one, None before there is one.
+    """
+
+    def __init__(self, fn: Callable[..., Any], managed: Managed, backend: str, backends: Backends) -> None:
+        self.fn = fn
+        self._managed = managed
+        self._asked = backend
+        self._backends = backends
+        self.backend: Backend | None = None
+        self.device: torch.device | None = None
+        self.plan: Plan | None = None
+        self.stats = Stats()
+
+    def call(self, feed: Feed) -> Any:
+        """The step's function itself on a feed."""
+        args, kwargs = feed.rebuild(feed.leaves)
+        return self.fn(*args, **kwargs)
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Run ``body`` as every managed step runs: on the backend's stream, with device learning rates."""
+        with self._managed.rates:
+            return self.backend.run(body) if self.backend is not None else body()
+
+    def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
+        """An eager step as managed ones run, counted under ``reason``."""
+        result = self.run(lambda: self.call(feed))
+        self.count_eager(reason, detail)
+        return result
+
+    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
+        """An eager step on arguments as they came, with nothing of ours around it."""
+        result = self.fn(*args, **kwargs)
+        self.count_eager(reason, detail)
+        return result
+
+    def refused(self, feed: Feed, error: RefusalError) -> Any:
+        """An eager step because of ``error``, with nothing of ours around it: no program will be compared with it."""
+        args, kwargs = feed.rebuild(feed.leaves)
+        return self.plain(args, kwargs, error.reason, str(error))
+
+    def count_eager(self, reason: SkipReason, detail: str = "") -> None:
+        """Count an eager call that has returned."""
+        self.stats.eager += 1
+        self.stats.end_call("eager")
+        self.stats.skip(reason, detail)
+        if self.plan is not None:
+            self.stats.launches_eager += self.plan.launches
+
+    def settle_backend(self, feed: Feed) -> None:
+        """Choose device and backend once the owners' and the feed's tensors show where the step computes."""
+        if self.backend is not None:
+            return
+        device = find_device(self._managed.owners, feed)
+        name = resolve_backend(self._asked, device)
+        check_feed(feed, device)
+        self.device = device
+        self.backend = self._backends.get(name, device)

@@ -1,0 +1,120 @@
+"""Fast answers to "is it as it was?", from the guards of torch's own compiler, where this torch has them.
+
+Each of them is exact in one direction: True means that nothing changed. False means that something may have, and the
+caller looks closely.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_FALSE_ALARMS = 4
+"""Containers that are written to this often without having changed are not worth watching."""
+
+
+def hooks_registered() -> int:
+    """How many hooks were registered through torch so far: without a new one, nobody got a hook."""
+    return RemovableHandle.next_id
+
+
+class Containers:
+    """Dictionaries by their versions, which every write changes, and lists by their items' identity.
+
+    Args:
+        dicts: dictionaries, of any subclass.
+        lists: lists, which have no versions.
+    """
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]]) -> None:
+        self._places: list[Any] = [*dicts, *lists]
+        self._dicts = len(dicts)
+        self._alarms = 0
+        self._root = self._arm()
+
+    def _arm(self) -> Any:
+        """A guard on what the containers hold now; None if this torch, or this Python, has no such thing."""
+        try:
+            kind = importlib.import_module("torch._dynamo.guards").GuardManagerType
+            root = _guards.RootGuardManager()
+            for index, place in enumerate(self._places):
+                node = root.list_getitem_manager(index, "", place, kind.GUARD_MANAGER)
+                if index < self._dicts:
+                    _add(node.add_dict_version_guard, place)
+                    continue
+                _add(node.add_length_check_guard, len(place))
+                for position, item in enumerate(place):
+                    child = node.list_getitem_manager(position, "", item, kind.GUARD_MANAGER)
+                    _add(child.add_id_match_guard, id(item))
+            return root if root.check(self._places) else None
+        except (AttributeError, ImportError, RuntimeError, TypeError):
+            return None
+
+    def unchanged(self) -> bool:
+        """Whether nothing was written to them."""
+        return self._root is not None and self._root.check(self._places)
+
+    def rearm(self) -> None:
+        """Whoever looked closely found them as they were: watch anew, unless that comes too often."""
+        if self._root is not None:
+            self._alarms += 1
+            self._root = self._arm() if self._alarms < _FALSE_ALARMS else None
+
+
+def _add(add: Any, *facts: Any) -> None:
+    """Add a guard. Newer versions take where the user's code asked for it, too."""
+    try:
+        add(*facts, [""], None)
+    except TypeError:
+        add(*facts, [""])
+
+
+class Geometries:
+    """Shapes, strides, dtypes, devices and ``requires_grad`` of tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._guard: Any = None
+        # Without gradient mode torch's guard takes no notice of requires_grad.
+        if hasattr(_guards, "TensorGuards") and tensors and torch.is_grad_enabled():
+            with suppress(RuntimeError, TypeError):
+                self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def unchanged(self) -> bool:
+        """Whether all of them are what they were."""
+        return self._guard is not None and torch.is_grad_enabled() and self._guard.check(*self._tensors)
+
+
+class Modes:
+    """torch's global modes, read again only when one of them changed."""
+
+    def __init__(self) -> None:
+        self._state: Any = None
+        self._inference: bool | None = None
+        self._known: tuple[Any, ...] = ()
+
+    def now(self) -> tuple[Any, ...]:
+        """Gradient mode, inference mode, autocast by device, deterministic algorithms."""
+        inference = torch.is_inference_mode_enabled()
+        if self._state is None or inference is not self._inference or not self._state.check():
+            self._known, self._inference = _read_modes(inference), inference
+            self._state = _guards.GlobalStateGuard() if hasattr(_guards, "GlobalStateGuard") else None
+        return self._known
+
+
+def _read_modes(inference: bool) -> tuple[Any, ...]:
+    cuda = torch.is_autocast_enabled("cuda")
+    cpu = torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        inference,
+        torch.get_autocast_dtype("cuda") if cuda else None,
+        torch.get_autocast_dtype("cpu") if cpu else None,
+        torch.are_deterministic_algorithms_enabled(),
+    )

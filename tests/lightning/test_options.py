@@ -1,0 +1,141 @@
+"""The bounds and debugging options of ``graph_step``, given to the callback: each works inside a Trainer."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.optim import RMSprop
+
+from graphplan import GraphPlanCallback, OptionError, RecaptureError, SkipReason, graph_step
+from tests.lightning.endings import assert_nothing_installed, run_until
+from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
+from tests.zoo import Box
+
+FULL = 21
+"""Replays of a fit of thirty batches; six come before the first one, and every tenth is ragged."""
+DECIDED = {"fn", "owners", "policy", "device"}
+"""Arguments of ``graph_step`` that the Trainer, or ``policies``, decide about."""
+
+
+def test_the_callback_takes_what_graph_step_takes() -> None:
+    """Each option under the same name with the same default."""
+    options = inspect.signature(graph_step).parameters
+    found = inspect.signature(GraphPlanCallback).parameters
+    assert set(options) - DECIDED <= set(found)
+    assert all(found[name].default == options[name].default for name in set(options) - DECIDED - {"mode"})
+
+
+def test_the_callers_list_is_not_the_callbacks(tmp_path: Path) -> None:
+    """A path that is put on the list after the callback was made allows nothing."""
+    allow: list[str] = []
+    callback = tape(allow=allow)
+    allow.append("*")
+    assert callback.options.allow == ()
+
+
+@pytest.mark.parametrize("name", ["max_graphs", "max_recaptures"])
+def test_bounds_that_make_no_sense(name: str) -> None:
+    """Said when the callback is made."""
+    with pytest.raises(OptionError, match=rf"{name} is -1; expected"):
+        GraphPlanCallback(**{name: -1})
+
+
+def _counting(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self._runs.item += 1
+    loss = self.loss_of(batch)
+    self.log("train_loss", loss, on_step=True, on_epoch=True)
+    return loss
+
+
+def counted(**arguments: Any) -> LitDigits:
+    """A module that counts where graphplan cannot look how often its training step ran as Python."""
+    module = with_step(_counting)(**arguments)
+    module._runs = Box(0)
+    return module
+
+
+@pytest.mark.parametrize("make", [counted, partial(counted, make_optimizer=partial(RMSprop, lr=1e-3))])
+def test_debug_eager_replays_nothing(make: Any, tmp_path: Path) -> None:
+    """The step's own code runs for every batch, and what would have been replays are counted as such; eager's fit.
+
+    The second case has an optimizer that steps on the host.
+    """
+    plain = fit(make, tmp_path / "plain", tape(verify="off"))
+    stats = plain.callback.stats
+    assert plain.module._runs.item == 30 - stats.replayed < 30
+    found = assert_fit_equals_eager(make, tmp_path, replayed=stats.replayed, callback=tape(debug_eager=True))
+    assert found.module._runs.item == 30
+    # A check would replay: there are none, whatever verify= says.
+    assert (found.callback.stats.captured, found.callback.stats.verified) == (1, 0)
+    assert_same_fits(plain, found)
+    assert_nothing_installed(found.trainer, found.module)
+
+
+def test_debug_changes_no_number(tmp_path: Path) -> None:
+    """``debug=True`` only waits for the device, and checks what it can: what it does there is in tests/gpu."""
+    found = assert_fit_equals_eager(LitDigits, tmp_path, replayed=FULL, callback=tape(debug=True))
+    assert found.callback.options.debug
+
+
+def test_max_graphs_bounds_what_is_kept(tmp_path: Path) -> None:
+    """Two sizes of batches, and room for one program: the other one is given up, and captured again."""
+    sizes = ([16] * 8 + [8] * 8) * 2
+    options = {"sizes": sizes, "max_epochs": 1, "replayed": 2 * 2}
+    kept = assert_fit_equals_eager(LitDigits, tmp_path / "kept", **options).callback.stats
+    assert (kept.captured, kept.replayed, kept.events) == (2, 2 * 2 + 2 * 8, {})
+    found = assert_fit_equals_eager(LitDigits, tmp_path / "bound", callback=tape(max_graphs=1), **options)
+    stats = found.callback.stats
+    assert stats.events["evicted: more programs than max_graphs"] == stats.captured - 1 > 0
+    assert stats.replayed < kept.replayed
+    assert "evicted: more programs than max_graphs" in found.callback.report()
+
+
+def _sharpened(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return self.loss_of(batch) * self.sharpness
+
+
+def sharpened(every: int, ahead: int = 0) -> LitDigits:
+    """A module with a flag that its step reads, another one after each ``every`` batches, ``ahead`` batches early."""
+
+    def on_train_batch_end(self: Any, *args: Any) -> None:
+        self.sharpness = 1.0 + (self.trainer.global_step - 1 + ahead) // every
+
+    module = with_step(_sharpened, on_train_batch_end=on_train_batch_end)(schedule=None)
+    module.sharpness = 1.0
+    return module
+
+
+MANY: dict[str, Any] = {"sizes": [16] * 24, "max_epochs": 1}
+
+
+def test_captures_that_do_not_pay_demote_the_step(tmp_path: Path) -> None:
+    """After a replay: one warning with the reason, and eager steps; the default bound lets as many captures be."""
+    make = partial(sharpened, 6)
+    expected = fit(make, tmp_path / "eager", **MANY)
+    text = r"captured again 1 times in a row for fewer than 16 replays each: .*model\.sharpness was 1\.0 and is 2\.0"
+    with pytest.warns(UserWarning, match=text):
+        found = fit(make, tmp_path / "graphed", tape(max_recaptures=1), **MANY)
+    assert_same_fits(expected, found)
+    stats = found.callback.stats
+    assert stats.captured == 2 and stats.replayed > 0
+    assert stats.skipped[SkipReason.RECAPTURE] > 0
+    assert "captures follow each other without paying" in found.callback.report()
+    more = assert_fit_equals_eager(make, tmp_path, replayed=1, **MANY).callback.stats
+    assert more.captured > 2
+
+
+def test_captures_that_do_not_pay_raise_before_the_first_replay(tmp_path: Path) -> None:
+    """Where nothing was ever replayed, nobody would lose a run."""
+    callback = tape(max_recaptures=1, warmup_steps=1)
+    with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
+        fit(partial(sharpened, 4, 1), tmp_path / "raised", callback, **MANY)
+    assert callback.stats.replayed == 0
+    trainer, module = run_until(
+        RecaptureError, partial(sharpened, 4, 1), tmp_path / "ended", tape(max_recaptures=1, warmup_steps=1)
+    )
+    assert_nothing_installed(trainer, module)

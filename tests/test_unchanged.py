@@ -1,0 +1,143 @@
+"""The fast answers that guards rely on: never "as it was" for something that changed, and engaged on this torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphplan import graph_step
+from graphplan.unchanged import Containers, Geometries, Modes, hooks_registered
+
+
+def _containers() -> tuple[list[dict[Any, Any]], list[list[Any]]]:
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    state[torch.zeros(2)]["exp_avg"] = torch.ones(2)
+    return [{"weight": torch.ones(1), "bias": None}, OrderedDict(a=torch.ones(3)), state], [[torch.ones(1), nn.ReLU()]]
+
+
+CHANGES: dict[str, Callable[[list[Any], list[Any]], Any]] = {
+    "an equal tensor in place of another": lambda dicts, lists: dicts[0].update(weight=torch.ones(1)),
+    "a parameter that was None": lambda dicts, lists: dicts[0].update(bias=torch.ones(1)),
+    "another key": lambda dicts, lists: dicts[1].update(b=1),
+    "a missing key": lambda dicts, lists: dicts[1].clear(),
+    "a missing key of a defaultdict that is read": lambda dicts, lists: dicts[2]["other"],
+    "an equal item of a list": lambda dicts, lists: lists[0].__setitem__(0, torch.ones(1)),
+    "a longer list": lambda dicts, lists: lists[0].append(1),
+    "a shorter list": lambda dicts, lists: lists[0].pop(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
+def test_containers_notice_every_change(change: Callable[[list[Any], list[Any]], Any]) -> None:
+    dicts, lists = _containers()
+    containers = Containers(dicts, lists)
+    assert containers.unchanged()
+    assert containers.unchanged()
+    change(dicts, lists)
+    assert not containers.unchanged()
+    containers.rearm()
+    assert containers.unchanged()
+
+
+def test_containers_that_raise_false_alarms_are_watched_no_more() -> None:
+    dicts, lists = _containers()
+    containers = Containers(dicts, lists)
+    for _ in range(10):
+        dicts[1]["a"], kept = None, dicts[1]["a"]
+        dicts[1]["a"] = kept
+        assert not containers.unchanged()
+        containers.rearm()
+    assert not containers.unchanged(), "asked closely each time from now on"
+
+
+def test_modes_are_read_again_when_they_change() -> None:
+    modes = Modes()
+    plain = modes.now()
+    assert modes.now() is plain, "the same object: nothing was read"
+    seen = {plain}
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with mode:
+            assert modes.now() not in seen
+            seen.add(modes.now())
+        assert modes.now() == plain
+    with torch.autocast("cpu", torch.float16):
+        assert modes.now() not in seen
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert modes.now() not in seen
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert modes.now() == plain
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_counts_when_it_is_registered_through_torch(kind: str) -> None:
+    param = nn.Parameter(torch.ones(1))
+    before = hooks_registered()
+    handle = getattr(param, kind)(lambda *_: None)
+    assert hooks_registered() > before
+    handle.remove()
+
+
+def test_a_hook_that_comes_and_goes_is_in_the_key_of_the_step() -> None:
+    def run(graphed: bool) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        call: Any = graph_step(step, owners={"model": model, "optimizer": optimizer}) if graphed else step
+        losses, handle = [], None
+        for index in range(40):
+            if index == 10:
+                handle = model.weight.register_hook(lambda grad: grad * 0.5)
+            if index == 25 and handle is not None:
+                handle.remove()
+            losses.append(call(torch.ones(2, 3)).detach().clone())
+        return [*losses, *model.parameters()], call
+
+    eager, _ = run(graphed=False)
+    graphed, step = run(graphed=True)
+    assert [tensor.tolist() for tensor in eager] == [tensor.tolist() for tensor in graphed]
+    assert step.stats.captured == 2, "without the hook and with it; the first program comes back"
+    assert step.stats.replayed > 20
+
+
+GEOMETRIES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "frozen": lambda param: param.requires_grad_(False),
+    "other strides in the same memory": lambda param: setattr(param, "data", param.data.t()),
+    "another dtype": lambda param: setattr(param, "data", param.data.double()),
+    "another shape": lambda param: setattr(param, "data", param.data[:2]),
+}
+
+
+@pytest.mark.parametrize("change", GEOMETRIES.values(), ids=list(GEOMETRIES))
+def test_geometries_notice_every_change(change: Callable[[nn.Parameter], Any]) -> None:
+    params = [nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(2))]
+    geometries = Geometries(params)
+    assert geometries.unchanged()
+    change(params[0])
+    assert not geometries.unchanged()
+
+
+def test_geometries_say_nothing_without_gradient_mode() -> None:
+    """There torch's guard overlooks ``requires_grad``."""
+    params = [nn.Parameter(torch.ones(3, 3))]
+    with torch.no_grad():
+        made_without = Geometries(params)
+    assert not made_without.unchanged()
+    geometries = Geometries(params)
+    with torch.no_grad():
+        params[0].requires_grad_(False)
+        assert not geometries.unchanged()
