@@ -73,7 +73,7 @@ def resolve_backend(name: str, device: torch.device) -> str:
     if name == "auto":
         by_device = {"cuda": "cudagraph", "cpu": "tape"}
         if device.type not in by_device:
-            raise BackendError(f"backend='auto' has no backend for device {device}; pass backend='eager'")
+            raise BackendError(f"backend='auto' is for CUDA and CPU tensors, found {device}; pass backend='eager'")
         return by_device[device.type]
     if name == "cudagraph" and device.type != "cuda":
         raise BackendError(

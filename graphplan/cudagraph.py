@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from graphplan.backend import first_line, is_out_of_memory
-from graphplan.errors import BackendError, CaptureError, ClosedError, DeviceFault, RefusalError
-from graphplan.tracer import DeviceConstants, is_raised_by_user
+from graphplan.errors import CaptureError, DeviceFault, RefusalError
+from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
+
+_FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
 _DEAD_INPUT = "dead tensor"
 """What torch says, in an error of no class of its own, of a replay that would read memory that was freed."""
@@ -65,11 +67,9 @@ class GraphRecording:
         """Launch the graph on the current stream.
 
         Raises:
-            ClosedError: after :meth:`reset`.
             DeviceFault: if the recording is watched and would read memory that was freed. Nothing was launched.
         """
-        if self._graph is None:
-            raise ClosedError("this recording was reset; capture the step again")
+        assert self._graph is not None, "a closed program is refused before its recording is asked"
         try:
             self._graph.replay()
         except RuntimeError as error:
@@ -109,11 +109,7 @@ def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
 
 
 class CUDAGraphBackend:
-    """Captures on one device. Capturing does not execute: the first replay is the captured step.
-
-    Raises:
-        BackendError: where torch has no CUDA device.
-    """
+    """Captures on one CUDA device. Capturing does not execute: the first replay is the captured step."""
 
     name = "cudagraph"
     executes = False
@@ -121,8 +117,6 @@ class CUDAGraphBackend:
     def __init__(
         self, device: torch.device, generators: Sequence[torch.Generator] = (), constants: Sequence[torch.Tensor] = ()
     ) -> None:
-        if not torch.cuda.is_available():
-            raise BackendError("backend='cudagraph' needs a CUDA device and this machine has none; pass backend='tape'")
         self.device = device
         self.generators = list(generators)
         self._stream = torch.cuda.Stream(device)
@@ -187,12 +181,14 @@ class CUDAGraphBackend:
                 intact = self._abandon(graph)
                 if _is_own(error, intact=intact):
                     raise
-                raise CaptureError(f"the step failed while it was captured: {first_line(error)}") from error
+                raise CaptureError(
+                    f"the step failed while it was captured{_place(error)}: {first_line(error)}. {_FIX}"
+                ) from error
             try:
                 graph.capture_end()
             except RuntimeError as error:
                 self._abandon(graph)
-                raise CaptureError(f"CUDA refused the captured step: {first_line(error)}") from error
+                raise CaptureError(f"CUDA refused the captured step: {first_line(error)}. {_FIX}") from error
         current.wait_stream(self._stream)
         return result
 
@@ -251,6 +247,12 @@ class CUDAGraphBackend:
         if not any(recording.alive for recording in self._living):
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(*place)
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's source ``error`` came from; empty for a capture that did not even begin."""
+    source = find_raise(error)
+    return "" if source is None else f", at {source}"
 
 
 def _is_own(error: BaseException, *, intact: bool) -> bool:

@@ -59,7 +59,7 @@ class OptionError(GraphPlanError, ValueError):
 
 
 class ClosedError(GraphPlanError, RuntimeError):
-    """A step, program or recording was used after ``close()`` or ``reset()``."""
+    """A step or program was used after ``close()``, or a plan after its function was gone."""
 
 
 class BusyError(GraphPlanError, RuntimeError):

@@ -175,8 +175,8 @@ def check_match(feed: Feed, planned: Feed | FeedSpec) -> None:
         return
     if feed.structure != planned.structure or len(feed.key) != len(planned.key):
         raise FeedError(
-            f"the feed's structure is {feed.structure or f'{len(feed.leaves)} positional tensors'}; expected "
-            f"{planned.structure or f'{len(planned.key) - 1} positional tensors'}: compile a plan for this structure"
+            f"the feed's structure is {_structure(feed)}; expected {_structure(planned)}: compile a plan for this "
+            "structure"
         )
     for name, found, expected in zip(feed.names(), feed.key[1:], planned.key[1:], strict=True):
         if found != expected:
@@ -184,6 +184,15 @@ def check_match(feed: Feed, planned: Feed | FeedSpec) -> None:
                 f"{name} is {_describe(found)}; expected {_describe(expected)}: nothing is broadcast or cast, so "
                 "capture a program for this signature"
             )
+
+
+def _structure(feed: Feed | FeedSpec) -> str:
+    return on_one_line(feed.structure) if feed.structure is not None else f"{len(feed.key) - 1} positional tensors"
+
+
+def on_one_line(structure: pytree.TreeSpec) -> str:
+    """A structure for a message; what pytree writes of a larger one has several lines."""
+    return " ".join(str(structure).split())
 
 
 def _describe(key: Hashable) -> str:

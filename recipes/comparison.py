@@ -32,7 +32,7 @@ def require_equal(eager: Mapping[str, Tensor], replayed: Mapping[str, Tensor]) -
         SystemExit: if the two are not the same on a CPU, naming the first tensor that differs.
     """
     if eager.keys() != replayed.keys():
-        raise SystemExit(f"only one run has: {', '.join(sorted(eager.keys() ^ replayed.keys()))}")
+        raise SystemExit(f"not equal to eager: only one run has {', '.join(sorted(eager.keys() ^ replayed.keys()))}")
     different = [name for name, tensor in eager.items() if not torch.equal(tensor, replayed[name])]
     if not different:
         return f"equal to eager: bitwise, all {len(eager)} tensors (losses, parameters, buffers, optimizer state)"

@@ -81,7 +81,9 @@ class Floor:
 
     def __init__(self, job: Job) -> None:
         if job.cpu:
-            raise SystemExit("the floor is a CUDA graph: it needs a CUDA device")
+            raise SystemExit(
+                "the floor is a CUDA graph: it needs a CUDA device, so leave it out of --contenders with --cpu"
+            )
         torch.manual_seed(0)
         workload = self.workload = workloads(job.cpu)[job.workload]
         self.model = workload.make_model(job.device)

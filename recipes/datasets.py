@@ -83,7 +83,10 @@ def text_windows(text: str, block_size: int) -> TensorBatches:
     tokens = encode(text)
     windows = (len(tokens) - 1) // block_size
     if windows < 1:
-        raise ValueError(f"a text of {len(tokens)} characters holds no window of block_size={block_size} and a target")
+        raise ValueError(
+            f"a text of {len(tokens)} characters holds no window of block_size={block_size} and a target: use a longer "
+            "text or a smaller block_size"
+        )
     span = windows * block_size
     return TensorBatches(tokens[:span].view(windows, block_size), tokens[1 : span + 1].view(windows, block_size))
 

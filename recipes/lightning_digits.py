@@ -98,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     graphed = train([callback], epochs=args.epochs, accelerator=args.accelerator)
 
     plan = callback.plan
-    assert plan is not None
+    if plan is None:
+        raise SystemExit("too few steps to trace one: ask for more epochs")
     print(plan)
     print(callback.report())
     print(describe_launches(plan.launches, callback.stats.replayed))

@@ -89,7 +89,10 @@ class GPT(nn.Module):
         """Logits of each next character, shape (batch, time, vocabulary), for ``tokens`` of (batch, time)."""
         time = tokens.shape[1]
         if time > self.block_size:
-            raise ValueError(f"tokens have {time} positions, the model was built for block_size={self.block_size}")
+            raise ValueError(
+                f"tokens have {time} positions, the model was built for block_size={self.block_size}: cut them, or "
+                "build it for longer ones"
+            )
         # A slice of the table, not a lookup of arange(time): no index tensor has to be made in each step.
         x = self.characters(tokens) + self.positions.weight[:time]
         logits: Tensor = self.head(self.norm(self.blocks(x)))

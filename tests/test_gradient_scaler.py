@@ -210,7 +210,7 @@ def test_nothing_of_ours_stays_on_the_scaler_or_the_optimizer() -> None:
     assert step.stats.replayed > 0
     inner = optimizer.step
     optimizer.step = lambda: inner("no closure")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="not callable"):
         step(*[torch.cat([leaf, leaf]) if leaf.ndim else leaf for leaf in rig.calls[0]])
     del optimizer.step
     assert {*vars(optimizer), *vars(scaler)} - names <= {"_need_device_dtype_check_for_fused"}

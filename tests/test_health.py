@@ -179,7 +179,7 @@ def test_casts_that_autocast_remembers_of_a_failed_call(phase: str) -> None:
     """In the same autocast block the batch is given again: the casts are made, and recorded, anew."""
 
     def fail(*args: Any) -> None:
-        with pytest.raises(Planted), FailAt(60, Planted("planted")):
+        with pytest.raises(Planted, match="planted"), FailAt(60, Planted("planted")):
             step(*args)
 
     rig = build(carrying_rig)

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from graphplan import CaptureError, SkipReason
-from graphplan.tracer import is_raised_by_user
+from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 from tests.facts import assert_same
 from tests.health import FailAt, Planted, carrying_rig, process_facts, scaled_rig
 from tests.twins import Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
@@ -189,10 +189,27 @@ def _raise_again() -> None:
 )
 def test_who_raised_an_error(call: Callable[[], None], own: bool) -> None:
     """A ``raise`` of the user's, as opposed to errors of torch's operators and of torch's Python."""
-    with pytest.raises((RuntimeError, AssertionError, ValueError)) as caught:
+    with pytest.raises((RuntimeError, AssertionError, ValueError), match=r"own|size|embed_dim") as caught:
         call()
     assert is_raised_by_user(caught.value) is own
+    source = find_raise(caught.value)
+    assert source is not None and (source.filename, source.function) == (__file__, call.__name__)
+    assert source.line == call.__code__.co_firstlineno + (4 if call is _raise_again else 1)
     assert not is_raised_by_user(Planted("never raised"))
+    assert find_raise(Planted("never raised")) is None
+
+
+def test_constants_that_only_the_capture_makes() -> None:
+    """Constants on a device come from the traces: another value, or one more, is refused with its line."""
+    made = torch.ones(2)
+    with DeviceConstants([made, made]):
+        assert torch.equal(torch.tensor([1.0, 1.0], device="meta"), made)
+        text = r"makes a device constant \[3\.0, 1\.0\] at test_interruptions\.py:\d+.*made \[1\.0, 1\.0\]; hold"
+        with pytest.raises(CaptureError, match=text):
+            torch.tensor([3.0, 1.0], device="meta")
+        text = r"makes a device constant 5\.0 at test_interruptions\.py:\d+.*which the traced steps did not make"
+        with pytest.raises(CaptureError, match=text):
+            torch.tensor(5.0, device="meta")
 
 
 def grouped_rig() -> Rig:
@@ -225,7 +242,7 @@ def test_learning_rates_are_numbers_again(number: int, name: str) -> None:
     step = managed(rig)
     drive(rig, step, 1)
     mode = FailAt(number, Planted("planted"), lambda func: str(func) == name)
-    with pytest.raises(Planted), mode:
+    with pytest.raises(Planted, match="planted"), mode:
         step(*rig.calls[1])
     assert [type(group["lr"]) for group in rig.owners["optimizer"].param_groups] == [float, float]
     step(*rig.calls[2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,8 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
-from graphplan import ClosedError, GraphPlanError, Policy, capture, compile_plan, graph_step
+from graphplan import (
+    CaptureError,
+    ClosedError,
+    FeedError,
+    HostSyncError,
+    Policy,
+    PolicyError,
+    capture,
+    compile_cached,
+    compile_plan,
+    graph_step,
+)
 from tests.facts import assert_same, flatten
 from tests.twins import Rig, build, drive, managed, state_of
 from tests.zoo import Mlp, float_batches, training_rig
@@ -84,14 +97,25 @@ def _wrong(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**state, "0.weight": torch.zeros(3, 3)}
 
 
-@pytest.mark.parametrize("change", [_short, _wrong])
+def _more(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**state, "0.wieght": torch.zeros(16, 8)}
+
+
+MISFITS = {
+    _short: r"model\.0\.weight is missing \(1 of the param values are\); expected a value for every copied param",
+    _wrong: r"0\.weight is f32\[3, 3\].*; expected f32\[16, 8\].*nothing is cast",
+    _more: r"no copied param called '0\.wieght'; expected one of: .*0\.weight",
+}
+
+
+@pytest.mark.parametrize("change", MISFITS, ids=lambda change: change.__name__)
 def test_a_state_dict_that_does_not_fit(change: Callable[..., dict[str, Tensor]]) -> None:
-    """A missing or misshapen weight is named."""
+    """A missing, misshapen or unknown weight is named."""
     model, x = Mlp().eval(), float_batches(1)[0][0]
     plan = compile_plan(partial(_logits, model), x, owners={"model": model})
     policy = Policy("inference", static_roles=("input", "param"), copy_roles=("input", "param"))
     program = capture(plan, feed=(x,), policy=policy, backend="tape")
-    with pytest.raises(GraphPlanError, match=r"0\.weight"):
+    with pytest.raises(FeedError, match=MISFITS[change]):
         program.replay((x,), params=change(model.state_dict()))
 
 
@@ -100,8 +124,65 @@ def test_params_without_a_copied_role() -> None:
     rig = _fresh(2)
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     program = capture(plan, feed=rig.calls[0], policy=Policy.train(), backend="tape")
-    with pytest.raises(GraphPlanError, match=r"0\.weight.*copy_roles"):
+    with pytest.raises(FeedError, match=r"param values are given \(0\.weight, .*copy_roles=\('input', 'param'\)"):
         program.replay(rig.calls[0], params=rig.owners["model"].state_dict())
+
+
+def test_parameters_that_the_step_trains_are_not_copied() -> None:
+    """A copy would be trained in the parameter's place: the parameter is named."""
+    rig = _fresh(2)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    policy = Policy("train", static_roles=("input", "param", "state"), copy_roles=("input", "param"))
+    before = state_of(rig)
+    with pytest.raises(PolicyError, match=r"copy_roles has param, but the step itself changes model\.\d\.\w+: a copy"):
+        capture(plan, feed=rig.calls[0], policy=policy, backend="tape")
+    assert_same(before, state_of(rig))
+
+
+def test_state_that_starts_from_the_batch() -> None:
+    """Dampened momentum starts as the first gradient, which no replay could know: the slot is named."""
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = SGD([weight], lr=0.1, momentum=0.9, dampening=0.5)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+
+    plan = compile_plan(step, torch.ones(2), owners={"weight": [weight], "optimizer": optimizer})
+    text = r"momentum_buffer does not exist yet, and its first value is computed from the batch.*eagerly once"
+    with pytest.raises(CaptureError, match=text):
+        capture(plan, feed=(torch.ones(2),), backend="tape")
+    assert not optimizer.state
+    step(torch.ones(2))
+    capture(plan, feed=(torch.ones(2),), backend="tape").replay((torch.ones(2),))
+
+
+def test_a_cached_plan_whose_function_is_gone() -> None:
+    """The cache keeps no function alive; a plan that outlives its own says so when it is captured."""
+
+    def doubled(x: Tensor) -> Tensor:
+        return x * 2
+
+    plan = compile_cached(doubled, torch.ones(2))
+    del doubled
+    gc.collect()
+    with pytest.raises(ClosedError, match=r"the function .*doubled of this plan no longer exists; keep it, or compile"):
+        capture(plan, feed=(torch.ones(2),), backend="tape")
+
+
+def test_a_plan_of_a_step_that_reads_on_the_host() -> None:
+    """What a trace notes by itself is refused by a bare plan too."""
+    with pytest.raises(HostSyncError, match=r"\.item\(\).* at test_programs\.py:\d+ in .*`.*x\.sum\(\)\.item\(\)"):
+        compile_plan(lambda x: x * x.sum().item(), torch.ones(2))
+
+
+def test_inputs_that_share_memory_with_one_that_the_step_changes() -> None:
+    """A replay has a copy of each, so the change would not show in the other: both are named."""
+    x = torch.ones(4)
+    text = r"changes args\[0\], which shares memory with args\[1\].*Clone one of them before the call"
+    with pytest.raises(FeedError, match=text):
+        compile_plan(lambda a, b: a.add_(1) + b, x[:3], x[1:])
 
 
 def test_a_closed_step() -> None:
@@ -113,7 +194,7 @@ def test_a_closed_step() -> None:
     before = state_of(rig)
     step.close()
     step.close()
-    with pytest.raises(ClosedError, match="close"):
+    with pytest.raises(ClosedError, match="this step was closed; make a new one with graph_step"):
         step(*rig.calls[0])
     assert_same(before, state_of(rig))
     loss = rig.step(*rig.calls[0])
@@ -127,7 +208,7 @@ def test_a_closed_program() -> None:
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     program = capture(plan, feed=rig.calls[0], policy=Policy.train(), backend="tape")
     program.close()
-    with pytest.raises(ClosedError, match="close"):
+    with pytest.raises(ClosedError, match=r"the program of .*train_step was closed; capture it again"):
         program.replay(rig.calls[0])
 
 
@@ -140,7 +221,7 @@ def test_a_plan_cannot_be_changed() -> None:
     for record, name in ((plan, "externals"), (plan, "launches"), (plan.externals[0], "role")):
         with pytest.raises(dataclasses.FrozenInstanceError, match=name):
             setattr(record, name, None)
-    with pytest.raises((AttributeError, TypeError)):
+    with pytest.raises((AttributeError, TypeError), match=r"note|super"):
         plan.note = "new attribute"
 
 

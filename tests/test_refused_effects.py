@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from graphplan import ControlFlowError, GeneratorSeekError, HostEffectError, OutputError, SkipReason
-from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_falls_back, assert_refused
+from graphplan import (
+    ControlFlowError,
+    GeneratorSeekError,
+    HostEffectError,
+    HostScalarError,
+    OutputError,
+    SkipReason,
+)
+from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_falls_back, assert_refused, line_of
 from tests.zoo import attributes, updating_rig
 
 
@@ -79,7 +89,10 @@ def test_a_branch_on_a_counter_is_refused() -> None:
 def test_a_loop_that_grows_is_refused() -> None:
     """One trace has an operator more than the other."""
     make = partial(updating_rig, one_more_operator, attributes(count=0))
-    assert_refused(make, ControlFlowError, "tanh", done=SECOND_TRACE)
+    text = (
+        r"one step runs \d+ operators and the next \d+; the first extra one is operator \d+, aten\.tanh\S* at test_re"
+    )
+    assert_refused(make, ControlFlowError, text, done=SECOND_TRACE)
 
 
 def seeks_with_fork(model: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -106,7 +119,8 @@ SEEKS = [seeks_with_fork, seeks_with_seed, seeks_with_state]
 def test_generator_seeks_are_refused(seek: Callable[..., Any]) -> None:
     """A step that sets the generator's state would draw other numbers than its replays."""
     make = partial(updating_rig, seek, attributes())
-    assert_refused(make, GeneratorSeekError, r"test_refused_effects\.py|generator")
+    place = r"(before the random operator at test_refused_effects\.py:\d+|within the step)"
+    assert_refused(make, GeneratorSeekError, rf"the cpu generator's state was set {place}.*Seed outside the step")
 
 
 def test_a_python_value_that_changes_in_the_result_is_refused() -> None:
@@ -118,3 +132,99 @@ def test_a_python_value_that_changes_in_the_result_is_refused() -> None:
     make = partial(updating_rig, lambda model, x, loss: {"share": model.share}, attributes(share=0.5), halve)
     assert_refused(make, OutputError, "share", r"0\.0625", r"0\.03125", done=SECOND_TRACE)
     assert_falls_back(make, SkipReason.OUTPUT, "share")
+
+
+def test_a_result_whose_structure_changes_is_refused() -> None:
+    """One more key in every other call: both structures are in the message."""
+
+    def returned(model: Any, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
+        return {"mean": x.mean(), "loss": loss} if model.often else {"mean": x.mean()}
+
+    def toggle(model: Any, index: int) -> None:
+        model.often = not model.often
+
+    make = partial(updating_rig, returned, attributes(often=False), toggle)
+    patterns = [r"returns .*'mean', 'loss'.* on one call and .*'mean'\].* on the next.*the same one each time"]
+    assert_refused(make, OutputError, *patterns, done=SECOND_TRACE, allow=("model.often",))
+
+
+def draws_from_python(model: Any, x: Tensor, loss: Tensor) -> None:
+    if random.random() > 2:
+        raise AssertionError
+
+
+def draws_from_numpy(model: Any, x: Tensor, loss: Tensor) -> None:
+    if np.random.rand() > 2:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("draw", "library"), [(draws_from_python, "Python"), (draws_from_numpy, "NumPy")])
+def test_host_draws_that_no_operator_gets_are_refused(draw: Callable[..., None], library: str) -> None:
+    """A decision by chance would be taken once: the generator is named, and the way to allow it."""
+    make = partial(updating_rig, draw, attributes())
+    patterns = [rf"draws from {library}'s random generator", "Draw with torch", rf"allow=\(\"{library}'s"]
+    assert_refused(make, HostScalarError, *patterns, done=SECOND_TRACE)
+
+
+def shortens(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.queue.pop()
+
+
+def test_a_list_that_shrinks_is_refused() -> None:
+    """A work list that the step takes from: path, both lengths, and what to do."""
+    make = partial(updating_rig, shortens, attributes(queue=lambda: list(range(40))))
+    text = r"shortens the list model\.queue from 3\d to 3\d items.*clear it outside the step.*allow="
+    assert_refused(make, HostEffectError, text, done=SECOND_TRACE)
+
+
+def rebinds_now_and_then(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.count += 1
+    loss = loss.detach()
+    if model.count % 2:
+        model.best = loss
+
+
+def test_a_tensor_that_is_rebound_now_and_then_is_refused() -> None:
+    """Rebound in every other call, with the same operators: the slot is named."""
+    make = partial(updating_rig, rebinds_now_and_then, attributes(count=0, best=partial(torch.zeros, ())))
+    text = r"rebinds model\.best on one call and not on the next.*rebind it on every call"
+    assert_refused(make, HostEffectError, text, done=SECOND_TRACE, allow=("model.count",))
+
+
+def chooses_an_owned_tensor(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return (model.first, model.second)[next(model.turn)] * 2  # culprit
+
+
+def chooses_a_new_tensor(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return (x + 1, x + 2)[next(model.turn)] * 2  # culprit
+
+
+TENSORS = {"first": partial(torch.ones, 3), "second": partial(torch.zeros, 3)}
+CHOICES = {
+    chooses_an_owned_tensor: r"model\.second then model\.first",
+    chooses_a_new_tensor: r"internal \d+ then internal",
+}
+
+
+@pytest.mark.parametrize("choose", CHOICES, ids=lambda choose: choose.__name__)
+def test_a_choice_between_tensors_is_refused(choose: Callable[..., Tensor]) -> None:
+    """The same operators on other tensors, in turn: the operator, its line and both tensors are named."""
+    make = partial(updating_rig, choose, attributes(turn=partial(cycle, (0, 1)), **TENSORS))
+    patterns = [r"aten\.mul", line_of(choose), CHOICES[choose], "chooses between tensors", r"torch\.where"]
+    assert_refused(make, ControlFlowError, *patterns, done=SECOND_TRACE)
+
+
+def reads_quietly(model: Any, x: Tensor, loss: Tensor) -> None:
+    if model.limit > 1e9:
+        raise AssertionError
+
+
+def test_a_value_that_only_decides_and_changes_is_refused() -> None:
+    """No operator gets the number, but the step's code reads it: path, both values, and what to do."""
+
+    def raise_it(model: Any, index: int) -> None:
+        model.limit += 1
+
+    make = partial(updating_rig, reads_quietly, attributes(limit=0), raise_it)
+    text = r"code reads model\.limit, which is 3 before one step and 4 before the next.*Hold it in a tensor.*allow="
+    assert_refused(make, HostScalarError, text, done=SECOND_TRACE)

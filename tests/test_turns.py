@@ -128,7 +128,11 @@ def test_what_another_thread_runs_is_not_the_steps(phase: str) -> None:
     while step.stats.eager < 3:
         step(*rig.calls[0])
     weight = other.weight.detach().clone()
-    with FailAt(35, partial(elsewhere, train_other)), pytest.raises(Planted), FailAt(45, Planted("after it")):
+    with (
+        FailAt(35, partial(elsewhere, train_other)),
+        pytest.raises(Planted, match="after it"),
+        FailAt(45, Planted("after it")),
+    ):
         step(*rig.calls[0])
     assert not torch.equal(weight, other.weight)
     assert not optimizer.param_groups[0].get("fused")

@@ -143,6 +143,7 @@ def assert_refused(
         done: How many calls succeed before the refusal.
         options: Passed to ``graph_step``.
     """
+    assert patterns, "a refusal is told by what it says"
     rig = build(make)
     step = managed(rig, **options)
     finished = 0
@@ -166,6 +167,7 @@ def assert_refused(
 
 def assert_falls_back(make: Callable[[], Rig], reason: SkipReason, *patterns: str, **options: Any) -> None:
     """Check that ``on_failure="eager"`` warns exactly once, gives eager's numbers and counts the reason."""
+    assert patterns, "a warning is told by what it says"
     rig = build(make)
     expected = drive(rig, rig.step)
     rig = build(make)

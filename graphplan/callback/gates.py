@@ -35,7 +35,10 @@ def closed_to_training(trainer: Any, module: LightningModule) -> str | None:
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
     if module.automatic_optimization and len(trainer.optimizers) != 1:
-        return f"the module has {len(trainer.optimizers)} optimizers; automatic optimization steps exactly one"
+        return (
+            f"the module has {len(trainer.optimizers)} optimizers, and automatic optimization steps exactly one: "
+            "return one from configure_optimizers"
+        )
     return None
 
 

@@ -35,10 +35,9 @@ def _refuse_index() -> None:
     refuse_trace(
         HostScalarError,
         f"the step computes with batch_idx at {find_source()}, which differs for each batch; a replay would keep one "
-        "value. "
-        "Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, variant= for "
-        "a program of its own for each of a few answers, or allow=('batch_idx',) if the step's results do not depend "
-        "on it",
+        "value. Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, "
+        "variant= for a program of its own for each of a few answers, or allow=('batch_idx',) if the step's results do "
+        "not depend on it",
     )
 
 

@@ -22,7 +22,7 @@ from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
 from graphplan.roles import External, Role
-from graphplan.signature import Feed, FeedSpec, shared_leaf
+from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import place_of, same_value
 from graphplan.tracer.records import OutputTensor
@@ -60,8 +60,9 @@ def build_plan(
     check_difference(first, second)
     check_draws(first, second, allow)
     walk = walk_owners(owners())
-    counters = find_counters(first, second, walk, allow)
+    # A list that changes its length is told as such, not as the numbers that it holds.
     appends = find_appends(first, second, allow)
+    counters = find_counters(first, second, walk, allow)
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
     _check_shared(feed, externals)
@@ -97,9 +98,9 @@ def build_plan(
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
     if first.output_structure != second.output_structure:
         raise OutputError(
-            f"the step returns {first.output_structure} on one call and {second.output_structure} on the next; a "
-            "replay "
-            "returns one structure: return the same one each time"
+            f"the step returns {on_one_line(first.output_structure)} on one call and "
+            f"{on_one_line(second.output_structure)} on the next; a replay returns one structure: return the same one "
+            "each time"
         )
     outputs = []
     for number, (old, new) in enumerate(zip(first.output_leaves, second.output_leaves, strict=True)):
@@ -111,8 +112,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
         elif not same_value(old, new):
             raise OutputError(
                 f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "
-                "next; a replay would "
-                "return the first for ever. Return a tensor, or compute it outside the step"
+                "next; a replay would return the first for ever. Return a tensor, or compute it outside the step"
             )
         else:
             outputs.append(Output("literal", value=new))

@@ -119,9 +119,8 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
     if not unchanged:
         raise UnownedTensorError(
             f"a {spec} tensor that nobody feeds or owns reaches {traced.operator} at {traced.source}, and it is "
-            "another "
-            "tensor in each step; a replay would go on reading the old one. Feed it as an argument of the step, or "
-            "name the object that holds it in owners=",
+            "another tensor in each step; a replay would go on reading the old one. Feed it as an argument of the "
+            "step, or name the object that holds it in owners=",
             component=traced.source.component,
         )
     where = str(traced.source)

@@ -37,6 +37,7 @@ def check_difference(first: Trace, second: Trace) -> None:
         if a is not None and b is not None:
             _check_numbers(a, b)
             _check_operands(a, b, number)
+    _check_externals(first, second)
 
 
 def _refuse_length(extra: Operator, number: int, first: Trace, second: Trace) -> NoReturn:
@@ -76,6 +77,29 @@ def _check_operands(a: Operator, b: Operator, number: int) -> None:
             "choice. Use torch.where or index with a tensor, or pass eager_if=",
             component=b.source.component,
         )
+
+
+def _check_externals(first: Trace, second: Trace) -> None:
+    """What comes in at one place has to be one owner's slot, or one input, in both traces, at whatever address."""
+    for old, (new, traced) in zip(first.externals, second.externals.items(), strict=True):
+        before, after = _names(first, old), _names(second, new)
+        if old != new and (before or after) and before.isdisjoint(after):
+            raise ControlFlowError(
+                f"{traced.operator} at {traced.source} works on another tensor than one step before "
+                f"({_name_text(before)} then {_name_text(after)}): the step chooses between tensors, and a replay "
+                "repeats one choice. Use torch.where or index with a tensor, or pass eager_if=",
+                component=traced.source.component,
+            )
+
+
+def _names(trace: Trace, storage: int) -> set[str]:
+    """The slots that held a storage when the step began, and the inputs that it was fed as."""
+    slots = {slot.path for slot in trace.entry_slots.get(storage, ())}
+    return slots | {f"input {index}" for index, fed in trace.leaf_storages.items() if fed == storage}
+
+
+def _name_text(names: set[str]) -> str:
+    return min(names, default="a tensor that nobody owns")
 
 
 def _operand_text(operator: Operator) -> str:

@@ -57,19 +57,16 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         if delta is not None and scalar is not None and second.reads.uses(scalar):
             raise HostScalarError(
                 f"the step's code reads {path}, which it also counts up ({_change(old)}, then {_change(new)}); a "
-                "replay "
-                f"would act on one value for ever. Count in a tensor, or count and decide outside the step, or, if the "
-                f"step's results do not depend on it, pass allow=({path!r},)",
+                "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, or, "
+                f"if the step's results do not depend on it, pass allow=({path!r},)",
                 component="optimizer" if scalar is not None and isinstance(scalar.owner, Optimizer) else "step",
             )
         plain = scalar is not None and scalar.key in second.reads.assigned
         if delta is None or plain:
             raise HostEffectError(
                 f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
-                "Python. "
-                "Expected a number that `+=` raises by the same amount each time. Keep it in a tensor, update it "
-                "outside "
-                f"the step, or, if replays may leave it alone, pass allow=({path!r},)"
+                "Python. Expected a number that `+=` raises by the same amount each time. Keep it in a tensor, update "
+                f"it outside the step, or, if replays may leave it alone, pass allow=({path!r},)"
             )
         counters.append(Counter(path, delta))
     return tuple(counters)
@@ -124,8 +121,7 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
         if before is None or after is None or len(before) != len(after) or not _alike(before, after):
             raise HostEffectError(
                 f"the step appends {_items(before)} and then {_items(after)} to {path}; expected the same kind of "
-                "items "
-                f"each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
+                f"items each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
             )
         appends.append(Append(path, len(after)))
     return tuple(appends)
@@ -155,7 +151,7 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
         if two is None or (one is None and not path.endswith(".grad")):
             raise HostEffectError(
                 f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it on "
-                f"every call, or update it in place"
+                "every call, or update it in place"
             )
         dropped = path.endswith(".grad") and two.after is None
         if _is_read(two, second) and not dropped:
@@ -179,9 +175,8 @@ def _check_carry(rebinding: Rebinding) -> None:
     if old != new:
         raise CarryError(
             f"the step rebinds {rebinding.path} from {_shapes(old)} to {_shapes(new)}; a replay copies the new value "
-            "into "
-            "the old storage, so shape and dtype must stay. Give it its final shape before the first step, and cast "
-            "the new value"
+            "into the old storage, so shape and dtype must stay. Give it its final shape before the first step, and "
+            "cast the new value"
         )
 
 
@@ -215,8 +210,7 @@ def find_reads(
             raise HostScalarError(
                 f"the step's code reads {path}, which is {old!r} before one step and {new!r} before the next; a replay "
                 "would keep one value. Hold it in a tensor and update that in place, feed it, or, if the step's "
-                "results "
-                f"do not depend on it, pass allow=({path!r},)"
+                f"results do not depend on it, pass allow=({path!r},)"
             )
         paths.append(path)
     return tuple(paths)

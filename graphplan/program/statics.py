@@ -136,8 +136,7 @@ class CopiedOwned:
             if missing:
                 raise FeedError(
                     f"{missing[0]} is missing ({len(missing)} of the {role} values are); expected a value for every "
-                    "copied "
-                    f"{role}, since half of one set and half of another is rarely meant: pass a whole state_dict"
+                    f"copied {role}, since half of one set and half of another is rarely meant: pass a whole state_dict"
                 )
         return [chosen[e.name] if e.name in chosen else _held(e, self._walk) for e in self.externals]
 
@@ -170,8 +169,7 @@ def _refuse_given(given: Mapping[Role, Mapping[str, Tensor]]) -> None:
         if values:
             raise FeedError(
                 f"{role} values are given ({', '.join(list(values)[:3])}), but the policy does not copy that role: "
-                "capture "
-                f"with copy_roles=('input', '{role}')"
+                f"capture with copy_roles=('input', '{role}')"
             )
 
 

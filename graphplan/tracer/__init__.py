@@ -20,6 +20,7 @@ from graphplan.tracer.records import Trace as Trace
 from graphplan.tracer.records import TracedExternal as TracedExternal
 from graphplan.tracer.run import trace as trace
 from graphplan.tracer.source import Source as Source
+from graphplan.tracer.source import find_raise as find_raise
 from graphplan.tracer.source import find_source as find_source
 from graphplan.tracer.source import is_raised_by_user as is_raised_by_user
 from graphplan.tracer.spaces import Ran as Ran

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphplan.errors import CaptureError
+from graphplan.tracer.source import find_source
 
 
 class DeviceConstants(TorchFunctionMode):
@@ -39,12 +40,13 @@ class DeviceConstants(TorchFunctionMode):
     def _next(self, wanted: Tensor) -> Tensor:
         if not self._left:
             raise CaptureError(
-                "the captured step makes more device constants from Python values than the traced ones did"
+                f"the captured step makes a device constant {wanted.tolist()} at {find_source()}, which the traced "
+                "steps did not make; make the same ones in each step, or hold the value in a tensor that an owner has"
             )
         constant, value = self._left.pop(0)
         if value.dtype != wanted.dtype or not torch.equal(value, wanted.detach()):
             raise CaptureError(
-                f"the captured step makes a device constant {wanted.tolist()}, the traced steps made {value.tolist()}; "
-                "hold the value in a tensor that an owner has"
+                f"the captured step makes a device constant {wanted.tolist()} at {find_source()}, the traced steps "
+                f"made {value.tolist()}; hold the value in a tensor that an owner has"
             )
         return constant.clone().requires_grad_(wanted.requires_grad)

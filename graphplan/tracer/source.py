@@ -69,6 +69,17 @@ def is_raised_by_user(error: BaseException) -> bool:
     return dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS" and not is_library(code.co_filename)
 
 
+def find_raise(error: BaseException) -> Source | None:
+    """The innermost line outside torch, Lightning and this package that ``error`` came through."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not is_library(code.co_filename):
+            found = Source(code.co_filename, trace.tb_lineno, code.co_name, "step")
+        trace = trace.tb_next
+    return found
+
+
 def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package."""
     frame: FrameType | None = sys._getframe(1)

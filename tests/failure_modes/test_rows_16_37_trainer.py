@@ -190,7 +190,7 @@ def test_row_35_exception_in_a_trainer(at: int, tmp_path: Path) -> None:
             raise Mine("from the step")
         return self.loss_of(batch)
 
-    assert_nothing_installed(*run_until(Mine, with_step(step), tmp_path, tape(allow=("trainer.*",))))
+    assert_nothing_installed(*run_until(Mine, "from the step", with_step(step), tmp_path, tape(allow=("trainer.*",))))
 
 
 def test_row_37_capture_never_engaged_in_a_trainer(tmp_path: Path) -> None:

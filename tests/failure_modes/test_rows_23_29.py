@@ -107,7 +107,7 @@ def test_row_25_external_tensor_is_kept_alive() -> None:
     (external,) = [e for e in step.plan.params if e.name.startswith("unowned")]
     assert external.spec.shape == (8,) and external.tensor.data_ptr() == address
     # Whether it lives on is not all: the step itself no longer finds it, which the next check would show.
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="NoneType"):
         rig.step(*rig.calls[0])
 
 

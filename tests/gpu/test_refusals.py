@@ -181,7 +181,8 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(where: str) -> None:
     rig = build(make)
     step = managed(rig, backend=BACKEND)
     begun = drive(rig, step, CAPTURE)
-    with pytest.raises(CaptureError, match="captur"):
+    text = r"failed while it was captured, at \w+\.py:\d+ in \w+: `.*`: .*on_failure='eager'"
+    with pytest.raises(CaptureError, match=text):
         step(*rig.calls[CAPTURE])
     assert_same(begun.state, state_of(rig))
     rest = drive(replace(rig, calls=rig.calls[CAPTURE:]), rig.step)
@@ -199,6 +200,44 @@ def test_a_capture_that_fails_falls_back_to_eager(where: str) -> None:
     assert_falls_back(on_device(partial(hidden_rig, where)), SkipReason.CAPTURE, "captur", backend=BACKEND)
     is_healthy()
     captures_still_work()
+
+
+def leaves_a_stream_behind(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x * 2
+
+
+@needs_cuda
+def test_a_capture_that_cuda_refuses_at_its_end() -> None:
+    """Work on a stream that never comes back to the step's own: refused with what CUDA says, and undone."""
+    rig = build(rig_of(leaves_a_stream_behind))
+    step = managed(rig, backend=BACKEND)
+    before = drive(rig, step, CAPTURE).state
+    with pytest.raises(
+        CaptureError, match=r"CUDA refused the captured step: .*Keep that out of the step, or pass on_fai"
+    ):
+        step(*rig.calls[CAPTURE])
+    assert_same(before, state_of(rig))
+    is_healthy()
+    captures_still_work()
+
+
+@needs_cuda
+def test_a_tensor_that_stays_on_the_host_is_refused() -> None:
+    """A number in a CPU tensor, which kernels take as an argument: its name, both devices and the line are told."""
+
+    def scaled(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        return loss.detach() * model.box["scale"]  # culprit
+
+    def make() -> Rig:
+        rig = rig_of(scaled)()
+        rig.owners["model"].box = {"scale": torch.tensor(2.0)}
+        return rig
+
+    text = rf"scale'\] lies on cpu while the step computes on cuda.*{line_of(scaled)}.*Move it to cuda"
+    assert_refused(make, HostSyncError, text, done=SECOND_TRACE, backend=BACKEND)
 
 
 class Crash(Exception):

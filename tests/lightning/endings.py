@@ -27,13 +27,15 @@ def assert_nothing_installed(trainer: Any, module: Any) -> None:
         assert "step" not in vars(optimizer) or optimizer.step.__module__.startswith("torch")
 
 
-def run_until(error: type[BaseException], make: Callable[[], Any], folder: Path, callback: Any) -> tuple[Any, Any]:
-    """Fit until ``error`` comes out; return trainer and module."""
+def run_until(
+    error: type[BaseException], match: str, make: Callable[[], Any], folder: Path, callback: Any
+) -> tuple[Any, Any]:
+    """Fit until ``error`` comes out with a message that matches; return trainer and module."""
     torch.manual_seed(0)
     module = make()
     trainer = trainer_of(folder, [Observer(), *([callback] if callback else [])])
     torch.manual_seed(1)
-    with warnings.catch_warnings(), pytest.raises(error):
+    with warnings.catch_warnings(), pytest.raises(error, match=match):
         ignore_lightning_warnings()
         trainer.fit(module, *loaders())
     return trainer, module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def test_an_exception_in_the_step(error: type[BaseException], batch: int, tmp_pa
 
     states = []
     for name, callback in (("eager", None), ("graphed", tape(allow=("trainer.*",)))):
-        trainer, module = run_until(error, with_step(step), tmp_path / name, callback)
+        trainer, module = run_until(error, "from the step", with_step(step), tmp_path / name, callback)
         assert_nothing_installed(trainer, module)
         states.append(flatten(module=module, optimizers=trainer.optimizers, rng=torch.get_rng_state()))
     assert_same(*states)
@@ -90,7 +91,8 @@ def test_an_interrupted_fit(error: type[BaseException], at: int, tmp_path: Path)
     callback = tape()
     trainer = trainer_of(tmp_path, [Interrupting(error, at), callback])
     module = LitDigits()
-    with pytest.raises((error, SystemExit)):
+    # Lightning turns Ctrl-C into an exit with status 1.
+    with pytest.raises((error, SystemExit), match=r"from a callback|^1$"):
         ignore_lightning_warnings()
         trainer.fit(module, *loaders())
     assert_nothing_installed(trainer, module)
@@ -106,7 +108,8 @@ def reading_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 def test_a_refusal_raises(tmp_path: Path) -> None:
     """A step that cannot be replayed is an error that names the line; the trainer is left as it was."""
-    trainer, module = run_until(HostSyncError, with_step(reading_step), tmp_path / "graphed", tape())
+    text = r"_local_scalar_dense.*\.item\(\).* at test_callback\.py:\d+ in reading_step: `self\.last = loss\.item\(\)`"
+    trainer, module = run_until(HostSyncError, text, with_step(reading_step), tmp_path / "graphed", tape())
     assert_nothing_installed(trainer, module)
     assert trainer.global_step == 3
 
@@ -135,6 +138,50 @@ def test_a_capture_that_was_due_and_did_not_happen(tmp_path: Path) -> None:
         found = fit(LitDigits, tmp_path / "graphed", tape(on_failure="eager"), sizes=range(2, 62))
     assert_same_fits(expected, found)
     assert (found.callback.stats.captured, found.callback.stats.eager) == (0, 180)
+
+
+def test_a_fit_of_which_no_step_can_be_captured(tmp_path: Path) -> None:
+    """Said when training starts, with the next move; ``on_failure="eager"`` warns and goes on as without us."""
+    reason = "detect_anomaly=True reads every gradient on the host; turn it off"
+    text = f"no step of this fit can be captured: {reason}"
+    with pytest.raises(NotCapturedError, match=f"{text}, or pass on_failure='eager'"):
+        fit(LitDigits, tmp_path / "raise", tape(), detect_anomaly=True)
+    expected = fit(LitDigits, tmp_path / "eager", detect_anomaly=True)
+    with pytest.warns(UserWarning, match=f"graphplan runs this fit eagerly: {text}"):
+        found = fit(LitDigits, tmp_path / "graphed", tape(on_failure="eager"), detect_anomaly=True)
+    assert_same_fits(expected, found)
+    assert reason in found.callback.report()
+
+
+def test_a_module_without_optimizers(tmp_path: Path) -> None:
+    """An empty list, over which Lightning itself would stumble with an IndexError."""
+    make = with_step(LitDigits.training_step, configure_optimizers=lambda self: [])
+    text = "the module has 0 optimizers, and automatic optimization steps exactly one: return one from configure_optim"
+    with pytest.raises(NotCapturedError, match=text):
+        fit(make, tmp_path, tape())
+
+
+def test_a_strategy_for_several_devices(tmp_path: Path) -> None:
+    """Refused by its name, on one device too: its gradients come from other processes."""
+    before = dict(os.environ)
+    try:
+        with pytest.raises(
+            NotCapturedError, match=r"the strategy is DDPStrategy; only single-device .*: use devices=1"
+        ):
+            fit(LitDigits, tmp_path, tape(), strategy="ddp", devices=1, num_sanity_val_steps=0)
+    finally:
+        torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_a_trainer_of_the_older_package(tmp_path: Path) -> None:
+    """``pytorch_lightning``'s Trainer is another class: the package and the right import are named."""
+    older = pytest.importorskip("pytorch_lightning")
+    text = r"the Trainer is pytorch_lightning\.trainer\.trainer's, .*: import lightning\.pytorch as pl"
+    trainer = older.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_checkpointing=False)
+    with pytest.raises(NotCapturedError, match=text):
+        tape().on_train_start(trainer, LitDigits())
 
 
 def test_a_fit_that_is_meant_to_be_eager(tmp_path: Path) -> None:

@@ -84,20 +84,24 @@ def test_a_failed_capture_goes_on_eagerly(phase: str, form: str, tmp_path: Path)
 @pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
 def test_an_error_of_the_users_ends_the_fit(phase: str, number: int, tmp_path: Path) -> None:
     """What its call had done is undone: the module, the optimizer and its progress are as before the batch."""
-    expected = ended_by(Planted, tmp_path / "eager", [Raising(PHASES[phase], Planted("before the batch"))])
+    expected = ended_by(
+        Planted, tmp_path / "eager", [Raising(PHASES[phase], Planted("before the batch"))], "before the batch"
+    )
     failing = Failing(PHASES[phase], number, Planted("in the batch"))
-    found = ended_by(Planted, tmp_path / "graphed", [failing, tape()])
+    found = ended_by(Planted, tmp_path / "graphed", [failing, tape()], "in the batch")
     assert_same(expected, found)
 
 
-def ended_by(error: type[BaseException], folder: Path, callbacks: list[Callback]) -> dict[str, Any]:
+def ended_by(
+    error: type[BaseException], folder: Path, callbacks: list[Callback], match: str | None = None
+) -> dict[str, Any]:
     """A fit that ends in ``error`` and leaves nothing installed: module, optimizers, progress, generator."""
     facts, handlers = process_facts(), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     torch.manual_seed(0)
     module = keeping()
     trainer = trainer_of(folder, callbacks)
     torch.manual_seed(1)
-    with warnings.catch_warnings(), pytest.raises(error):
+    with warnings.catch_warnings(), pytest.raises(error, match=match):
         ignore_lightning_warnings()
         trainer.fit(module, *loaders())
     assert_nothing_installed(trainer, module)
