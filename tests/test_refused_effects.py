@@ -199,10 +199,20 @@ def chooses_a_new_tensor(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     return (x + 1, x + 2)[next(model.turn)] * 2  # culprit
 
 
-TENSORS = {"first": partial(torch.ones, 3), "second": partial(torch.zeros, 3)}
+def chooses_a_view(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return model.halves[next(model.turn)] * 2  # culprit
+
+
+def _halves() -> tuple[Tensor, Tensor]:
+    flat = torch.arange(6.0)
+    return flat[:3], flat[3:]
+
+
+TENSORS = {"halves": _halves, "first": partial(torch.ones, 3), "second": partial(torch.zeros, 3)}
 CHOICES = {
     chooses_an_owned_tensor: r"model\.second then model\.first",
     chooses_a_new_tensor: r"internal \d+ then internal",
+    chooses_a_view: r"external \d+ at \d then external \d+ at \d",
 }
 
 

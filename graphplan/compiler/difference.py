@@ -24,6 +24,7 @@ def check_difference(first: Trace, second: Trace) -> None:
     for trace in (first, second):
         if trace.violation is not None:
             raise trace.violation
+    kept = _kept(first, second)
     for number, (a, b) in enumerate(zip_longest(first.operators, second.operators)):
         if a is None or b is None:
             _refuse_length(a or b, number, first, second)
@@ -36,7 +37,7 @@ def check_difference(first: Trace, second: Trace) -> None:
             )
         if a is not None and b is not None:
             _check_numbers(a, b)
-            _check_operands(a, b, number)
+            _check_operands(a, b, number, kept)
     _check_externals(first, second)
 
 
@@ -69,8 +70,20 @@ def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoRetur
     )
 
 
-def _check_operands(a: Operator, b: Operator, number: int) -> None:
-    if a.operands != b.operands:
+def _kept(first: Trace, second: Trace) -> set[int]:
+    """Externals, by number, that are one memory in both traces and not fed: views of it must be the same, too."""
+    fed = {*first.leaf_storages.values(), *second.leaf_storages.values()}
+    pairs = enumerate(zip(first.externals, second.externals, strict=False))
+    return {number for number, (old, new) in pairs if old == new and new not in fed}
+
+
+def _offsets(operator: Operator, kept: set[int]) -> list[int]:
+    pairs = zip(operator.operands, operator.offsets, strict=True)
+    return [offset for (kind, number), offset in pairs if kind == "external" and number in kept]
+
+
+def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> None:
+    if a.operands != b.operands or _offsets(a, kept) != _offsets(b, kept):
         raise ControlFlowError(
             f"operator {number}, {b.name} at {b.source}, works on other tensors than one step before "
             f"({_operand_text(a)} then {_operand_text(b)}): the step chooses between tensors, and a replay repeats one "
@@ -103,7 +116,10 @@ def _name_text(names: set[str]) -> str:
 
 
 def _operand_text(operator: Operator) -> str:
-    return ", ".join(f"{kind} {number}" for kind, number in operator.operands)
+    pairs = zip(operator.operands, operator.offsets, strict=True)
+    return ", ".join(
+        f"{kind} {number}" + (f" at {offset}" if kind == "external" else "") for (kind, number), offset in pairs
+    )
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:

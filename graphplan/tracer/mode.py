@@ -94,7 +94,9 @@ class TraceMode(TorchDispatchMode):
             return func(*args, **kwargs)
         source = find_source()
         constant = self._lift(args) if name in _LIFT else None
-        operands = tuple(self._operand(t, name, source) for t in tensors_in([args, list(kwargs.values())]))
+        tensors = list(tensors_in([args, list(kwargs.values())]))
+        operands = tuple(self._operand(tensor, name, source) for tensor in tensors)
+        offsets = tuple(int(t.storage_offset()) if t.layout is torch.strided else 0 for t in tensors)
         written = written_tensors(func, args, kwargs)
         for tensor in written:
             self._mark_written(tensor, name, source)
@@ -112,7 +114,7 @@ class TraceMode(TorchDispatchMode):
         fresh = [self._birth(t) for t in tensors_in(out)]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(_scalars(func, args, kwargs))
-        self._trace.operators.append(Operator(name, operands, scalars, source, launches, constant, random))
+        self._trace.operators.append(Operator(name, operands, offsets, scalars, source, launches, constant, random))
         return out
 
     def finish(self) -> None:

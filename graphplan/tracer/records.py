@@ -20,11 +20,13 @@ from graphplan.tracer.spaces import Ran
 @dataclass(frozen=True, slots=True)
 class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
-    first appearance; ``scalars`` are the other arguments by name; ``launches`` is False for views and allocations.
+    first appearance; ``offsets`` are theirs within their storages; ``scalars`` are the other arguments by name;
+    ``launches`` is False for views and allocations.
     """
 
     name: str
     operands: tuple[tuple[str, int], ...]
+    offsets: tuple[int, ...]
     scalars: tuple[tuple[str, Any], ...]
     source: Source
     launches: bool
