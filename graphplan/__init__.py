@@ -24,6 +24,7 @@ from graphplan.errors import OptimizerError as OptimizerError
 from graphplan.errors import OptionError as OptionError
 from graphplan.errors import OutputError as OutputError
 from graphplan.errors import OwnersError as OwnersError
+from graphplan.errors import PeerError as PeerError
 from graphplan.errors import PolicyError as PolicyError
 from graphplan.errors import RecaptureError as RecaptureError
 from graphplan.errors import RefusalError as RefusalError

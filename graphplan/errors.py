@@ -35,6 +35,8 @@ class SkipReason(Enum):
     RECAPTURE = "captures follow each other without paying"
     VERIFY = "a replay differed from the eager step"
     UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
+    PEERS = "other ranks are not ready to capture yet"
+    PEER = "another rank cannot capture the step"
     SHAPE = "a feed signature that has no program yet"
 
 
@@ -184,6 +186,12 @@ class RecaptureError(RefusalError, RuntimeError):
     """What the step depends on changes so often that captures do not pay."""
 
     reason = SkipReason.RECAPTURE
+
+
+class PeerError(RefusalError, RuntimeError):
+    """Another rank of the same training cannot capture its step."""
+
+    reason = SkipReason.PEER
 
 
 class DeviceFault(GraphPlanError, RuntimeError):

@@ -97,6 +97,7 @@ class Plan:
         only.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
+        communicates: whether collectives are among the step's operators.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Plan:
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]
     last_operators: tuple[str, ...]
+    communicates: bool
     rates: Rates
     owners: Callable[[], Mapping[str, Any]]
     function: Callable[[], Callable[..., Any]]

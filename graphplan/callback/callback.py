@@ -18,6 +18,7 @@ from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
 from graphplan.callback.manual import ManualSeam
 from graphplan.callback.seam import Figures, Seam
+from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.variants import Variant, VariantOf
 from graphplan.errors import NotCapturedError, PolicyError
 from graphplan.plan import Plan
@@ -114,7 +115,7 @@ class GraphPlanCallback(Callback):
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
-        self._clipping: FusedClipping | None = None
+        self._stand_ins: list[FusedClipping | LaggingSigterm] = []
 
     def _of(self, part: str) -> Figures:
         """Figures of training or evaluation, in the current run or the last one."""
@@ -153,8 +154,9 @@ class GraphPlanCallback(Callback):
             self._refuse(_TRAINING, reason)
             return
         kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
-        self._clipping = FusedClipping(trainer)
-        self._clipping.install()
+        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer)]
+        for stand_in in self._stand_ins:
+            stand_in.install()
         self._install(_TRAINING, kind(trainer, pl_module, self.options, self.variant, self._backends))
 
     def _install(self, part: str, seam: Seam) -> None:
@@ -218,9 +220,8 @@ class GraphPlanCallback(Callback):
 
     def _remove(self) -> None:
         """Take the seams off and keep their figures."""
-        if self._clipping is not None:
-            self._clipping.remove()
-            self._clipping = None
+        while self._stand_ins:
+            self._stand_ins.pop().remove()
         seams, self._seams = self._seams, {}
         for part, seam in seams.items():
             seam.remove()
@@ -260,4 +261,4 @@ class GraphPlanCallback(Callback):
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in _LIGHTNINGS_OWN}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_clipping": None}
+        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_stand_ins": []}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from graphplan.owners import free_name
@@ -21,10 +21,32 @@ def closed_to_all(trainer: Any) -> str | None:
             f"the Trainer is {type(trainer).__module__}'s, and the callback works with lightning.pytorch's: import "
             "lightning.pytorch as pl instead of pytorch_lightning"
         )
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        name = type(trainer.strategy).__name__
-        return f"the strategy is {name}; only single-device strategies are captured: use devices=1"
+    return _closed_strategy(trainer.strategy)
+
+
+def _closed_strategy(strategy: Any) -> str | None:
+    name = type(strategy).__name__
+    if isinstance(strategy, SingleDeviceStrategy):
+        return None
+    if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
+        return f"the strategy is {name}; only single-device strategies and DDPStrategy are captured: use one of those"
+    if strategy._ddp_comm_hook is not None or strategy._model_averaging_period is not None:
+        return f"the {name} has a communication hook, which is Python code that a replay would leave out; drop it"
+    if strategy._ddp_kwargs.get("find_unused_parameters"):
+        return (
+            f"the {name} has find_unused_parameters=True, which looks at each step's graph on the host; use all "
+            "parameters in each step, or static_graph=True"
+        )
     return None
+
+
+def needed_warmup(strategy: Any) -> int:
+    """Eager steps before the trace that the strategy needs to settle: DDP forms its buckets anew in the second one, and
+    on CUDA times some of the first ten on the host.
+    """
+    if not isinstance(strategy, DDPStrategy):
+        return 1
+    return 11 if strategy.root_device.type == "cuda" else 3
 
 
 def closed_to_training(trainer: Any, module: LightningModule) -> str | None:

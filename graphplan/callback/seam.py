@@ -14,16 +14,17 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils import _pytree as pytree
 
-from graphplan.callback.gates import hooked_callbacks
+from graphplan.callback.gates import hooked_callbacks, needed_warmup
 from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.callback.variants import Variant
+from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
 from graphplan.errors import HostScalarError
 from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.stats import Stats
-from graphplan.step import Backends, GraphedStep, Options
+from graphplan.step import Backends, GraphedStep, Options, Peers, find_peers
 from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
@@ -63,9 +64,11 @@ class Seam(ABC):
         self._eager_if = options.eager_if
         self._variant = variant
         effects = [f"{name}.{effect}" for name in optimizers_of(trainer) for effect in _OPTIMIZERS_EFFECTS]
+        self._wrapped = Wrapped(trainer)
         self._options = replace(
             options,
-            allow=(*_OWN_EFFECTS, *effects, *options.allow),
+            warmup_steps=max(options.warmup_steps, needed_warmup(trainer.strategy)),
+            allow=(*_OWN_EFFECTS, *self._wrapped.effects, *effects, *options.allow),
             eager_if=self._asks_eager if options.eager_if is not None else None,
         )
         reads_index = options.eager_if is not None or variant.is_given or is_allowed("batch_idx", options.allow)
@@ -91,7 +94,7 @@ class Seam(ABC):
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Whatever a step of the fit may use. ``progress`` are Lightning's counters that it moves."""
-        owners: dict[str, Any] = {"model": self._module, **optimizers_of(self._trainer)}
+        owners: dict[str, Any] = {"model": self._module, **self._wrapped.owners, **optimizers_of(self._trainer)}
         for name, part in progress.items():
             for count in ("total", "current"):
                 owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
@@ -101,9 +104,13 @@ class Seam(ABC):
         return owners | trainer_numbers(self._trainer) | hooked_callbacks(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
-        step = GraphedStep(body, owners, self._options, self._backends)
+        step = GraphedStep(body, owners, self._options, self._backends, self._peers())
         self._steps.append(step)
         return step
+
+    def _peers(self) -> Peers | None:
+        """Other ranks that take the same steps."""
+        return find_peers()
 
     @property
     def figures(self) -> Figures:
@@ -135,7 +142,8 @@ class Seam(ABC):
         _, batch_idx, kwargs = self._context
         last_hook = self._logs.last_hook()
         batch = kwargs["batch"]
-        out = step(batch, (*facts, self._variant.of(self._module, batch, batch_idx)))
+        out = step(batch, (*facts, *self._wrapped.notes(), self._variant.of(self._module, batch, batch_idx)))
+        self._wrapped.note(out["notes"])
         if out["logs"]:
             self._logs.carry_out(out["logs"], last_hook)
         return pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
@@ -149,7 +157,7 @@ class Seam(ABC):
             kwargs["batch_idx"] = WatchedIndex(kwargs["batch_idx"], _refuse_index)
         out = with_logs(self._logs, lambda: body(kwargs))
         unwatch(self._module)
-        return out
+        return {**out, "notes": self._wrapped.notes()}
 
 
 def optimizers_of(trainer: Trainer) -> dict[str, Any]:

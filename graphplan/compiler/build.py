@@ -23,7 +23,7 @@ from graphplan.owners import Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
-from graphplan.tracer import Trace
+from graphplan.tracer import Trace, is_collective
 from graphplan.tracer.changes import place_of, same_value
 from graphplan.tracer.records import OutputTensor
 
@@ -88,6 +88,7 @@ def build_plan(
         reads=find_reads(first, second, walk, counters, allow),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
+        communicates=any(is_collective(op.name) for op in second.operators),
         last_operators=tuple(f"{op.name} at {op.source}" for op in launched[-_LAST:]),
         rates=rates,
         owners=owners,

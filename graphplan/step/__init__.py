@@ -6,4 +6,6 @@ from graphplan.step.bare import compile_plan as compile_plan
 from graphplan.step.graphed import GraphedStep as GraphedStep
 from graphplan.step.making import graph_step as graph_step
 from graphplan.step.options import Options as Options
+from graphplan.step.peers import Peers as Peers
+from graphplan.step.peers import find_peers as find_peers
 from graphplan.step.runner import Backends as Backends

@@ -23,6 +23,7 @@ from graphplan.stats import Stats
 from graphplan.step.entry import Entry, Key
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
+from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
 from graphplan.step.replays import Replays
@@ -33,7 +34,8 @@ from graphplan.unchanged import Modes
 
 
 class GraphedStep(Exclusive):
-    """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory.
+    """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory;
+    ``peers`` are other ranks that capture if this one does.
 
     Raises:
         OptionError: if ``fn`` cannot be called.
@@ -45,6 +47,7 @@ class GraphedStep(Exclusive):
         owners: Mapping[str, Any] | Sequence[Any] | None,
         options: Options,
         backends: Backends | None = None,
+        peers: Peers | None = None,
     ) -> None:
         super().__init__()
         if not callable(fn):
@@ -54,9 +57,10 @@ class GraphedStep(Exclusive):
         self._managed = Managed(fn, owners, prepare=prepare)
         self._buffers = Buffers(self._on_growth)
         self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
-        self._refusals = Refusals(options.on_failure, self.stats)
+        self._refusals = Refusals(options.on_failure, self.stats, peers)
+        self._peers = peers
         self._stages = Stages(self._runner, self._managed, options, buffers=self._buffers, refusals=self._refusals)
-        self._replays = Replays(self._runner, options)
+        self._replays = Replays(self._runner, options, peers)
         self._modes = Modes()
         self._programs: Programs = Programs(options, self.stats)
         self._feed_device = options.feed_device
@@ -230,6 +234,8 @@ class GraphedStep(Exclusive):
             warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
         try:
             self._programs.check_churn()
+            if self._peers is not None and not self._may_advance(entry, self._peers):
+                return self._runner.eager(feed, SkipReason.PEERS)
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
@@ -248,6 +254,13 @@ class GraphedStep(Exclusive):
             if self._programs.get(key) is None:
                 self._programs.add(key, entry)
         return result
+
+    def _may_advance(self, entry: Entry, peers: Peers) -> bool:
+        """Whether the other ranks are as far as this one, where the next thing would be a capture."""
+        if any(line.plan is not None for line in entry.lines.values()):
+            return peers.are_ready()
+        peers.check()
+        return True
 
     def _on_growth(self, position: int) -> None:
         """A static input is about to be replaced by a larger one: programs that point into it go."""

@@ -6,14 +6,16 @@ import traceback
 import warnings
 from collections.abc import Callable
 
-from graphplan.errors import DeviceError, RefusalError
+from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.stats import Stats
+from graphplan.step.peers import Peers
 
 
 class Refusals:
     """What one step does about its refusals. ``escalates`` says which of them raise; the others warn."""
 
-    def __init__(self, on_failure: str, stats: Stats) -> None:
+    def __init__(self, on_failure: str, stats: Stats, peers: Peers | None) -> None:
+        self._peers = peers
         self._raises = on_failure == "raise"
         self._stats = stats
         self._warned: set[str] = set()
@@ -24,7 +26,9 @@ class Refusals:
         return self._raises and self._stats.replayed == 0
 
     def refuse(self, error: RefusalError) -> None:
-        """Raise if the refusal escalates, else warn once."""
+        """Raise if the refusal escalates, else warn once. A refusal of the step's is told to the other ranks."""
+        if self._peers is not None and not isinstance(error, FeedError):
+            self._peers.refuse(error)
         if isinstance(error, DeviceError) or self.escalates(error):
             raise error
         _forget_frames(error)

@@ -12,6 +12,7 @@ from graphplan.program import NO_CHECK, Program
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
+from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
 from graphplan.verify import Verdict, check_replay, find_room
 
@@ -19,8 +20,9 @@ from graphplan.verify import Verdict, check_replay, find_room
 class Replays:
     """Replays programs, checks replays, and counts both."""
 
-    def __init__(self, runner: Runner, options: Options) -> None:
+    def __init__(self, runner: Runner, options: Options, peers: Peers | None) -> None:
         self._runner = runner
+        self._peers = peers
         self._options = options
         self._stats = runner.stats
 
@@ -49,12 +51,17 @@ class Replays:
         device = self._runner.device
         assert device is not None
         room, reason = find_room(program.state_bytes, device)
-        if room is None:
+        if program.plan.communicates:
+            reason = self._ask_peers(reason)
+        if room is None or reason:
             return self._unchecked(program, feed, reason)
         try:
             with self._stats.timed("verify"):
                 eager = lambda: self._runner.run(lambda: self._runner.call(feed))  # noqa: E731
-                verdict = check_replay(program, feed.leaves, eager, allow=self._options.allow, device=room)
+                again = self._wants_again if program.plan.communicates else bool
+                verdict = check_replay(
+                    program, feed.leaves, eager, allow=self._options.allow, device=room, wants_again=again
+                )
         except torch.OutOfMemoryError as error:
             return self._unchecked(program, feed, first_line(error))
         if verdict.differences:
@@ -69,6 +76,20 @@ class Replays:
             self._stats.bytes_verified = program.state_bytes
         self._stats.end_call("verified")
         return verdict.result, None
+
+    def _ask_peers(self, reason: str) -> str:
+        """Why this check cannot be, if so: it communicates twice, and every rank has to do that in the same step."""
+        if self._peers is None:
+            return "the step communicates with other ranks, which a check on one of them would keep waiting"
+        votes = self._peers.vote(f"check {self._stats.calls}", not reason)
+        if votes is None:
+            return "the ranks do not check the same steps"
+        return reason or ("" if all(votes) else "another rank has no room for a check")
+
+    def _wants_again(self, differs: bool) -> bool:
+        """Whether any rank needs a second replay to measure the spread."""
+        assert self._peers is not None
+        return any(self._peers.vote(f"spread {self._stats.calls}", differs) or [differs])
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         self._stop_checks(program, reason)

@@ -36,8 +36,16 @@ class Verdict:
 
 
 class _Check:
-    def __init__(self, program: Program, feed: Sequence[Any], allow: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        program: Program,
+        feed: Sequence[Any],
+        allow: Sequence[str],
+        device: torch.device,
+        wants_again: Callable[[bool], bool],
+    ) -> None:
         self._program = program
+        self._wants_again = wants_again
         self._feed = feed
         self._allow = allow
         self._device = device
@@ -68,7 +76,7 @@ class _Check:
         after = self.state(result, copy=False)
         found: list[Difference] = []
         paths = differing(replayed.tensors, after.tensors)
-        if paths:
+        if self._wants_again(bool(paths)):
             end = self.snapshot()
             start.restore()
             try:
@@ -81,7 +89,13 @@ class _Check:
 
 
 def check_replay(
-    program: Program, leaves: Sequence[Any], eager: Callable[[], Any], *, allow: Sequence[str], device: torch.device
+    program: Program,
+    leaves: Sequence[Any],
+    eager: Callable[[], Any],
+    *,
+    allow: Sequence[str],
+    device: torch.device,
+    wants_again: Callable[[bool], bool] = bool,
 ) -> Verdict:
     """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
 
@@ -91,12 +105,14 @@ def check_replay(
         eager: the same call of the step itself.
         allow: paths that replays may leave out, so that they may differ.
         device: where copies go.
+        wants_again: whether the replay is to be run a second time, told whether something differed: where ranks
+            communicate in the step, all of them have to run it as often.
 
     Raises:
         torch.OutOfMemoryError: with everything as it was, if there is no room for the eager step beside the program.
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
-    check = _Check(program, leaves, allow, device)
+    check = _Check(program, leaves, allow, device, wants_again)
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
     start = check.snapshot()
