@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from graphplan import Role, prepare_optimizer
-from tests.twins import Rig, assert_equals_eager, assert_same_runs, build, drive, managed
+from tests.twins import Rig, assert_equals_eager, assert_same_runs, build, drive, managed, prepare_steps
 from tests.zoo import CALLS, MODELS, OPTIMIZERS, float_batches, training_rig
 
 STEPS = 200
@@ -46,7 +46,7 @@ def test_stock_optimizers_are_prepared(optimizer: str) -> None:
     stock = partial(training_rig, "mlp", optimizer, fused=None)
     rig = build(stock)
     unprepared = drive(rig, rig.step)
-    rig = build(partial(stock, prepare=prepare_optimizer))
+    rig = build(partial(stock, prepare=prepare_steps))
     prepared = drive(rig, rig.step)
     rig = build(stock)
     step = managed(rig)

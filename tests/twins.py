@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from graphplan import SkipReason, graph_step
+from graphplan.optimizers import Preparation
 from tests.facts import assert_same, flatten, walk
 
 SEED = 1234
@@ -50,6 +52,20 @@ class Record:
 
     outputs: list[Any]
     state: dict[str, Any]
+
+
+def prepare_steps(optimizer: Optimizer) -> None:
+    """Prepare an eager twin's optimizer as a graphed step does: from its first step on, and only while a step runs."""
+    preparations: list[Preparation] = []
+
+    def enter(*_: Any) -> None:
+        if preparations:
+            preparations[0].enter()
+        else:
+            preparations.append(Preparation(optimizer))
+
+    optimizer.register_step_pre_hook(enter)
+    optimizer.register_step_post_hook(lambda *_: preparations[0].leave())
 
 
 def build(make: Callable[[], Rig]) -> Rig:

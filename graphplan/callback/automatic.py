@@ -8,35 +8,19 @@ graphed step, and Lightning's own code clips and steps after it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer import call
 
 from graphplan.callback.gates import keeps_optimizer_outside
+from graphplan.callback.numbers import WatchedIndex
 from graphplan.callback.seam import Seam
+from graphplan.callback.standins import ReplayedClosure
 from graphplan.callback.variants import Variant
 from graphplan.errors import RefusalError
 from graphplan.step import Backends, GraphedStep, Options
-
-
-class _ReplayedClosure:
-    """Stands where Lightning expects its closure: calling it runs the graphed forward and backward."""
-
-    def __init__(self, run: Callable[[], ClosureResult]) -> None:
-        self._run = run
-        self._result: ClosureResult | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._result = self._run()
-        return self._result.loss
-
-    def consume_result(self) -> ClosureResult:
-        """The last result, once."""
-        assert self._result is not None
-        result, self._result = self._result, None
-        return result
 
 
 class AutomaticSeam(Seam):
@@ -49,6 +33,7 @@ class AutomaticSeam(Seam):
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer = trainer.optimizers[0]
         self._components: GraphedStep | None = None
+        self._uses_epoch = False
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
         self._whole = self._make(self._whole_body, self._owners(self._progress))
@@ -56,14 +41,11 @@ class AutomaticSeam(Seam):
     def install(self) -> None:
         """Put the seam in."""
         self._whole.decide_refusals(lambda error: error.component == "optimizer" or self._must_raise())
-        self._loop.run = self._run
+        self._put(self._loop, "run", self._run)
+        self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
         outside = keeps_optimizer_outside(self._module)
         if outside is not None and self._options.backend != "eager":
             self.keep_optimizer_outside(outside)
-
-    def _uninstall(self) -> None:
-        for name in ("run", "_make_closure"):
-            vars(self._loop).pop(name, None)
 
     def keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
@@ -72,7 +54,7 @@ class AutomaticSeam(Seam):
         self._whole.close()
         self._components = self._make(self._closure_body, owners)
         self._components.decide_refusals(lambda error: self._must_raise())
-        self._loop._make_closure = self._make_closure
+        self._put(self._loop, "_make_closure", self._make_closure)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
@@ -98,7 +80,18 @@ class AutomaticSeam(Seam):
         divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         is_first = self._context[1] % divisor == 0
         accumulates = trainer.fit_loop._should_accumulate()
-        return is_first, accumulates, divisor, clip, str(trainer.gradient_clip_algorithm)
+        epoch = trainer.current_epoch if self._uses_epoch else None
+        return is_first, accumulates, divisor, clip, str(trainer.gradient_clip_algorithm), epoch
+
+    def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
+        """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that tell when they are used."""
+        epoch = WatchedIndex(self._trainer.current_epoch, self._split_epochs)
+        args = (epoch, self._watched(batch_idx), optimizer)
+        call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
+        self._loop.optim_progress.optimizer.zero_grad.increment_completed()
+
+    def _split_epochs(self) -> None:
+        self._uses_epoch = True
 
     def _whole_body(self, batch: Any, facts: Any) -> dict[str, Any]:
         assert self._context is not None
@@ -109,7 +102,7 @@ class AutomaticSeam(Seam):
         """In place of ``automatic_optimization._make_closure`` in the components form."""
         if self._loop._skip_backward or self._components is None:
             return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
-        return _ReplayedClosure(self._run_components)
+        return ReplayedClosure(self._run_components)
 
     def _run_components(self) -> ClosureResult:
         assert self._components is not None

@@ -48,8 +48,8 @@ class GraphPlanCallback(Callback):
             ``"eager"``: it runs eagerly, with one warning.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
         eager_if: ``(batch, batch_idx) -> bool``, or n for every n-th batch of an epoch: these steps run as Python.
-        prepare_optimizers: whether the optimizer may be made capturable; what was changed is in the report, is put back
-            after the fit, and is not in checkpoints.
+        prepare_optimizers: whether the optimizer may be made capturable while its step runs; what was changed is in the
+            report, and neither in its groups between steps nor in checkpoints.
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same
             state, and eager's outcome stands; that needs room for copies of parameters and state meanwhile.

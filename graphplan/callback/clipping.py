@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.amp.grad_scaler import OptState
 
-_METHOD = "clip_gradients"
+from graphplan.callback.standins import StandIn
 
 
 class FusedClipping:
@@ -21,16 +21,17 @@ class FusedClipping:
 
     def __init__(self, trainer: Trainer) -> None:
         self._plugin: Any = trainer.precision_plugin
+        self._standin = StandIn(self._plugin, "clip_gradients", self._clip)
 
     def install(self) -> None:
         """Put it in."""
         kind = type(self._plugin)
         if issubclass(kind, MixedPrecision) and kind.clip_gradients is MixedPrecision.clip_gradients:
-            setattr(self._plugin, _METHOD, self._clip)
+            self._standin.put()
 
     def remove(self) -> None:
         """Take it off."""
-        vars(self._plugin).pop(_METHOD, None)
+        self._standin.take_off()
 
     def _clip(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         """In place of ``MixedPrecision.clip_gradients``."""

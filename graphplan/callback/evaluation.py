@@ -34,11 +34,7 @@ class EvaluationSeam(Seam):
     def install(self) -> None:
         """Put the seam in."""
         for hook in _HOOKS:
-            setattr(self._strategy, hook, partial(self._run, hook))
-
-    def _uninstall(self) -> None:
-        for hook in _HOOKS:
-            vars(self._strategy).pop(hook, None)
+            self._put(self._strategy, hook, partial(self._run, hook))
 
     def _run(self, hook: str, *args: Any) -> Any:
         """In place of the strategy's method of that name."""

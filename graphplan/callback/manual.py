@@ -25,10 +25,7 @@ class ManualSeam(Seam):
     def install(self) -> None:
         """Put the seam in."""
         self._whole.decide_refusals(lambda error: self._must_raise())
-        self._loop.run = self._run
-
-    def _uninstall(self) -> None:
-        vars(self._loop).pop("run", None)
+        self._put(self._loop, "run", self._run)
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``manual_optimization.run``."""

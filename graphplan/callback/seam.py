@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from graphplan.callback.gates import hooked_callbacks, needed_warmup
 from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
+from graphplan.callback.standins import StandIn
 from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
@@ -75,6 +76,7 @@ class Seam(ABC):
         self._watches_index = not reads_index
         self._logs = LogNotes(trainer)
         self._steps: list[GraphedStep] = []
+        self._standins: list[StandIn] = []
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
         self.notes: list[str] = []
 
@@ -82,13 +84,15 @@ class Seam(ABC):
     def install(self) -> None:
         """Put the seam in."""
 
-    @abstractmethod
-    def _uninstall(self) -> None:
-        """Take off what :meth:`install` put on."""
+    def _put(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
+        """Have ``run`` stand in for a method of one of Lightning's objects, until the seam is removed."""
+        self._standins.append(StandIn(owner, name, run))
+        self._standins[-1].put()
 
     def remove(self) -> None:
         """Take everything off again, and put the optimizers' flags back."""
-        self._uninstall()
+        for standin in self._standins:
+            standin.take_off()
         for step in self._steps:
             step.close()
 
@@ -140,12 +144,12 @@ class Seam(ABC):
         """Run the current batch through ``step``; log what it logged. ``facts`` are literals that it depends on."""
         assert self._context is not None
         _, batch_idx, kwargs = self._context
-        last_hook = self._logs.last_hook()
+        self._logs.start()
         batch = kwargs["batch"]
         out = step(batch, (*facts, *self._wrapped.notes(), self._variant.of(self._module, batch, batch_idx)))
         self._wrapped.note(out["notes"])
         if out["logs"]:
-            self._logs.carry_out(out["logs"], last_hook)
+            self._logs.carry_out(out["logs"])
         return pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
@@ -153,11 +157,14 @@ class Seam(ABC):
         assert self._context is not None
         kwargs = OrderedDict(self._context[2])
         kwargs["batch"] = batch
-        if "batch_idx" in kwargs and self._watches_index:
-            kwargs["batch_idx"] = WatchedIndex(kwargs["batch_idx"], _refuse_index)
+        if "batch_idx" in kwargs:
+            kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
         out = with_logs(self._logs, lambda: body(kwargs))
         unwatch(self._module)
         return {**out, "notes": self._wrapped.notes()}
+
+    def _watched(self, batch_idx: int) -> int:
+        return WatchedIndex(batch_idx, _refuse_index) if self._watches_index else batch_idx
 
 
 def optimizers_of(trainer: Trainer) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 On CUDA an optimizer is capturable when its step counter and learning rate live on the device (``capturable=True``, or
 ``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. Where a
 gradient scaler decides about steps, the fused kernels are wanted on CUDA too: only they can skip a step. What is
-changed is reported, put back on :meth:`Preparation.undo`, stripped from ``state_dict`` and set again after
-``load_state_dict``, so that checkpoints stay those of the unprepared optimizer.
+changed is reported and stripped from ``state_dict``, so that checkpoints stay those of the unprepared optimizer. A
+graphed step sets the flags only while its Python code runs: whoever reads the groups between two steps, a callback that
+stores them for instance, finds the user's own.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
 class Preparation:
     """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them.
 
-    ``scaled`` says that a gradient scaler decides about its steps.
+    They are set at once, taken off by :meth:`leave` and set again by :meth:`enter`. ``scaled`` says that a gradient
+    scaler decides about the optimizer's steps.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, scaled: bool = False) -> None:
@@ -74,18 +76,25 @@ class Preparation:
         self._scaled = scaled
         self.changes: list[str] = []
         self._originals: dict[int, dict[str, Any]] = {}
+        self._entered = False
+        self._unfit: set[int] = set()
         self._had_warned = vars(optimizer).get(_WARNED)
-        self.apply()
+        self.enter()
         self._handles = [
             optimizer.register_state_dict_post_hook(self._strip),
-            optimizer.register_load_state_dict_post_hook(lambda _: self.apply()),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+            optimizer.register_step_pre_hook(self._before_step),
         ]
 
-    def apply(self) -> None:
-        """Set the flags on every group (again), and move step counters to their parameters' device."""
+    def enter(self) -> None:
+        """Set the flags on every group, and move step counters to their parameters' device."""
+        if not self._entered:
+            self._originals = {}
+        self._entered = True
         for index, group in enumerate(self.optimizer.param_groups):
             original = self._originals.setdefault(index, {})
-            for key, value in _wanted_flags(self.optimizer, group, scaled=self._scaled).items():
+            flags = {} if index in self._unfit else _wanted_flags(self.optimizer, group, scaled=self._scaled)
+            for key, value in flags.items():
                 if bool(group.get(key)) != value:
                     original[key] = group.get(key)
                     group[key] = value
@@ -95,6 +104,42 @@ class Preparation:
         if self._originals:
             # torch would warn that warm-up steps run a capturable optimizer without a capture, which is intended.
             vars(self.optimizer)[_WARNED] = True
+
+    def leave(self) -> None:
+        """Put the flags back. Step counters stay where they are: recorded work reads them there."""
+        if self._entered:
+            self._entered = False
+            for index, group in enumerate(self.optimizer.param_groups):
+                group.update(self._originals.get(index, {}))
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """Treat loaded groups and counters like those before them."""
+        entered = self._entered
+        self.enter()
+        if not entered:
+            self.leave()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Look at the gradients once they are there: after the closure, if there is one."""
+        named = "closure" in kwargs
+        closure = kwargs["closure"] if named else args[1] if len(args) > 1 else None
+        if closure is None or not self._entered:
+            self._check_gradients()
+            return None
+
+        def checked() -> Any:
+            loss = closure()
+            self._check_gradients()
+            return loss
+
+        return (args, {**kwargs, "closure": checked}) if named else ((args[0], checked, *args[2:]), kwargs)
+
+    def _check_gradients(self) -> None:
+        """Leave a group as it was if it turns out to have sparse gradients, which only the stock kernels take."""
+        for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
+            if any(p.grad is not None and p.grad.layout is not torch.strided for p in group["params"]):
+                group.update(self._originals.get(index, {}))
+                self._unfit.add(index)
 
     def _note(self, index: int, key: str, old: Any, new: Any) -> None:
         text = f"{type(self.optimizer).__name__}.param_groups[{index}]['{key}']: {old!r} -> {new!r}"
@@ -109,7 +154,7 @@ class Preparation:
                     state[key] = value.to(param.device)
 
     def _strip(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for index, group in enumerate(state_dict["param_groups"]):
+        for index, group in enumerate(state_dict["param_groups"] if self._entered else ()):
             group.update(self._originals.get(index, {}))
         for index, group in enumerate(state_dict["param_groups"]):
             if self._keeps_on_host(index, group):
@@ -131,9 +176,8 @@ class Preparation:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.leave()
         for index, group in enumerate(self.optimizer.param_groups):
-            original = self._originals.get(index, {})
-            group.update(original)
             if self._keeps_on_host(index, group):
                 for param in group["params"]:
                     state = self.optimizer.state.get(param)

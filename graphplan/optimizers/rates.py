@@ -1,16 +1,16 @@
-"""Learning rates in device memory while a step runs, Python numbers between steps."""
+"""Learning rates in device memory while a step runs, Python numbers between steps; likewise the prepared flags."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.optimizers.preparation import device_of
+from graphplan.optimizers.preparation import Preparation, device_of
 from graphplan.optimizers.scaling import ScaledSteps
 
 
@@ -68,15 +68,46 @@ class Shadow:
 
 
 class LearningRates:
-    """Shadows of every managed optimizer's groups, entered around each managed step together with ``scaled``."""
+    """Shadows of every managed optimizer's groups, entered around each managed step.
+
+    So are what belongs to them: the flags of prepared optimizers, and ``scaled``.
+    """
 
     def __init__(self, scaled: ScaledSteps) -> None:
         self._scaled = scaled
         self._shadows: dict[tuple[int, int], Shadow] = {}
+        self._preparations: list[Preparation] = []
         self._entered = False
+
+    def keep(self, preparation: Preparation) -> None:
+        """Have an optimizer's flags set while a managed step runs, as they are now, and not between steps."""
+        self._preparations.append(preparation)
+        if not self._entered:
+            preparation.leave()
+
+    def release(self) -> None:
+        """Give the flags up."""
+        for preparation in self._preparations:
+            preparation.undo()
+        self._preparations = []
 
     def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
+        with nullcontext() if self._entered else self._flags():
+            self._attach(optimizers)
+
+    @contextmanager
+    def _flags(self) -> Iterator[None]:
+        """Which kernels groups will use shows in their flags."""
+        for preparation in self._preparations:
+            preparation.enter()
+        try:
+            yield
+        finally:
+            for preparation in self._preparations:
+                preparation.leave()
+
+    def _attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 key = (id(optimizer), index)
@@ -112,6 +143,8 @@ class LearningRates:
         self._entered = True
         self._scaled.__enter__()
         try:
+            for preparation in self._preparations:
+                preparation.enter()
             for shadow in self._shadows.values():
                 shadow.enter()
         except BaseException:
@@ -123,6 +156,8 @@ class LearningRates:
         self._entered = False
         with ExitStack() as left:
             left.callback(self._scaled.__exit__, *exc)
+            for preparation in self._preparations:
+                left.callback(preparation.leave)
             # One that cannot be read must not keep the others from leaving.
             for shadow in self._shadows.values():
                 left.callback(shadow.leave)

@@ -104,8 +104,9 @@ class _Walker:
             return
         self.walk.modules.append(module)
         inner = vars(module)
-        for kind in ("_parameters", "_buffers", "_modules"):
-            self.walk.containers.append(inner[kind])
+        # A scripted module keeps its own in C++ and shows views of that.
+        kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
+        self.walk.containers += [items for items in kinds if isinstance(items, MutableMapping)]
         self.walk.containers.append(inner)
         for name, param in module._parameters.items():
             if param is not None:

@@ -40,7 +40,7 @@ class Managed:
         self.rates = LearningRates(self._scaled_steps)
         self.changes: list[str] = []
         self.refusal: OptimizerError | None = None
-        self._preparations: dict[int, Preparation] = {}
+        self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
@@ -61,7 +61,7 @@ class Managed:
 
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
-        if id(optimizer) in self._preparations:
+        if id(optimizer) in self._managed:
             return
         try:
             check_optimizer(optimizer)
@@ -69,8 +69,10 @@ class Managed:
             self.refusal = error
             return
         if self._prepare:
-            preparation = self._preparations[id(optimizer)] = Preparation(optimizer, scaled=self._is_scaled)
+            preparation = Preparation(optimizer, scaled=self._is_scaled)
             self.changes += preparation.changes
+            self._managed.add(id(optimizer))
+            self.rates.keep(preparation)
         self.rates.attach([optimizer])
 
     def discover(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:
@@ -205,6 +207,5 @@ class Managed:
     def release(self) -> None:
         """Put the optimizers' flags back."""
         self._notices.remove()
-        for preparation in self._preparations.values():
-            preparation.undo()
-        self._preparations = {}
+        self.rates.release()
+        self._managed = set()

@@ -27,9 +27,9 @@ def _keeping_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
-def keeping() -> LitDigits:
-    """A module with a carry, a counter and a list, and fused SGD."""
-    module = with_step(_keeping_step)(make_optimizer=partial(SGD, lr=0.1, momentum=0.9, fused=True))
+def keeping(**members: Any) -> LitDigits:
+    """A module with a carry, a counter and a list, fused SGD, and further members."""
+    module = with_step(_keeping_step, **members)(make_optimizer=partial(SGD, lr=0.1, momentum=0.9, fused=True))
     module.tp, module.seen, module.losses = torch.zeros(64), 0, []
     return module
 

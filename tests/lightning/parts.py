@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -190,12 +190,13 @@ def fit(
     resume: Path | None = None,
     batch: int = BATCH,
     sizes: Iterable[int] | None = None,
+    more: Sequence[Callback] = (),
     **options: Any,
 ) -> Fit:
     """Seed, build and fit; without ``callback`` this is the eager twin. ``sizes`` gives each batch its own size."""
     torch.manual_seed(0)
     module, observer = make(), Observer()
-    trainer = trainer_of(folder, [observer, *([callback] if callback else [])], **options)
+    trainer = trainer_of(folder, [observer, *more, *([callback] if callback else [])], **options)
     torch.manual_seed(1)
     with warnings.catch_warnings():
         ignore_lightning_warnings()

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from graphplan import CopyError, SkipReason
+from graphplan import SkipReason
 from tests.facts import assert_same, flatten
 from tests.health import Planted, process_facts
 from tests.lightning.endings import assert_nothing_installed
@@ -169,16 +169,34 @@ def test_the_callback_is_copied(how: str, tmp_path: Path) -> None:
         assert fresh.stats.replayed == FULL - 6
 
 
-def test_the_module_is_copied_in_the_middle_of_a_fit(tmp_path: Path) -> None:
-    """As averaging callbacks do; the Trainer itself cannot be, and says why."""
+@pytest.mark.parametrize("form", ["whole", "components"])
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
+def test_a_loop_is_copied_in_the_middle_of_a_fit(how: Any, form: str, tmp_path: Path) -> None:
+    """As averaging callbacks copy the module, and tuners the Trainer: the copies have Lightning's own methods."""
     made: list[Any] = []
 
     def copies(trainer: Any) -> None:
         made.append(copy.deepcopy(trainer.lightning_module))
-        with pytest.raises(CopyError, match="a graphed step cannot be copied"):
-            copy.deepcopy(trainer.fit_loop.epoch_loop.automatic_optimization)
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        trainer, loop.trainer = loop.trainer, None
+        made.append(how(loop))
+        loop.trainer = trainer
 
-    expected = fit_with(tmp_path / "eager", [])
-    found = fit_with(tmp_path / "graphed", [Raising(8, copies, at_end=True), tape()])
+    expected = fit_with(tmp_path / "eager", [], **FORMS[form]())
+    found = fit_with(tmp_path / "graphed", [Raising(8, copies, at_end=True), tape()], **FORMS[form]())
     assert_same_fits(expected, found)
-    assert len(made[0].losses) == 8
+    module, loop = made
+    assert len(module.losses) == 8
+    for name in ("run", "_make_closure", "_optimizer_zero_grad"):
+        method = getattr(loop, name)
+        assert method.__self__ is loop and method.__func__ is getattr(type(loop), name)
+
+
+def test_a_trainer_is_copied_in_the_middle_of_a_fit(tmp_path: Path) -> None:
+    """A copied Trainer is one without a seam, and its callback can be used for another fit."""
+    made: list[Any] = []
+    callback = tape()
+    copying = Raising(8, lambda trainer: made.append(copy.deepcopy(trainer)), at_end=True)
+    assert_same_fits(fit_with(tmp_path / "eager", []), fit_with(tmp_path / "graphed", [copying, callback]))
+    copied = next(one for one in made[0].callbacks if type(one) is type(callback))
+    assert copied is not callback and copied.stats.calls == 8

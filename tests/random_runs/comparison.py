@@ -8,15 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
-from graphplan import GraphedStep, GraphPlanError, VerifyError, graph_step, prepare_optimizer
+from graphplan import GraphedStep, GraphPlanError, VerifyError, graph_step
 from tests.facts import assert_same, flatten
 from tests.random_runs import step as steps
 from tests.random_runs.bench import EVENTS, Bench
 from tests.random_runs.models import Net
 from tests.random_runs.run import Run
-from tests.twins import SEED, Rig, keep, state_of
+from tests.twins import SEED, Rig, keep, prepare_steps, state_of
 from tests.zoo import Memory
 
 OBSERVED = 4
@@ -39,19 +38,6 @@ class Story:
     """Some events make torch itself raise: a fused SGD after half of its momentum is gone."""
 
 
-def _prepare(optimizer: Optimizer, *, at_once: bool) -> None:
-    """Prepare an optimizer now, or, as graphplan does with one that it has to find, right before its first step."""
-    if at_once:
-        prepare_optimizer(optimizer)
-        return
-
-    def once(*_: Any) -> None:
-        handle.remove()
-        prepare_optimizer(optimizer)
-
-    handle = optimizer.register_step_pre_hook(once)
-
-
 def make_twin(run: Run, *, prepare: bool) -> tuple[Bench, Rig]:
     """Build one twin, and the same as a rig, whose state can be flattened. The eager one is prepared as graphplan
     prepares the other one.
@@ -64,7 +50,7 @@ def make_twin(run: Run, *, prepare: bool) -> tuple[Bench, Rig]:
     optimizers = steps.make_optimizers(run, model)
     if prepare:
         for optimizer in optimizers:
-            _prepare(optimizer, at_once=run.tells_all)
+            prepare_steps(optimizer)
     make = (steps.SCHEDULES | steps.OF_MOMENTUM).get(run.schedule)
     schedulers = [make(optimizer) for optimizer in optimizers] if make else []
     generator = torch.Generator().manual_seed(5)

@@ -25,7 +25,7 @@ def scaled_rates(bench: Bench, number: int) -> None:
 @event
 def tensor_rate(bench: Bench, number: int) -> None:
     group = bench.group(number)
-    if group.get("fused"):
+    if "fused" in group:
         group["lr"] = torch.tensor(0.01 * (1 + number % 3))
 
 

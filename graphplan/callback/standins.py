@@ -1,0 +1,45 @@
+"""What stands in the place of Lightning's own methods and closures while a seam is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from typing_extensions import override
+
+
+class StandIn:
+    """A callable on an instance, in the place of the method of that name.
+
+    In a copy of the instance, and where it is unpickled, the method itself is back: a copied Trainer has no seam.
+    """
+
+    def __init__(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
+        self._owner = owner
+        self._name = name
+        self._run = run
+
+    def put(self) -> None:
+        """Shadow the method."""
+        setattr(self._owner, self._name, self)
+
+    def take_off(self) -> None:
+        """Undo ``put``, if nobody else has put something there since."""
+        if vars(self._owner).get(self._name) is self:
+            delattr(self._owner, self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run instead of the method."""
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._owner, self._name)  # Of a copy that is still being made, and has no attributes yet.
+
+
+class ReplayedClosure(Closure):
+    """Stands where Lightning expects its closure: calling it runs the graphed forward and backward."""
+
+    @override
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._step_fn()
