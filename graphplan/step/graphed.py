@@ -59,7 +59,9 @@ class GraphedStep(Exclusive):
         self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
         self._refusals = Refusals(options.on_failure, self.stats, peers)
         self._peers = peers
-        self._stages = Stages(self._runner, self._managed, options, buffers=self._buffers, refusals=self._refusals)
+        self._stages = Stages(
+            self._runner, self._managed, options, buffers=self._buffers, refusals=self._refusals, peers=peers
+        )
         self._replays = Replays(self._runner, options, peers)
         self._modes = Modes()
         self._programs: Programs = Programs(options, self.stats)

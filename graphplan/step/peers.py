@@ -6,17 +6,16 @@ shapes gets to its capture later, and a collective in between would meet the ste
 
 from __future__ import annotations
 
-from datetime import timedelta
 from itertools import count
+from time import monotonic, sleep
 from typing import Any
 
 from torch import distributed
 
 from graphplan.errors import PeerError, RefusalError
 
-_READY = "ready"
-_PATIENCE = timedelta(seconds=10)
-"""How long a rank waits once for the others, which most often are only a moment behind."""
+_PATIENCE, _PAUSE = 10.0, 0.002
+"""Seconds that a rank waits for the others, which most often are only a moment behind, and between two looks."""
 _numbers = count()
 
 
@@ -35,8 +34,19 @@ class Peers:
         self._own = f"{prefix}/{rank}"
         self._keys = [f"{prefix}/{other}" for other in range(world_size)]
         self._all_ready = False
-        self._has_waited = False
-        self._told = False
+        self._asked = False
+        self._apart = False
+
+    def meet(self, stage: str) -> None:
+        """Wait for the others to come to the end of ``stage``, as long as all of them keep step.
+
+        Raises:
+            PeerError: if one of them refuses there.
+        """
+        if self._apart:
+            self.check()
+        elif self._wait(stage) is None:
+            self._apart = True
 
     def are_ready(self) -> bool:
         """Say that this rank can capture, and ask whether all can by now. The steps go on eagerly until then.
@@ -44,26 +54,27 @@ class Peers:
         Raises:
             PeerError: if one cannot.
         """
-        if self._all_ready:
-            return True
-        if not self._told:
-            self._told = True
-            self._store.set(self._own, _READY)
-        if not self._has_waited:
-            self._has_waited = True
-            try:
-                self._store.wait(self._keys, _PATIENCE)
-            except RuntimeError:
-                # They have not come that far; what they wait for may be this very step.
-                return False
-        self.check()
-        self._all_ready = self._store.check(self._keys)
+        if not self._all_ready:
+            self.check()
+            self._all_ready = self._wait("ready", only_look=self._asked) is not None
+            self._asked = True
         return self._all_ready
+
+    def _wait(self, question: str, answer: bool = True, *, only_look: bool = False) -> list[bool] | None:
+        """Every rank's answer; None if they do not all come in time, since what they wait for may be this very step."""
+        keys = [f"{key}/{question}" for key in self._keys]
+        self._store.set(f"{self._own}/{question}", str(int(answer)))
+        end = monotonic() + (0 if only_look else _PATIENCE)
+        while not self._store.check(keys):
+            self.check()
+            if monotonic() >= end:
+                return None
+            sleep(_PAUSE)
+        return [self._store.get(key) == b"1" for key in keys]
 
     def refuse(self, error: RefusalError) -> None:
         """Tell the others why this rank cannot."""
         if not isinstance(error, PeerError):
-            self._told = True
             self._store.set(self._own, str(error))
 
     def check(self) -> None:
@@ -73,23 +84,17 @@ class Peers:
             PeerError: naming the rank, and why.
         """
         for rank, key in enumerate(self._keys):
-            if key == self._own or not self._store.check([key]):
-                continue
-            said = self._store.get(key).decode()
-            if said != _READY:
-                raise PeerError(
-                    f"rank {rank} cannot capture this step, so no rank does: {said} (one alone would gain nothing)"
-                )
+            if key != self._own and self._store.check([key]):
+                said = self._store.get(key).decode()
+                raise PeerError(f"rank {rank} cannot capture this step, so no rank does: {said}")
 
     def vote(self, question: str, answer: bool) -> list[bool] | None:
-        """Every rank's answer to ``question``, or None if not all of them ask it in time."""
-        keys = [f"{key}/{question}" for key in self._keys]
-        self._store.set(f"{self._own}/{question}", str(int(answer)))
-        try:
-            self._store.wait(keys, _PATIENCE)
-        except RuntimeError:
-            return None
-        return [self._store.get(key) == b"1" for key in keys]
+        """Every rank's answer to ``question``, or None if not all of them ask it in time.
+
+        Raises:
+            PeerError: if one of them refuses meanwhile.
+        """
+        return self._wait(question, answer)
 
 
 def find_peers() -> Peers | None:

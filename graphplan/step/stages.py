@@ -22,6 +22,7 @@ from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
+from graphplan.step.peers import Peers
 from graphplan.step.refusals import Refusals
 from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
@@ -31,8 +32,16 @@ class Stages:
     """Takes the steps on the way to a program, and counts them."""
 
     def __init__(
-        self, runner: Runner, managed: Managed, options: Options, *, buffers: Buffers, refusals: Refusals
+        self,
+        runner: Runner,
+        managed: Managed,
+        options: Options,
+        *,
+        buffers: Buffers,
+        refusals: Refusals,
+        peers: Peers | None,
     ) -> None:
+        self._peers = peers
         self._runner = runner
         self._managed = managed
         self._options = options
@@ -100,6 +109,8 @@ class Stages:
             result, _ = self._runner.run(lambda: self._managed.discover(body))
             try:
                 self._take(entry, line, feed, facts)
+                if self._peers is not None:
+                    self._peers.meet(f"trace {self._stats.traced}")
             except RefusalError as error:
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refusals.refuse(error)

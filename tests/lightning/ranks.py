@@ -1,0 +1,134 @@
+"""What each rank does in the tests of several processes: ``python -m torch.distributed.run -m tests.lightning.ranks``.
+
+Every row is fitted twice in one process group, without and with the callback; each rank compares what it ended with,
+and writes down what its callback did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from graphplan import GraphPlanCallback, RefusalError
+from tests.facts import assert_same, flatten
+from tests.lightning.parts import LitDigits, Observer, digits, ignore_lightning_warnings, with_step
+
+EPOCHS, BATCH = 4, 15
+"""Each rank has ten batches per epoch."""
+
+
+def ddp(**options: Any) -> DDPStrategy:
+    """DDP over gloo."""
+    return DDPStrategy(process_group_backend="gloo", **options)
+
+
+def trainer_of(callbacks: list[Callback], kind: type[L.Trainer] = L.Trainer, **options: Any) -> L.Trainer:
+    """A trainer on two processes."""
+    defaults: dict[str, Any] = {"strategy": ddp(), "max_epochs": EPOCHS, "logger": False}
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return kind(accelerator="cpu", devices=2, callbacks=callbacks, **{**defaults, **quiet, **options})
+
+
+def fit(make: Callable[[], L.LightningModule], callback: GraphPlanCallback | None, **options: Any) -> Any:
+    """One fit; returns all that a user could look at, and the trainer."""
+    torch.manual_seed(0)
+    module, observer = make(), Observer()
+    trainer = trainer_of([observer, *([callback] if callback else [])], **options)
+    train, validation = digits()
+    torch.manual_seed(1)
+    trainer.fit(module, DataLoader(train, BATCH, shuffle=True), DataLoader(validation, 10))
+    seen = {"batches": observer.batches, "epochs": observer.epochs, "metrics": dict(trainer.callback_metrics)}
+    return flatten(module=module, optimizers=trainer.optimizers, steps=trainer.global_step, **seen), trainer
+
+
+def compare(make: Callable[[], L.LightningModule] = LitDigits, **options: Any) -> dict[str, Any]:
+    """Fit twice and compare; the callback's counts and report."""
+    chosen = options.pop("callback", {})
+    callback = GraphPlanCallback(**{"backend": "tape", **chosen})
+    assert_same(fit(make, None, **options)[0], fit(make, callback, **options)[0])
+    stats = callback.stats
+    counts = {"replayed": stats.replayed, "captured": stats.captured, "verified": stats.verified}
+    return {**counts, "evaluated": callback.eval_stats.replayed, "report": callback.report()}
+
+
+def _reads_on_rank_1(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    if self.global_rank == 1:
+        self.seen = loss.item()
+    return loss
+
+
+def one_rank_cannot(**options: Any) -> dict[str, Any]:
+    """The step of rank 1 reads its loss on the host."""
+    try:
+        return compare(with_step(_reads_on_rank_1), **options)
+    except RefusalError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+class Told(L.Trainer):
+    """On rank 0 a SIGTERM comes in after the step's own look at it and before the next broadcast."""
+
+    @property
+    def received_sigterm(self) -> bool:
+        asks = sys._getframe(1).f_code.co_name
+        return asks in ("_send", "_broadcast_sigterm_tensor") and self.global_rank == 0 and self.global_step >= 5
+
+
+def sigterm() -> dict[str, Any]:
+    """Every rank ends before the same step."""
+    torch.manual_seed(0)
+    trainer = trainer_of([GraphPlanCallback(backend="tape")], Told)
+    try:
+        trainer.fit(LitDigits(), DataLoader(digits()[0], BATCH))
+    except SIGTERMException:
+        return {"ended": trainer.global_step}
+    return {"ended": None}
+
+
+ROWS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": compare,
+    "clipped": lambda: compare(gradient_clip_val=0.1),
+    "accumulated": lambda: compare(accumulate_grad_batches=2),
+    "evaluated": lambda: compare(callback={"eval": True}),
+    "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
+    "sigterm": sigterm,
+    # The last one: the ranks part in an error.
+    "one rank cannot, and that raises": one_rank_cannot,
+}
+
+
+def main() -> None:
+    """Run the rows that are asked for and write what came out of this rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("rows", nargs="+")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found = {}
+    with warnings.catch_warnings():
+        ignore_lightning_warnings()
+        for row in arguments.rows:
+            found[row] = ROWS[row]()
+    rank = os.environ["RANK"]
+    (arguments.folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

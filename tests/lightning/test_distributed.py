@@ -1,0 +1,84 @@
+"""Two processes over gloo: the fit with the callback is the fit without it on every rank, collectives included."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lightning.ranks import BATCH, EPOCHS, ROWS
+
+REPOSITORY = Path(__file__).parents[2]
+FULL = EPOCHS * 150 // BATCH - 6
+"""Replays on each rank without anything in between."""
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")
+
+
+def run_ranks(folder: Path, rows: list[str]) -> list[dict[str, Any]]:
+    """What the rows came to, by rank."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.lightning.ranks", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [*command, *rows], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """All rows in one process group."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), list(ROWS))
+
+
+@pytest.mark.parametrize("row", ["plain", "clipped", "evaluated"])
+def test_a_fit_is_the_same_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
+    """One program steps; what comes after a validation, where DDP sends no buffers, is one of its own."""
+    for found in ranks:
+        assert found[row]["replayed"] >= FULL - 4, found[row]["report"]
+        assert found[row]["verified"] >= 4, "checked in the same steps"
+        assert "differs" not in found[row]["report"]
+
+
+def test_accumulated_gradients_are_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    """A batch that is not stepped on communicates nothing."""
+    for found in ranks:
+        assert found["accumulated"]["captured"] == 2, found["accumulated"]["report"]
+        assert found["accumulated"]["replayed"] >= 20, found["accumulated"]["report"]
+
+
+def test_evaluation_is_replayed_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["evaluated"]["evaluated"] >= 2, found["evaluated"]["report"]
+
+
+def test_one_rank_that_cannot_keeps_all_eager(ranks: list[dict[str, Any]]) -> None:
+    """And says why, on each of them."""
+    for found in ranks:
+        assert found["one rank cannot"]["replayed"] == 0
+        assert found["one rank cannot"]["captured"] == 0
+        assert "self.seen = loss.item()" in found["one rank cannot"]["report"]
+    assert "rank 1 cannot capture this step, so no rank does" in ranks[0]["one rank cannot"]["report"]
+
+
+def test_one_rank_that_cannot_stops_all(ranks: list[dict[str, Any]]) -> None:
+    """Where a refusal raises, it does so on every rank, and nobody is left waiting."""
+    errors = [found["one rank cannot, and that raises"]["error"] for found in ranks]
+    assert errors[1].startswith("HostSyncError: ")
+    assert errors[0].startswith("PeerError: rank 1 cannot capture this step, so no rank does: ")
+    assert "self.seen = loss.item()" in errors[0]
+
+
+def test_a_sigterm_ends_every_rank_before_the_same_step(ranks: list[dict[str, Any]]) -> None:
+    """Rank 0 got it when five steps were done; the ranks read of it some steps later."""
+    ended = [found["sigterm"]["ended"] for found in ranks]
+    assert ended[0] == ended[1]
+    assert 5 < ended[0] <= 5 + 16
