@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.errors import CaptureError
-from graphplan.owners import storage_id
+from graphplan.owners import is_freed, storage_id
 from graphplan.tracer import Profile, find_source, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import tensors_in
 
@@ -274,6 +274,8 @@ class TapeBackend:
         mode = _TapeMode()
         with mode, Profile(lambda name: mode.fail(f"{name} reads values on the host")):
             result = body()
+        if any(map(is_freed, tensors_in([[kernel.args, kernel.outs] for kernel in mode.kernels]))):
+            mode.fail("memory that it uses is given back before it ends")
         if mode.failure is not None:
             raise CaptureError(
                 f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "

@@ -208,3 +208,41 @@ def test_a_copy_from_the_host_is_refused() -> None:
     make = partial(updating_rig, copied_away, attributes())
     text = rf"aten\._to_copy\S* copies host memory to meta at {line_of(copied_away)}.*Feed the tensor.*on the device"
     assert_refused(make, TemporaryCopyError, text)
+
+
+def gathering_rig(where: str) -> Rig:
+    """A step that gathers weights into memory which it gives back at its end, as FSDP does."""
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+    held = Box(item=torch.zeros(4))
+    held.item.untyped_storage().resize_(0)
+
+    def step_of(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        logits = model(x)
+        gathered = held.item if where == "outside" else torch.empty(4)
+        gathered.untyped_storage().resize_(16)
+        with torch.no_grad():
+            gathered.copy_(logits[0])
+        loss = F.cross_entropy(logits + gathered.clone(), y)
+        loss.backward()
+        optimizer.step()
+        gathered.untyped_storage().resize_(0)
+        return loss
+
+    return Rig(step_of, {"model": model, "optimizer": optimizer}, list(float_batches(12)))
+
+
+def test_memory_that_the_step_gives_back_is_refused() -> None:
+    """A replay would write where nothing is any more, and undoing the trace must not either."""
+    make = partial(gathering_rig, "outside")
+    text = r"the memory of a f32\[4\] tensor that reaches aten\.copy_.* in step_of.*is given back before the step ends"
+    assert_refused(make, UnownedTensorError, text, done=SECOND_TRACE)
+    assert_falls_back(make, SkipReason.UNOWNED_TENSOR, text)
+
+
+def test_memory_that_the_step_takes_and_gives_back_is_refused() -> None:
+    make = partial(gathering_rig, "inside")
+    text = "the tape cannot record the step: memory that it uses is given back before it ends"
+    assert_refused(make, CaptureError, text, done=PLANNED)
+    assert_falls_back(make, SkipReason.CAPTURE, text)

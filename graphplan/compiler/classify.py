@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from graphplan.errors import HostSyncError, UnownedTensorError
-from graphplan.owners import Slot, Walk, is_optimizer_state, storage_id
+from graphplan.owners import Slot, Walk, is_freed, is_optimizer_state, storage_id
 from graphplan.roles import External, Role, TensorSpec
 from graphplan.signature import Feed
 from graphplan.tracer import Trace, TracedExternal
@@ -102,6 +102,13 @@ def _is_optimizer_path(path: str) -> bool:
 
 def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
     spec = TensorSpec.of(traced.tensor)
+    if is_freed(traced.tensor):
+        raise UnownedTensorError(
+            f"the memory of a {spec} tensor that reaches {traced.operator} at {traced.source} is given back before the "
+            "step ends (storage.resize_(0), as FSDP does with gathered parameters); a replay would use it all the "
+            "same. Keep it allocated, or pass on_failure='eager'",
+            component=traced.source.component,
+        )
     if traced.mutated and not (unchanged and traced.is_buffer_of_collective):
         raise UnownedTensorError(
             f"a {spec} tensor that nobody owns is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "

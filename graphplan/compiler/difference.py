@@ -71,10 +71,16 @@ def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoRetur
 
 
 def _kept(first: Trace, second: Trace) -> set[int]:
-    """Externals, by number, that are one memory in both traces and not fed: views of it must be the same, too."""
-    fed = {*first.leaf_storages.values(), *second.leaf_storages.values()}
+    """Externals, by number, that are one memory in both traces: views of it must be the same, too.
+
+    Not those that are fed, or that a rebound slot held: what is there is copied to one place in any case.
+    """
+    brought = {*first.leaf_storages.values(), *second.leaf_storages.values()}
+    for storage, slots in second.entry_slots.items():
+        if any(slot.path in second.changes.rebindings for slot in slots):
+            brought.add(storage)
     pairs = enumerate(zip(first.externals, second.externals, strict=False))
-    return {number for number, (old, new) in pairs if old == new and new not in fed}
+    return {number for number, (old, new) in pairs if old == new and new not in brought}
 
 
 def _offsets(operator: Operator, kept: set[int]) -> list[int]:

@@ -12,6 +12,7 @@ from graphplan.owners.records import Scalar as Scalar
 from graphplan.owners.records import Slot as Slot
 from graphplan.owners.records import Via as Via
 from graphplan.owners.records import Walk as Walk
+from graphplan.owners.records import is_freed as is_freed
 from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id
 from graphplan.owners.records import tensor_leaves as tensor_leaves

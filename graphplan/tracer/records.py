@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import RefusalError
-from graphplan.owners import Slot
+from graphplan.owners import Slot, is_freed
 from graphplan.tracer.changes import Changes
 from graphplan.tracer.collectives import is_collective
 from graphplan.tracer.profile import Reads
@@ -85,7 +85,8 @@ class Trace:
         """
         with torch.no_grad():
             for tensor, value in self.unowned_writes:
-                tensor.detach().copy_(value)
+                if not is_freed(tensor):
+                    tensor.detach().copy_(value)
         for generator, state in self.unowned_draws:
             generator.set_state(state)
 

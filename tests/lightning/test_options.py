@@ -135,7 +135,6 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay(tmp_path: Path) 
     with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
         fit(partial(sharpened, 4, 1), tmp_path / "raised", callback, **MANY)
     assert callback.stats.replayed == 0
-    trainer, module = run_until(
-        RecaptureError, partial(sharpened, 4, 1), tmp_path / "ended", tape(max_recaptures=1, warmup_steps=1)
-    )
+    text, options = "fewer than 16 replays each", {"max_recaptures": 1, "warmup_steps": 1}
+    trainer, module = run_until(RecaptureError, text, partial(sharpened, 4, 1), tmp_path / "ended", tape(**options))
     assert_nothing_installed(trainer, module)
