@@ -123,7 +123,7 @@ class Fit:
     @property
     def rows(self) -> str:
         """The logger's CSV file."""
-        path = Path(self.trainer.logger.log_dir) / "metrics.csv"
+        path = Path(self.trainer.logger.log_dir or self.folder) / "metrics.csv"
         return path.read_text() if path.exists() else ""
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,7 +150,8 @@ class Side:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield
-        self.said |= {str(warning.message).replace(str(self.folder), "") for warning in caught}
+        said = (str(warning.message).replace(str(self.folder), "") for warning in caught)
+        self.said |= {re.sub("0x[0-9a-f]+", "", text) for text in said}
 
     def count(self, fit: Fit) -> None:
         """Add up a fit's steps."""
@@ -204,7 +206,8 @@ def check(row: Row, folder: Path) -> Outcome:
     fit = row.run(graphed)
     assert_same(expected, graphed.facts(fit))
     report = fit.callback.report() if fit.callback is not None else ""
-    assert (graphed.replayed, graphed.evaluated) == (row.replayed, row.evaluated), report
+    found, wanted = (graphed.replayed, graphed.evaluated), (row.replayed, row.evaluated)
+    assert found == wanted, f"replayed {found}, expected {wanted}\n{report}"
     assert graphed.steps == plain.steps
     assert graphed.said <= plain.said, graphed.said - plain.said
     assert row.shows(fit), report

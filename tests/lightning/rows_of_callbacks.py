@@ -158,7 +158,7 @@ STOCK = {
         partial(EarlyStopping, "val_loss", patience=0, min_delta=0.2), 8, trainer={"max_epochs": 20},
         shows=lambda fit: len(fit.observer.batches) < 120,
     ),
-    "Timer": added(partial(Timer, timedelta(hours=1), interval="step")),
+    "Timer": added(partial(Timer, timedelta(hours=1), interval="step"), leaves_out=("time_elapsed",)),
     "DeviceStatsMonitor": added(
         partial(DeviceStatsMonitor, cpu_stats=True), leaves_out=("DeviceStatsMonitor",), needs=("psutil",),
         shows=lambda fit: "DeviceStatsMonitor" in fit.rows,
@@ -172,7 +172,7 @@ STOCK = {
     "ModelSummary": added(partial(ModelSummary, max_depth=2), trainer={"enable_model_summary": True}),
     "RichModelSummary": added(RichModelSummary, trainer={"enable_model_summary": True}),
     "GradientAccumulationScheduler": added(
-        partial(GradientAccumulationScheduler, {0: 1, 2: 2, 4: 3}), 20, trainer={"max_epochs": 6},
+        partial(GradientAccumulationScheduler, {0: 1, 2: 2, 4: 3}), 11, trainer={"max_epochs": 6},
         shows=lambda fit: fit.trainer.global_step == 2 * (6 + 3 + 2),
     ),
     "SpikeDetection": added(partial(SpikeDetection, atol=100.0)),
@@ -182,17 +182,17 @@ STOCK = {
     "LambdaCallback in the step": added(partial(LambdaCallback, on_before_optimizer_step=log_norm)),
     "OnExceptionCheckpoint": added(partial(OnExceptionCheckpoint, "unused")),
     "BatchSizeFinder": Row(
-        Sized, callbacks=lambda: [BatchSizeFinder("power", steps_per_trial=1, init_val=6, max_trials=2)],
-        run=with_its_own_loaders, shows=lambda fit: fit.module.batch_size == 24,
+        Sized, trainer={"limit_train_batches": 6}, callbacks=lambda: [BatchSizeFinder("power", steps_per_trial=1, init_val=6, max_trials=2)],
+        run=with_its_own_loaders, shows=lambda fit: fit.module.batch_size == 12,
     ),
     "LearningRateFinder": added(partial(LearningRateFinder, num_training_steps=8), make=Tuned),
-    "BackboneFinetuning": added(partial(BackboneFinetuning, 1, lambda epoch: 1.5), FULL - 5, make=Tuned),
+    "BackboneFinetuning": added(partial(BackboneFinetuning, 1, lambda epoch: 1.5), FULL - 4, make=Tuned),
     "EMAWeightAveraging": added(partial(EMAWeightAveraging, decay=0.9), seen=_averaged),
     "WeightAveraging": added(WeightAveraging, seen=_averaged),
     "StochasticWeightAveraging": added(
         partial(StochasticWeightAveraging, 1e-2, swa_epoch_start=1), 20, trainer={"max_epochs": 4}
     ),
-    "ModelPruning": added(partial(ModelPruning, "l1_unstructured", amount=0.2, make_pruning_permanent=False)),
+    "ModelPruning": added(partial(ModelPruning, "l1_unstructured", amount=0.2, make_pruning_permanent=False), FULL - 4),
 }  # fmt: skip
 CALLBACKS: dict[str, Row] = {
     **STOCK,

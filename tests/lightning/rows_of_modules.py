@@ -162,10 +162,10 @@ STEPS = {
     "takes anything": Row(with_step(with_varargs)),
     "takes a batch by another name": Row(with_step(with_other_name)),
     "returns a dict": Row(with_step(returns_dict)),
-    "eval=True": Row(trainer={"max_epochs": 4}, options={"eval": True}, replayed=FULL + PER_EPOCH, evaluated=5),
+    "eval=True": Row(trainer={"max_epochs": 4}, options={"eval": True}, replayed=FULL + PER_EPOCH, evaluated=4),
     # Each epoch starts from no hidden state, and so with a recapture.
     "a hidden state": Row(Recurrent, replayed=6),
-    "a loss weight that a hook raises": Row(Weighted, replayed=FULL - 5),
+    "a loss weight that a hook raises": Row(Weighted, replayed=FULL - 4),
     "odd results": Row(with_step(odd_results)),
     "no loss at all": Row(with_step(returns_nothing)),
     "every third batch eagerly": Row(options={"eager_if": 3}, replayed=8),

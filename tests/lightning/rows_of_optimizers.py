@@ -24,7 +24,7 @@ from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, per_step
 from tests.lightning.rows import FULL, Row, scheduled, variant
 from tests.test_gradient_scaler import prepared
 
-ON_THE_HOST = FULL - 3
+ON_THE_HOST = FULL - 4
 """Replays where the optimizer turns out to stay on the host with the second trace: tracing begins anew."""
 
 
@@ -89,6 +89,14 @@ def clip_by_hand(self: Any, optimizer: Any, gradient_clip_val: Any = None, gradi
 def scaled_backward(self: Any, loss: Tensor, *args: Any, **kwargs: Any) -> None:
     loss.backward(retain_graph=True)
     (loss * 0.5).backward()
+
+
+def scaled_by_rate(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    return self.loss_of(batch) * (1 + 100 * self.optimizers().param_groups[0]["lr"])
+
+
+def just_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    optimizer.step(closure=optimizer_closure)
 
 
 def step_twice(self: Any, scheduler: Any, metric: Any) -> None:
@@ -158,7 +166,7 @@ OPTIMIZERS: dict[str, Row] = {
     "a third-party optimizer": on_the_host(Lion, "Lion"),
     # Each evaluation of its closure is a replay.
     "LBFGS": on_the_host(partial(LBFGS, lr=0.1, max_iter=2), "LBFGS", replayed=32),
-    "two groups with their own schedules": Row(Grouped),
+    "two groups with their own schedules": Row(Grouped, replayed=12),
     "one cycle with betas": Row(
         _CYCLED, replayed=ON_THE_HOST, shows=lambda fit: "betas" in fit.callback.report()
     ),
@@ -171,6 +179,10 @@ OPTIMIZERS: dict[str, Row] = {
     "optimizer_step that calls the closure itself and logs": Row(variant(optimizer_step=closure_first)),
     "clipping that follows the epoch": Row(variant(configure_gradient_clipping=clip_by_epoch), replayed=6),
     "clipping by hand": Row(variant(configure_gradient_clipping=clip_by_hand)),
+    "optimizer_step, and a loss that reads the lr": Row(
+        partial(variant(training_step=scaled_by_rate, optimizer_step=just_step), schedule=SCHEDULES["per epoch"]),
+        replayed=6, options={"verify": "off"},
+    ),
     "backward twice": Row(variant(backward=scaled_backward)),
     "zero_grad": Row(variant(optimizer_zero_grad=lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad())),
     "lr_scheduler_step": Row(
