@@ -165,7 +165,7 @@ STOCK = {
     ),
     "ThroughputMonitor": added(
         partial(ThroughputMonitor, lambda batch: len(batch[0]), window_size=4),
-        leaves_out=("_per_sec", "time", "device|"), shows=lambda fit: "train|" in fit.rows,
+        leaves_out=("_per_sec", "time", "device/"), shows=lambda fit: "train/samples" in fit.rows,
     ),
     "RichProgressBar": added(RichProgressBar, trainer={"enable_progress_bar": True}),
     "TQDMProgressBar": added(TQDMProgressBar, trainer={"enable_progress_bar": True}),

@@ -18,6 +18,11 @@ from tests.lightning.rows import BATCH, FULL, PER_EPOCH, GradientsAndBatches, Ro
 # Hooks that Lightning lets a module override.
 
 
+def halve_gradients(self: Any) -> None:
+    for parameter in self.parameters():
+        parameter.grad.mul_(0.5)
+
+
 def count_and_append(self: Any) -> None:
     self.calls += 1
     self.latest = self.net[0].weight.grad.abs().mean().detach()
@@ -28,6 +33,7 @@ def skip_rest(self: Any, batch: Any, batch_idx: int) -> int | None:
 
 
 HOOKS = {
+    "gradients halved after backward": Row(variant(on_after_backward=halve_gradients)),
     "a counter and a tensor after backward": Row(variant(on_after_backward=count_and_append, calls=0)),
     "skipping the rest of an epoch": Row(variant(on_train_batch_start=skip_rest), replayed=12),
     "noise after the transfer": Row(

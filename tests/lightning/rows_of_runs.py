@@ -8,7 +8,6 @@ from typing import Any
 import lightning as L
 import yaml
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 
 from tests.lightning.parts import Fit, LitDigits
 from tests.lightning.rows import FULL, PER_EPOCH, Row, Side, Watcher

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins import DoublePrecision, MixedPrecision, Precision
 from torch import Tensor
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, RMSprop
 
 from tests.lightning.parts import FUSED_ADAMW, LitDigits
 from tests.lightning.rows import FULL, Row
-from tests.lightning.rows_of_optimizers import ON_THE_HOST
 from tests.test_gradient_scaler import prepared
 
 # Precision.
@@ -39,11 +38,11 @@ class Scaled(LitDigits):
         self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
 
 
-def _scaler(**trainer: Any) -> Callable[[], dict[str, Any]]:
+def _scaler(scale: float = 2.0**14, **trainer: Any) -> Callable[[], dict[str, Any]]:
     """A scale that doubles after every two steps, until gradients overflow."""
 
     def given() -> dict[str, Any]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
         return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], **trainer}
 
     return given
@@ -111,6 +110,16 @@ for _clip, _options in CLIPPING.items():
 PRECISION |= {
     "16-mixed, accumulated": scaled(
         ADAMW, prepared(ADAMW), replayed=15, trainer=_scaler(accumulate_grad_batches=2, max_epochs=4)
+    ),
+    "16-mixed, a scale that starts too high": scaled(
+        ADAMW,
+        prepared(ADAMW),
+        trainer=_scaler(2.0**22, max_epochs=4),
+        replayed=0,
+        shows=lambda fit: "the gradient scaler skipped the step" in fit.callback.report(),
+    ),
+    "16-mixed, RMSprop": scaled(
+        partial(RMSprop, lr=1e-3), replayed=FULL - 1, shows=lambda fit: "to step RMSprop" in fit.callback.report()
     ),
     "16-mixed, skipped on the host": scaled(
         ADAMW, replayed=FULL - 1, options={"prepare_optimizers": False}, trainer=_scaler(gradient_clip_val=0.5)
