@@ -1,8 +1,8 @@
 """Steps that run code which ``torch.compile`` compiled.
 
-Under a dispatch mode such code runs uncompiled: with other roundings, and from some compilers other random numbers. So a
-trace of it is a rehearsal, which is undone before the step is taken as it is. A CUDA graph records the compiled kernels;
-the tape can only record the uncompiled operators, which is right where both come to the same bits.
+Under a dispatch mode such code runs uncompiled: with other roundings, and from some compilers other random numbers. So
+a trace of it is a rehearsal, which is undone before the step is taken as it is. A CUDA graph records the compiled
+kernels; the tape can only record the uncompiled operators, which is right where both come to the same bits.
 """
 
 from __future__ import annotations

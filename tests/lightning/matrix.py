@@ -1,6 +1,6 @@
 """The features of a Lightning fit as data: one row each, run without the callback and with it, and compared.
 
-``python -m tests.lightning.matrix [PART OF A NAME]`` prints a table of the rows; ``test_matrix.py`` runs each as a test.
+``python -m tests.lightning.matrix [PART OF A NAME]`` prints a table; ``test_matrix.py`` runs each row as a test.
 """
 
 from __future__ import annotations

@@ -182,7 +182,8 @@ STOCK = {
     "LambdaCallback in the step": added(partial(LambdaCallback, on_before_optimizer_step=log_norm)),
     "OnExceptionCheckpoint": added(partial(OnExceptionCheckpoint, "unused")),
     "BatchSizeFinder": Row(
-        Sized, trainer={"limit_train_batches": 6}, callbacks=lambda: [BatchSizeFinder("power", steps_per_trial=1, init_val=6, max_trials=2)],
+        Sized, trainer={"limit_train_batches": 6},
+        callbacks=lambda: [BatchSizeFinder("power", steps_per_trial=1, init_val=6, max_trials=2)],
         run=with_its_own_loaders, shows=lambda fit: fit.module.batch_size == 12,
     ),
     "LearningRateFinder": added(partial(LearningRateFinder, num_training_steps=8), make=Tuned),
