@@ -190,7 +190,7 @@ class Silent(LitDigits):
 def compiled_as_a_whole() -> Any:
     """A compiled LightningModule, as Lightning takes it."""
     torch._dynamo.reset()
-    return torch.compile(Silent(), backend="aot_eager")
+    return torch.compile(Silent(), backend="eager")
 
 
 class Checkpointed(LitDigits):

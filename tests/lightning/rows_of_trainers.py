@@ -115,7 +115,7 @@ PRECISION |= {
         ADAMW,
         prepared(ADAMW),
         trainer=_scaler(2.0**22, max_epochs=4),
-        replayed=0,
+        replayed=14,
         shows=lambda fit: "the gradient scaler skipped the step" in fit.callback.report(),
     ),
     "16-mixed, RMSprop": scaled(
@@ -162,7 +162,7 @@ TRAINERS: dict[str, Row] = {
     "inference_mode=False": _short({"inference_mode": False}, FULL),
     "simple profiler": _short({"profiler": "simple"}, FULL),
     "advanced profiler": _short({"profiler": "advanced"}, FULL),
-    "pytorch profiler": _short({"profiler": "pytorch"}, FULL),
+    "pytorch profiler": _short({"profiler": "pytorch", "max_epochs": 1}, 2),
     "new loaders for each epoch": _short({"reload_dataloaders_every_n_epochs": 1}, FULL),
     "progress bar": _short({"enable_progress_bar": True}, FULL),
     "model summary": _short({"enable_model_summary": True}, FULL),
