@@ -18,7 +18,10 @@ REPOSITORY = Path(__file__).parents[2]
 FULL = EPOCHS * 150 // BATCH - 6
 """Replays on each rank without anything in between."""
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo"),
+    pytest.mark.xdist_group("ranks"),  # They share a fixture that takes long.
+]
 
 
 def run_ranks(folder: Path, rows: list[str], **environment_of_ranks: str) -> list[dict[str, Any]]:
