@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.lr_scheduler import ConstantLR
 
 from graphplan import (
@@ -57,7 +59,7 @@ class Mine(Exception):
 @pytest.mark.parametrize("error", [Mine, SystemExit])
 @pytest.mark.parametrize("batch", [0, 3, 4, 5])
 def test_an_exception_in_the_step(error: type[BaseException], batch: int, tmp_path: Path) -> None:
-    """In warm-up, traces and capture: it comes out, nothing stays installed, and the state is the eager one."""
+    """In warm-up, traces and capture: it comes out, nothing stays installed, state and progress are the eager ones."""
 
     def step(self: Any, data: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step == batch:
@@ -68,7 +70,9 @@ def test_an_exception_in_the_step(error: type[BaseException], batch: int, tmp_pa
     for name, callback in (("eager", None), ("graphed", tape(allow=("trainer.*",)))):
         trainer, module = run_until(error, "from the step", with_step(step), tmp_path / name, callback)
         assert_nothing_installed(trainer, module)
-        states.append(flatten(module=module, optimizers=trainer.optimizers, rng=torch.get_rng_state()))
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict()
+        rng = torch.get_rng_state()
+        states.append(flatten(module=module, optimizers=trainer.optimizers, rng=rng, progress=progress))
     assert_same(*states)
 
 
@@ -161,16 +165,32 @@ def test_a_module_without_optimizers(tmp_path: Path) -> None:
         fit(make, tmp_path, tape())
 
 
-def test_a_strategy_for_several_devices(tmp_path: Path) -> None:
-    """Refused by its name, on one device too: its gradients come from other processes."""
+STRATEGIES: dict[str, tuple[dict[str, Any], str]] = {
+    "looks for unused parameters": (
+        {"find_unused_parameters": True},
+        "has find_unused_parameters=True, which looks at",
+    ),
+    "communication hook": ({"ddp_comm_hook": allreduce_hook}, "has a communication hook, which is Python code"),
+}
+
+
+@pytest.mark.parametrize(("options", "text"), STRATEGIES.values(), ids=list(STRATEGIES))
+def test_a_strategy_that_cannot_be_captured(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Refused by its name, in training and in evaluation."""
     before = dict(os.environ)
+    train, validate = loaders()
     try:
-        with pytest.raises(
-            NotCapturedError, match=r"the strategy is DDPStrategy; only single-device .*: use devices=1"
-        ):
-            fit(LitDigits, tmp_path, tape(), strategy="ddp", devices=1, num_sanity_val_steps=0)
+        for eval_only in (False, True):
+            strategy = DDPStrategy(process_group_backend="gloo", **options)
+            trainer = trainer_of(tmp_path, [tape(eval=True)], strategy=strategy, devices=1, num_sanity_val_steps=0)
+            with warnings.catch_warnings(), pytest.raises(NotCapturedError, match=f"the DDPStrategy {text}"):
+                ignore_lightning_warnings()
+                if eval_only:
+                    trainer.validate(LitDigits(), validate)
+                else:
+                    trainer.fit(LitDigits(), train, validate)
+            torch.distributed.destroy_process_group()
     finally:
-        torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
 
