@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CellType
 from typing import Any
 
 import torch
@@ -25,10 +26,16 @@ _HOOKED = "Using `torch.compile.module.` when there are global hooks on modules"
 """There are, to discover what a traced step uses, and nothing is compiled meanwhile."""
 
 
-def runs_compiled(walk: Walk) -> bool:
-    """Whether the owners hold a compiled module or function."""
-    return any(map(_is_compiled_module, walk.modules)) or any(
-        _is_compiled_function(scalar.get()) for scalar in walk.scalars.values()
+def runs_compiled(walk: Walk, fn: Callable[..., Any]) -> bool:
+    """Whether the owners hold a compiled module or function, or ``fn`` itself names one: its names are walked only
+    after the first step.
+    """
+    code = getattr(fn, "__code__", None)
+    named = [getattr(fn, "__globals__", {}).get(name) for name in code.co_names] if code is not None else []
+    named += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != CellType()]
+    values = [*walk.modules, *(scalar.get() for scalar in walk.scalars.values()), *named]
+    return any(
+        _is_compiled_module(value) if isinstance(value, nn.Module) else _is_compiled_function(value) for value in values
     )
 
 
@@ -43,11 +50,8 @@ def _is_compiled_function(value: Any) -> bool:
 
 
 @contextmanager
-def uncompiled(walk: Walk) -> Iterator[None]:
+def uncompiled() -> Iterator[None]:
     """Run compiled code as it was written: a compiler would look into the code that observes it."""
-    if not runs_compiled(walk):
-        yield
-        return
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", message=_HOOKED)
         yield

@@ -60,6 +60,11 @@ class Managed:
         """Walk the owners."""
         return walk_owners(self.owners)
 
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether the step runs code that ``torch.compile`` compiled."""
+        return runs_compiled(self.walk(), self._fn)
+
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
         if id(optimizer) in self._managed:
@@ -90,7 +95,7 @@ class Managed:
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
         """
-        if runs_compiled(self.walk()):
+        if self.runs_compiled:
             return call()
         profile = Profile()
         with profile:

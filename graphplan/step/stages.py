@@ -18,7 +18,7 @@ from graphplan.errors import RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import capture_program
 from graphplan.signature import Feed
-from graphplan.step.compiled import Rehearsal, runs_compiled, uncompiled
+from graphplan.step.compiled import Rehearsal, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
@@ -109,7 +109,7 @@ class Stages:
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
         body = lambda: trace(fn, feed, owners=owners, device=device, record=facts)  # noqa: E731
         with self._stats.timed("trace"):
-            with uncompiled(self._managed.walk()):
+            with uncompiled() if self._managed.runs_compiled else nullcontext():
                 result, _ = self._runner.run(lambda: self._managed.discover(body))
             rehearsal = self._undo_rehearsal(result, facts, snapshot)
             if rehearsal is not None:
@@ -132,7 +132,7 @@ class Stages:
 
     def _undo_rehearsal(self, result: Any, facts: Trace, snapshot: Snapshot) -> Rehearsal | None:
         """Put everything back after a trace of compiled code, which ran uncompiled; None if there is no such code."""
-        if not runs_compiled(self._managed.walk()):
+        if not self._managed.runs_compiled:
             return None
         rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
         facts.undo_unowned_writes()
@@ -181,7 +181,7 @@ class Stages:
                 backend.generators = list(plan.generators)
                 backend.constants = list(plan.device_constants)
                 backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
-            recorded = uncompiled(self._managed.walk()) if backend.executes else nullcontext()
+            recorded = uncompiled() if backend.executes and self._managed.runs_compiled else nullcontext()
             with self._managed.rates, recorded:
                 program = capture_program(
                     plan, feed, policy=self._options.roles, backend=backend, buffers=self._buffers

@@ -22,8 +22,8 @@ from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.failing import Failing, fit_with
 from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit, trainer_of
+from tests.lightning.rows_of_parts import Gan, Manual
 from tests.lightning.test_evaluation import Evaluated, Outputs, loader, quiet
-from tests.lightning.test_manual import Gan, Manual
 from tests.twins import BEFORE_REPLAY
 
 EPOCHS, REPLAYED = 2, 18 - 6
