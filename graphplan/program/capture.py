@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphplan.backend import Backend
 from graphplan.buffers import Buffers, distinct
-from graphplan.owners import Walk, storage_id, walk_owners
+from graphplan.owners import Sharding, Walk, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.bindings import Bindings
@@ -29,11 +29,13 @@ class _Body:
         self._inputs = {storage_id(leaf) for leaf in static_leaves if isinstance(leaf, Tensor)}
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings
+        self._sharding = Sharding(before.modules)
         self.after: Walk | None = None
         self.outputs: Outputs | None = None
 
     def __call__(self) -> None:
         result = self._plan.function()(*self._args, **self._kwargs)
+        self._sharding.settle()
         self.after = walk_owners(self._plan.owners())
         with torch.no_grad():
             self.outputs = Outputs(self._plan, result, clone_from=lambda t: storage_id(t) in self._bindings.targets)

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
-from graphplan.owners import default_generators, storage_id
-from graphplan.tracer.collectives import is_collective, name_object, written_argument
+from graphplan.owners import default_generators, is_wrapped, storage_id
+from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix
 
@@ -88,6 +88,8 @@ class TraceMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
         kwargs = kwargs or {}
         name = str(func)
         if name.startswith(_IGNORED):
@@ -107,7 +109,7 @@ class TraceMode(TorchDispatchMode):
         if random:
             self._check_seek(source)
             self._note_generator(kwargs.get("generator"))
-        out = func(*args, **kwargs)
+        out = finish(name, func(*args, **kwargs))
         if random:
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
         self._check_sync(func, name, args, kwargs, out, source)
@@ -131,6 +133,8 @@ class TraceMode(TorchDispatchMode):
                 component=source.component,
             )
             return ("sparse", 0)
+        if storage in self._trace.gathered:
+            self._birth(tensor)
         if storage in self._internal:
             return ("internal", self._internal[storage])
         if storage not in self._external:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.errors import HostSyncError
-from graphplan.owners import host_generators, storage_id
+from graphplan.errors import HostEffectError, HostSyncError
+from graphplan.owners import Sharding, host_generators, storage_id
 from graphplan.signature import Feed
 from graphplan.tracer.changes import Recorder
 from graphplan.tracer.mode import TraceMode
@@ -45,6 +45,8 @@ def trace(
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
+    sharding = Sharding(recorder.walk.modules)
+    record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
     mode = TraceMode(record)
 
     def on_read(name: str) -> None:
@@ -59,6 +61,14 @@ def trace(
     drawn = host_generators()
     with mode, profile:
         result = fn(*args, **kwargs)
+        sharding.settle()
+    if sharding.holds_gradients():
+        mode.refuse(
+            HostEffectError,
+            "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), or "
+            "set_requires_all_reduce(False)), where a replay can neither leave nor find them. Reduce them in each "
+            "step, or run such steps outside",
+        )
     mode.finish()
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
@@ -67,7 +77,7 @@ def trace(
     record.changes = changes
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
-    paths = {id(tensor): path for path, slot in after.slots.items() for tensor in slot.tensors()}
+    paths = {id(tensor): path for path, slot in after.slots.items() for tensor in (*slot.tensors(), slot.get())}
     leaves, record.output_structure = pytree.tree_flatten(result)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]
