@@ -19,9 +19,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from graphplan import GraphPlanCallback, RefusalError
@@ -37,9 +38,19 @@ def ddp(**options: Any) -> DDPStrategy:
     return DDPStrategy(process_group_backend="gloo", **options)
 
 
-def trainer_of(callbacks: list[Callback], kind: type[L.Trainer] = L.Trainer, **options: Any) -> L.Trainer:
+def fsdp() -> ModelParallelStrategy:
+    """What FSDP2 takes, over gloo."""
+    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+
+
+def trainer_of(
+    callbacks: list[Callback],
+    kind: type[L.Trainer] = L.Trainer,
+    strategy: Callable[[], Strategy] = ddp,
+    **options: Any,
+) -> L.Trainer:
     """A trainer on two processes."""
-    defaults: dict[str, Any] = {"strategy": ddp(), "max_epochs": EPOCHS, "logger": False}
+    defaults: dict[str, Any] = {"strategy": strategy(), "max_epochs": EPOCHS, "logger": False}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return kind(accelerator="cpu", devices=2, callbacks=callbacks, **{**defaults, **quiet, **options})
 
@@ -64,6 +75,33 @@ def compare(make: Callable[[], L.LightningModule] = LitDigits, **options: Any) -
     stats = callback.stats
     counts = {"replayed": stats.replayed, "captured": stats.captured, "verified": stats.verified}
     return {**counts, "evaluated": callback.eval_stats.replayed, "report": callback.report()}
+
+
+class Sharded(LitDigits):
+    """FSDP2 for each linear layer, and for what is left."""
+
+    options: dict[str, Any] = {}
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, **self.options)
+        fully_shard(self, mesh=mesh, **self.options)
+
+
+class MixedSharded(Sharded):
+    """Gathered in bfloat16, reduced in float32, and gathered once for forward and backward."""
+
+    options = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "reshard_after_forward": False,
+    }
+
+
+def sharded(kind: type[Sharded] = Sharded, **options: Any) -> dict[str, Any]:
+    """:func:`compare` under FSDP2 over gloo."""
+    return compare(kind, strategy=fsdp, **options)
 
 
 def _reads_on_rank_1(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -106,6 +144,11 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "clipped": lambda: compare(gradient_clip_val=0.1),
     "accumulated": lambda: compare(accumulate_grad_batches=2),
     "evaluated": lambda: compare(callback={"eval": True}),
+    "fsdp": sharded,
+    "fsdp clipped": lambda: sharded(gradient_clip_val=0.1),
+    "fsdp accumulated": lambda: sharded(accumulate_grad_batches=2),
+    "fsdp evaluated": lambda: sharded(callback={"eval": True}),
+    "fsdp mixed": lambda: sharded(MixedSharded),
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
     "sigterm": sigterm,
     # The last one: the ranks part in an error.
