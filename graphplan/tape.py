@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.errors import CaptureError
-from graphplan.owners import is_freed, is_wrapped, storage_id
+from graphplan.owners import is_freed, is_imagined, is_wrapped, storage_id
 from graphplan.tracer import Profile, find_source, finish, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import tensors_in
 
@@ -98,7 +98,7 @@ class _TapeMode(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         name = str(func)
-        if name.startswith(_IGNORED):
+        if name.startswith(_IGNORED) or is_imagined():
             return func(*args, **kwargs)
         if name in _LIFTS:
             self._record_constant(args[0])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import OptimizerError
+from graphplan.owners import is_sharded
 
 _REFUSED = {
     "LBFGS": "it evaluates its closure a data-dependent number of times; use Adam or SGD, or step it eagerly",
@@ -24,6 +25,8 @@ _REFUSED = {
 }
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED_ON_CUDA = (torch.optim.SGD,)
+_FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
+"""Fused kernels that take DTensors."""
 _FUSED_IF_SCALED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _WARNED = "_warned_capturable_if_run_uncaptured"
 
@@ -55,6 +58,8 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
     device = device_of(group).type
     on_cuda = _FUSED_IF_SCALED if scaled else _FUSED_ON_CUDA
     fusable = _FUSED_ON_CPU if device == "cpu" else on_cuda if device == "cuda" else ()
+    if any(map(is_sharded, group["params"])):
+        fusable = tuple(kind for kind in fusable if kind in _FUSED_IF_SHARDED)
     flags: dict[str, Any] = {}
     if device == "cuda" and "capturable" in group:
         flags["capturable"] = True

@@ -17,6 +17,7 @@ from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id
 from graphplan.owners.records import tensor_leaves as tensor_leaves
 from graphplan.owners.sharding import Sharding as Sharding
+from graphplan.owners.sharding import is_imagined as is_imagined
 from graphplan.owners.sharding import is_sharded as is_sharded
 from graphplan.owners.sharding import is_wrapped as is_wrapped
 from graphplan.owners.sharding import local as local

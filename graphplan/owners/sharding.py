@@ -12,6 +12,7 @@ from enum import Enum
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None), Enum)
@@ -44,6 +45,11 @@ def is_wrapped(types: Iterable[type]) -> bool:
         _kind("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
     )
     return any(issubclass(kind, wrappers) for kind in types)
+
+
+def is_imagined() -> bool:
+    """Whether operators compute nothing at the moment: DTensors learn so what the shape of a result will be."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 class Sharding:

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.errors import CaptureError
-from graphplan.owners import Walk, is_wrapped, local, storage_id
+from graphplan.owners import Walk, is_imagined, is_wrapped, local, storage_id
 from graphplan.tracer.mode import tensors_in
 
 _FILLS = ("zeros", "ones", "full", "lift_fresh", "lift", "scalar_tensor", "zero_", "fill_", "new_zeros", "new_full")
@@ -37,7 +37,7 @@ class Births(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket._qualified_op_name.split("::")[-1]
-        if name in _FILLS or name in _FILLS_LIKE:
+        if (name in _FILLS or name in _FILLS_LIKE) and not is_imagined():
             for tensor in tensors_in(out):
                 storage = storage_id(tensor)
                 if storage is not None and storage not in self._values:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
-from graphplan.owners import default_generators, is_wrapped, storage_id
+from graphplan.owners import default_generators, is_imagined, is_wrapped, storage_id
 from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix
@@ -92,7 +92,7 @@ class TraceMode(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         name = str(func)
-        if name.startswith(_IGNORED):
+        if name.startswith(_IGNORED) or is_imagined():
             return func(*args, **kwargs)
         source = find_source()
         constant = self._lift(args) if name in _LIFT else None
