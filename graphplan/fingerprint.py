@@ -96,7 +96,7 @@ class Fingerprint:
             self._filled(),
             self._own_forwards(),
             *self._hooked(),
-            self._sharding.values(),
+            *self._sharding.values(),
             self._parameter_flags(),
         )
 
@@ -144,7 +144,7 @@ class Fingerprint:
             "parameters with hooks",
             "parameters with hooks after accumulation",
             "hooks where there were none",
-            "settings or notes of fully_shard",
+            *self._sharding.labels(),
             *(f"{path}.requires_grad" for path in self._paths),
             *(f"strides of {path}" for path in self._paths),
         ]

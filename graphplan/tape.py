@@ -2,13 +2,14 @@
 
 It obeys the rules of a CUDA graph on a machine without one: fixed addresses, no Python, no host reads. Views and
 allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes
-straight into its recorded result. Random operators draw from the same generators as in eager. Memory that the step has
-given back by its end (``storage.resize_(0)``) is there while a replay runs.
+straight into its recorded result. Random operators draw from the same generators as in eager. Memory that the step
+gives back (``storage.resize_(0)``) is there while a replay runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import groupby
@@ -22,10 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.errors import CaptureError
 from graphplan.owners import is_freed, is_imagined, is_wrapped, storage_id
 from graphplan.tracer import Profile, find_source, finish, is_allocation, is_collective, wait_for, written_tensors
-from graphplan.tracer.mode import tensors_in
+from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
 
-_IGNORED = ("profiler.", "prim.")
-_LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 _CONSTANT = (
     "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.arange.default", "aten.arange.start",
     "aten.arange.start_step", "aten.scalar_tensor.default", "aten.eye.default", "aten.linspace.default",
@@ -68,9 +67,9 @@ class _Kernel:
         # mode may anybody write into what was made in it.
         self.modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
 
-    def tensors(self) -> list[Any]:
+    def tensors(self) -> Iterator[Tensor]:
         """What it reads and writes."""
-        return [list(self.args), list(self.kwargs.values()), self.outs]
+        return tensors_in([self.args, list(self.kwargs.values()), self.outs])
 
 
 def _alias(value: Any) -> Any:
@@ -98,9 +97,9 @@ class _TapeMode(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         name = str(func)
-        if name.startswith(_IGNORED) or is_imagined():
+        if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
-        if name in _LIFTS:
+        if name in LIFTS:
             self._record_constant(args[0])
             return func(*args, **kwargs)
         taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
@@ -126,16 +125,17 @@ class _TapeMode(TorchDispatchMode):
         kernel = _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=name in _CONSTANT)
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
         kernel.overload = _working_overload(kernel) if pure else None
+        self._keep(kernel)
+
+    def _keep(self, kernel: _Kernel) -> None:
         self.kernels.append(kernel)
-        for tensor in tensors_in(kernel.tensors()):
-            storage = storage_id(tensor)
-            self.sizes[storage] = max(tensor.untyped_storage().nbytes(), self.sizes.get(storage, 0))
+        for storage, size in ((storage_id(t), t.untyped_storage().nbytes()) for t in kernel.tensors()):
+            self.sizes[storage] = max(size, self.sizes.get(storage, 0))
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
-        self.kernels.append(
-            _Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True)
-        )
+        copy, writes = torch.ops.aten.copy_.default, [storage_id(value)]
+        self._keep(_Kernel(copy, args, {}, outs=[], writes=writes, constant=True))
 
 
 def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
@@ -241,11 +241,8 @@ class TapeRecording:
     """Operators recorded by :class:`TapeBackend`."""
 
     def __init__(self, mode: _TapeMode) -> None:
-        writers: dict[int | None, int] = {}
-        for kernel in mode.kernels:
-            for storage in kernel.writes:
-                writers[storage] = writers.get(storage, 0) + 1
-        lent = {storage_id(t): t for kernel in mode.kernels for t in tensors_in(kernel.tensors()) if is_freed(t)}
+        writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
+        lent = {storage_id(t): t for kernel in mode.kernels for t in kernel.tensors() if is_freed(t)}
         self._lent = [(tensor.untyped_storage(), mode.sizes[storage]) for storage, tensor in lent.items()]
         live = [k for k in mode.kernels if not _is_unchanging(k, writers) or not lent.keys().isdisjoint(k.writes)]
         self._runs: list[_Run] | None = [

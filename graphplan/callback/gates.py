@@ -38,7 +38,10 @@ def _closed_strategy(strategy: Any) -> str | None:
             return None
         return f"the {name} has tensor parallelism, which is not captured: use tensor_parallel_size=1"
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
-        return f"the strategy is {name}; only single-device strategies, DDPStrategy and ModelParallelStrategy are captured: use one of those"
+        return (
+            f"the strategy is {name}; only single-device strategies, DDPStrategy and ModelParallelStrategy are "
+            "captured: use one of those"
+        )
     if strategy._ddp_comm_hook is not None or strategy._model_averaging_period is not None:
         return f"the {name} has a communication hook, which is Python code that a replay would leave out; drop it"
     if strategy._ddp_kwargs.get("find_unused_parameters"):

@@ -57,7 +57,7 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
         return {}
     device = device_of(group).type
     on_cuda = _FUSED_IF_SCALED if scaled else _FUSED_ON_CUDA
-    fusable = _FUSED_ON_CPU if device == "cpu" else on_cuda if device == "cuda" else ()
+    fusable: tuple[type, ...] = _FUSED_ON_CPU if device == "cpu" else on_cuda if device == "cuda" else ()
     if any(map(is_sharded, group["params"])):
         fusable = tuple(kind for kind in fusable if kind in _FUSED_IF_SHARDED)
     flags: dict[str, Any] = {}

@@ -1,6 +1,10 @@
 """Owners: walking them, naming them, finding them, and putting them back as they were."""
 
 from graphplan.owners.discovery import Discovery as Discovery
+from graphplan.owners.dtensors import is_imagined as is_imagined
+from graphplan.owners.dtensors import is_sharded as is_sharded
+from graphplan.owners.dtensors import is_wrapped as is_wrapped
+from graphplan.owners.dtensors import local as local
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.records import Cell as Cell
@@ -17,10 +21,7 @@ from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id
 from graphplan.owners.records import tensor_leaves as tensor_leaves
 from graphplan.owners.sharding import Sharding as Sharding
-from graphplan.owners.sharding import is_imagined as is_imagined
-from graphplan.owners.sharding import is_sharded as is_sharded
-from graphplan.owners.sharding import is_wrapped as is_wrapped
-from graphplan.owners.sharding import local as local
+from graphplan.owners.sharding import come_to_rest as come_to_rest
 from graphplan.owners.snapshot import Snapshot as Snapshot
 from graphplan.owners.snapshot import bits as bits
 from graphplan.owners.snapshot import copy_to as copy_to

@@ -1,55 +1,20 @@
-"""Tensors and modules that are spread over processes: DTensors, and modules that FSDP2 (``fully_shard``) shards.
-
-A DTensor has no memory of its own: its shard is another tensor, and that is what operators work on. A module under
-FSDP2 gathers its parameters into memory that it takes and gives back as it needs it, and notes how far it has come.
+"""Modules that FSDP2 (``fully_shard``) shards: they gather parameters into memory that they take and give back as they
+need it, and note in Python how far they have come.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from operator import attrgetter
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from graphplan.owners.dtensors import loaded
+from graphplan.owners.walk import walk_owners
+
 _PLAIN = (bool, int, float, str, type(None), Enum)
-
-
-def _kind(module: str, name: str) -> Any:
-    """A class of torch.distributed's, or nothing: before somebody has imported it, nothing can be of it."""
-    return getattr(sys.modules.get(module), name, ())
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether ``tensor`` is a DTensor."""
-    return isinstance(tensor, _kind("torch.distributed.tensor", "DTensor"))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The tensor that has ``tensor``'s memory: a DTensor's shard in this process, any other tensor itself."""
-    if type(tensor) is Tensor or not is_sharded(tensor):
-        return tensor
-    shard: Tensor = attrgetter("_local_tensor")(tensor)
-    return shard
-
-
-def is_wrapped(types: Iterable[type]) -> bool:
-    """Whether an operator gets tensors that stand for others (by their types): their own dispatch calls operators on
-    those, and whoever watches operators is to see these.
-    """
-    wrappers = (
-        _kind("torch.distributed.tensor", "DTensor"),
-        _kind("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-    )
-    return any(issubclass(kind, wrappers) for kind in types)
-
-
-def is_imagined() -> bool:
-    """Whether operators compute nothing at the moment: DTensors learn so what the shape of a result will be."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 class Sharding:
@@ -59,13 +24,18 @@ class Sharding:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        kind = _kind("torch.distributed.fsdp", "FSDPModule")
+        kind = loaded("torch.distributed.fsdp", "FSDPModule")
         self._modules: list[Any] = [module for module in modules if isinstance(module, kind)]
         states = [module._get_fsdp_state() for module in self._modules]
         self._states = list({id(state): state for state in states}.values())
         self._groups = [group for state in self._states for group in _groups_of(state)]
         self._params = [param for group in self._groups for param in group.fsdp_params]
-        self._settings = [(thing, _reader(thing)) for thing in (*self._states, *self._groups)]
+
+    @cached_property
+    def _settings(self) -> list[tuple[Any, list[str]]]:
+        """The plain values among the attributes of its notes, of which there are many: the object, and their names."""
+        things = (*self._states, *self._groups)
+        return [(t, [name for name, value in vars(t).items() if isinstance(value, _PLAIN)]) for t in things]
 
     def settle(self) -> None:
         """Come to rest. What was gathered outside a training step, by a validation for instance, goes: the next step
@@ -87,11 +57,18 @@ class Sharding:
         own = (getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in self._params)
         return any(held is not None for kept in (partial, accumulated, own) for held in kept)
 
+    def labels(self) -> list[str]:
+        """Names for :meth:`values`."""
+        if not self._modules:
+            return []
+        settings = [f"{type(thing).__name__}.{name}" for thing, names in self._settings for name in names]
+        return [*settings, "gradients held by fully_shard"]
+
     def values(self) -> tuple[Any, ...]:
         """What its code branches on, and whether it holds gradients."""
         if not self._modules:
             return ()
-        read = (value for thing, reader in self._settings for value in reader(thing))
+        read = (getattr(thing, name, None) for thing, names in self._settings for name in names)
         plain = (value if isinstance(value, _PLAIN) else id(value) for value in read)
         return (*plain, self.holds_gradients())
 
@@ -112,6 +89,8 @@ def _groups_of(state: Any) -> Sequence[Any]:
     return groups
 
 
-def _reader(thing: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """Reads the plain values among the attributes of ``thing``, of which there are many."""
-    return attrgetter(*(name for name, value in vars(thing).items() if isinstance(value, _PLAIN)))
+def come_to_rest(owners: Mapping[str, Any]) -> Sharding:
+    """Have the modules among ``owners`` that FSDP2 shards come to rest."""
+    sharding = Sharding(walk_owners(owners).modules)
+    sharding.settle()
+    return sharding

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphplan.owners.records import Container, Walk
+from graphplan.owners.sharding import Sharding
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +35,8 @@ class Snapshot:
         device: torch.device | None = None,
         without: Sequence[str] = (),
     ) -> None:
-        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in walk.containers]
+        containers = [*walk.containers, *Sharding(walk.modules).containers()]
+        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in containers]
         self._places = [(space, key, space[key]) for space, key in walk.places]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]

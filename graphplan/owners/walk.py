@@ -36,7 +36,6 @@ from graphplan.owners.records import (
     Walk,
     tensor_leaves,
 )
-from graphplan.owners.sharding import Sharding
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
@@ -109,7 +108,6 @@ class _Walker:
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
         self.walk.containers += [items for items in kinds if isinstance(items, MutableMapping)]
         self.walk.containers.append(inner)
-        self.walk.containers += Sharding([module]).containers()
         for name, param in module._parameters.items():
             if param is not None:
                 self._parameter(param, f"{path}.{name}", module._parameters, name)

@@ -36,12 +36,13 @@ def finish(name: str, out: Any) -> Any:
     """A collective's results as whoever called it shall get them: where operators run while it is waited for (gloo
     copies in the end of a reduce_scatter), it has been waited for, and is found done.
     """
-    if not name.startswith(_LATE):
+    results = [value for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
+    if not name.startswith(_LATE) or any(result.device.type != "cpu" for result in results):
         return out
     wait_for(name, out)
     done: torch.futures.Future[Any] = torch.futures.Future()
-    done.set_result([value for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor)])
-    work = torch._C._distributed_c10d._create_work_from_future(done).boxed()
+    done.set_result(results)
+    work = torch._C._distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
     return pytree.tree_map_only(torch.ScriptObject, lambda value: work, out)
 
 

@@ -24,8 +24,8 @@ _SYNC_FIX = (
     "pass eager_if="
 )
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
-_IGNORED = ("profiler.", "prim.")
-_LIFT = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
+IGNORED = ("profiler.", "prim.")
+LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 
 
@@ -92,10 +92,10 @@ class TraceMode(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         name = str(func)
-        if name.startswith(_IGNORED) or is_imagined():
+        if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
         source = find_source()
-        constant = self._lift(args) if name in _LIFT else None
+        constant = self._lift(args) if name in LIFTS else None
         tensors = list(tensors_in([args, list(kwargs.values())]))
         operands = tuple(self._operand(tensor, name, source) for tensor in tensors)
         offsets = tuple(int(t.storage_offset()) if t.layout is torch.strided else 0 for t in tensors)

@@ -10,13 +10,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import HostEffectError, HostSyncError
-from graphplan.owners import Sharding, host_generators, storage_id
+from graphplan.owners import come_to_rest, host_generators, storage_id
 from graphplan.signature import Feed
 from graphplan.tracer.changes import Recorder
 from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.records import OutputTensor, Trace
 from graphplan.tracer.source import find_source
+
+_HELD = (
+    "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
+    "set_requires_all_reduce(False)) before or after the step; a replay can neither find nor leave them there. Have "
+    "each step reduce its own, or run those steps eagerly"
+)
 
 
 def trace(
@@ -39,14 +45,15 @@ def trace(
         storage = storage_id(leaf)
         if storage is not None:
             record.leaf_storages[index] = storage
+    sharding = come_to_rest(owners)
     recorder = Recorder(owners)
     found = recorder.walk.found
     record.found = {storage_id(t) for slot in recorder.walk.slots.values() for t in slot.tensors() if id(t) in found}
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
-    sharding = Sharding(recorder.walk.modules)
     record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
+    held = sharding.holds_gradients()
     mode = TraceMode(record)
 
     def on_read(name: str) -> None:
@@ -62,13 +69,8 @@ def trace(
     with mode, profile:
         result = fn(*args, **kwargs)
         sharding.settle()
-    if sharding.holds_gradients():
-        mode.refuse(
-            HostEffectError,
-            "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), or "
-            "set_requires_all_reduce(False)), where a replay can neither leave nor find them. Reduce them in each "
-            "step, or run such steps outside",
-        )
+    if held or sharding.holds_gradients():
+        mode.refuse(HostEffectError, _HELD)
     mode.finish()
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()

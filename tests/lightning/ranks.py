@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -84,7 +84,7 @@ def compare(make: Callable[[], L.LightningModule] = LitDigits, **options: Any) -
 class Sharded(LitDigits):
     """FSDP2 for each linear layer, and for what is left."""
 
-    options: dict[str, Any] = {}
+    options: ClassVar[dict[str, Any]] = {}
 
     def configure_model(self) -> None:
         mesh = self.device_mesh["data_parallel"]
@@ -97,7 +97,7 @@ class Sharded(LitDigits):
 class MixedSharded(Sharded):
     """Layers in bfloat16 whose gradients are reduced in float32, gathered once for forward and backward."""
 
-    options = {
+    options: ClassVar[dict[str, Any]] = {
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
         "reshard_after_forward": False,
     }
