@@ -21,7 +21,7 @@ train: setup  ## Train the digits model through Lightning with the callback.
 	$(BIN)/python train.py $(ARGS)
 
 test: setup  ## Run every test. One thread each: two processes share two cores, and the results are the same.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
 lint: setup  ## Style and types.
 	$(BIN)/ruff check .

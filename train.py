@@ -21,6 +21,8 @@ from recipes.configuration import ConfigError, check_config, explain_overrides
 def fit(trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule, cfg: DictConfig) -> None:
     """Train, validate, and say where the checkpoint is."""
     trainer.fit(model, datamodule=data, ckpt_path=cfg.ckpt_path)
+    if not trainer.is_global_zero:
+        return
     for name, value in sorted(trainer.callback_metrics.items()):
         if not name.endswith(("_step", "_epoch")):
             print(f"{name}: {value:.4f}")
@@ -60,7 +62,7 @@ def run(cfg: DictConfig) -> None:
     trainer = instantiate(cfg.trainer, callbacks=list(callbacks.values()))
     work = {"train": fit, "inference": predict}[cfg.mode.name]
     work(trainer, model, data, cfg)
-    if cfg.mode.name == "train" and "graphplan" in callbacks:
+    if cfg.mode.name == "train" and "graphplan" in callbacks and trainer.is_global_zero:
         print(callbacks["graphplan"].report())
 
 

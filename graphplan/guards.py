@@ -7,6 +7,7 @@ memory lies.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, getitem, is_not
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.owners import Slot, Walk, is_optimizer_state, is_sharded, local, tensor_leaves
+from graphplan.owners import Contents, Extent, Slot, Walk, is_optimizer_state, is_sharded, local, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Containers
@@ -51,7 +52,9 @@ class Guards:
         held = [slot for slot in slots if slot.param is None]
         self._links = walk.links
         self._missing = _missing_parts(walk)
-        places = [(slot.container, slot.key, slot.get()) for slot in held] + walk.links
+        read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
+        places = [(slot.container, slot.key, slot.get()) for slot in held]
+        places += _used_links(walk, plan, [slot.container for slot in held], [value.container for _, value in read])
         places += [(parts, name, None) for parts, name in self._missing]
         self._whole, self._whole_items, places = _take_whole(places)
         lists, places = _take_lists(places)
@@ -68,7 +71,6 @@ class Guards:
         whole = [*(slot.get() for slot in held), *self._grads]
         self._sharded = [tensor for tensor in whole if is_sharded(tensor)]
         self._shards = list(map(local, self._sharded))
-        read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
         self._labels = [path for path, _ in read]
         self._spaces = [value.container for _, value in read]
         self._names = [value.key for _, value in read]
@@ -164,6 +166,29 @@ def _is_dict(container: Any) -> bool:
 
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
+
+
+def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Place]:
+    """Links to modules, and to what holds anything that the program uses, counts or fills, directly or further down.
+
+    Others may come and go: a scheduler's list of rates is another one after each step.
+    """
+    used = {id(_home(container)) for group in containers for container in group}
+    paths = [*plan.carries, *plan.rebinds, *(c.path for c in plan.counters), *(a.path for a in plan.assignments)]
+    used |= {id(place.container) for path in paths if (place := walk.place(path)) is not None}
+    used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
+    kept: list[Place] = []
+    for container, key, child in reversed(walk.links):
+        inner = child if isinstance(child, Tensor | Module | dict | list | set | deque) else vars(child)
+        if isinstance(child, Tensor | Module) or id(inner) in used:
+            used.add(id(container))
+            kept.append((container, key, child))
+    return kept[::-1]
+
+
+def _home(container: Any) -> Any:
+    """What has to stay for a place in ``container`` to be where it is."""
+    return container.items if isinstance(container, Contents | Extent) else container
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Any], list[Place]]:

@@ -83,7 +83,7 @@ class _TapeMode(TorchDispatchMode):
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
         self.storages: dict[int, int] = {}
-        self.sizes: dict[int | None, int] = {}
+        self.sizes: dict[int, int] = {}
 
     def fail(self, why: str) -> None:
         """Note that the recording cannot be used; the step goes on, since it is a real one."""
@@ -129,8 +129,8 @@ class _TapeMode(TorchDispatchMode):
 
     def _keep(self, kernel: _Kernel) -> None:
         self.kernels.append(kernel)
-        for storage, size in ((storage_id(t), t.untyped_storage().nbytes()) for t in kernel.tensors()):
-            self.sizes[storage] = max(size, self.sizes.get(storage, 0))
+        for memory in (t.untyped_storage() for t in kernel.tensors() if t.layout is torch.strided):
+            self.sizes[memory._cdata] = max(memory.nbytes(), self.sizes.get(memory._cdata, 0))
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
@@ -242,8 +242,9 @@ class TapeRecording:
 
     def __init__(self, mode: _TapeMode) -> None:
         writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
-        lent = {storage_id(t): t for kernel in mode.kernels for t in kernel.tensors() if is_freed(t)}
-        self._lent = [(tensor.untyped_storage(), mode.sizes[storage]) for storage, tensor in lent.items()]
+        freed = (t.untyped_storage() for kernel in mode.kernels for t in kernel.tensors() if is_freed(t))
+        lent = {memory._cdata: memory for memory in freed}
+        self._lent = [(memory, mode.sizes[storage]) for storage, memory in lent.items()]
         live = [k for k in mode.kernels if not _is_unchanging(k, writers) or not lent.keys().isdisjoint(k.writes)]
         self._runs: list[_Run] | None = [
             (modes, [_compile(kernel) for kernel in run]) for modes, run in groupby(live, lambda kernel: kernel.modes)

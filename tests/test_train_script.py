@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import MissingConfigException
 from hydra.utils import get_object, instantiate
@@ -128,6 +129,21 @@ def test_the_character_gpt_trains(tmp_path: Path) -> None:
         run_script(tmp_path, "experiment=chargpt", "model.layers=1", "model.width=16", "data.batch_size=8")
     )
     assert "4 of 10 steps replayed" in output
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """As on several machines: started by torchrun, once for each device; one of them reports."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command = [*launcher, "--rdzv-endpoint", "localhost:0", str(ROOT / "train.py"), "trainer=ddp"]
+    quiet = ["trainer.accelerator=cpu", "trainer.enable_progress_bar=false", f"hydra.run.dir={tmp_path}/run"]
+    done = subprocess.run(
+        [*command, "trainer.max_epochs=1", *quiet], capture_output=True, text=True, check=False, timeout=300
+    )
+    output = printed(done)
+    (replayed,) = re.findall(r"^graphplan: .* (\d+) of 12 steps replayed", output, re.MULTILINE)
+    assert int(replayed) >= 4, output
+    assert output.count("val/accuracy") == 1
 
 
 @pytest.mark.parametrize("arguments", [("model.widht=64",), ("-m", "model.widht=64,128")], ids=["one run", "sweep"])

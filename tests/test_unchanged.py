@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphplan import graph_step
+from graphplan import Program, graph_step
 from graphplan.unchanged import Containers, Geometries, Modes, hooks_registered
 
 
@@ -141,3 +141,29 @@ def test_geometries_say_nothing_without_gradient_mode() -> None:
     with torch.no_grad():
         params[0].requires_grad_(False)
         assert not geometries.unchanged()
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
+def test_a_scheduler_that_steps_moves_nothing(named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its list of rates is another one after each step: no step uses it, so that nothing has to be looked up again."""
+    looked: list[Any] = []
+    resync = Program.resync
+    monkeypatch.setattr(Program, "resync", lambda program: looked.append(program) or resync(program))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    owners = {"model": model, "optimizer": optimizer, **({"scheduler": scheduler} if named else {})}
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = graph_step(train_step, owners=owners, verify="off")
+    for _ in range(20):
+        step(torch.ones(2, 3))
+        scheduler.step()
+    assert step.stats.replayed == 14
+    assert not looked

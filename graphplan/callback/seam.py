@@ -21,7 +21,7 @@ from graphplan.callback.standins import StandIn
 from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
-from graphplan.errors import HostScalarError
+from graphplan.errors import HostScalarError, RefusalError
 from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.stats import Stats
@@ -78,6 +78,8 @@ class Seam(ABC):
         self._steps: list[GraphedStep] = []
         self._standins: list[StandIn] = []
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
+        self._counters: list[Any] = []
+        self._begun: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
     @abstractmethod
@@ -102,6 +104,7 @@ class Seam(ABC):
         for name, part in progress.items():
             for count in ("total", "current"):
                 owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
+                self._counters.append(getattr(part, count))
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             owners["scaler"] = scaler
@@ -146,7 +149,17 @@ class Seam(ABC):
         _, batch_idx, kwargs = self._context
         self._logs.start()
         batch = kwargs["batch"]
-        out = step(batch, (*facts, *self._wrapped.notes(), self._variant.of(self._module, batch, batch_idx)))
+        facts = (*facts, *self._wrapped.notes(), self._variant.of(self._module, batch, batch_idx))
+        self._begun = []
+        try:
+            out = step(batch, facts)
+        except RefusalError:
+            raise
+        except BaseException:
+            # The state from before the batch is back; that the batch was begun shows in checkpoints all the same.
+            for counter, values in zip(self._counters, self._begun, strict=False):
+                vars(counter).update(values)
+            raise
         self._wrapped.note(out["notes"])
         if out["logs"]:
             self._logs.carry_out(out["logs"])
@@ -159,7 +172,11 @@ class Seam(ABC):
         kwargs["batch"] = batch
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
-        out = with_logs(self._logs, lambda: body(kwargs))
+        try:
+            out = with_logs(self._logs, lambda: body(kwargs))
+        except BaseException:
+            self._begun = [dict(vars(counter)) for counter in self._counters]
+            raise
         unwatch(self._module)
         return {**out, "notes": self._wrapped.notes()}
 

@@ -88,13 +88,13 @@ class Preparation:
         self._handles = [
             optimizer.register_state_dict_post_hook(self._strip),
             optimizer.register_load_state_dict_post_hook(self._loaded),
-            optimizer.register_step_pre_hook(self._before_step),
         ]
 
     def enter(self) -> None:
         """Set the flags on every group, and move step counters to their parameters' device."""
         if not self._entered:
             self._originals = {}
+            self._before = self.optimizer.register_step_pre_hook(self._before_step)
         self._entered = True
         for index, group in enumerate(self.optimizer.param_groups):
             original = self._originals.setdefault(index, {})
@@ -114,6 +114,7 @@ class Preparation:
         """Put the flags back. Step counters stay where they are: recorded work reads them there."""
         if self._entered:
             self._entered = False
+            self._before.remove()
             for index, group in enumerate(self.optimizer.param_groups):
                 group.update(self._originals.get(index, {}))
 

@@ -9,6 +9,7 @@ from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.records import Cell as Cell
 from graphplan.owners.records import Contents as Contents
+from graphplan.owners.records import Extent as Extent
 from graphplan.owners.records import Members as Members
 from graphplan.owners.records import Namespace as Namespace
 from graphplan.owners.records import Numbers as Numbers

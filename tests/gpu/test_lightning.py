@@ -16,11 +16,14 @@ pytest.importorskip("sklearn")
 from lightning.pytorch.plugins import MixedPrecision
 
 from graphplan import GraphPlanCallback, SkipReason
+from tests.facts import assert_same, flatten
 from tests.gpu.failing import recorded, too_much
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.failing import Failing, fit_with
-from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit
+from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit, trainer_of
+from tests.lightning.test_evaluation import Evaluated, Outputs, loader, quiet
+from tests.lightning.test_manual import Gan, Manual
 from tests.twins import BEFORE_REPLAY
 
 EPOCHS, REPLAYED = 2, 18 - 6
@@ -102,3 +105,57 @@ def test_a_capture_that_runs_out_of_memory(number: int, tmp_path: Path) -> None:
     assert_same_fits(expected, found)
     assert (graphed.stats.skipped[SkipReason.CAPTURE], graphed.stats.replayed) == (full - BEFORE_REPLAY + 1, 0)
     assert_nothing_installed(found.trainer, found.module)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_fused_optimizer_is_clipped(precision: Any, tmp_path: Path) -> None:
+    """Which Lightning alone refuses; the numbers are those of the same steps run eagerly."""
+
+    def run(name: str, **options: Any) -> Fit:
+        scaler = (
+            torch.amp.GradScaler(DEVICE.type, init_scale=2.0**13, growth_interval=3) if precision[0] == "1" else None
+        )
+        plugin = MixedPrecision(precision, DEVICE.type, scaler)
+        make = partial(LitDigits, make_optimizer=FUSED_ADAMW)
+        return fit(make, tmp_path / name, callback(**options), plugins=[plugin], gradient_clip_val=0.5, **ON_DEVICE)
+
+    expected, found = run("eager", eager_if=1), run("graphed")
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed == REPLAYED, found.callback.report()
+
+
+def test_validation_is_replayed_in_the_pool_of_training(tmp_path: Path) -> None:
+    """Weights are adopted: what training writes to them is seen, and nothing is captured twice."""
+    options = {**ON_DEVICE, "max_epochs": 6}
+    make = partial(Evaluated, make_optimizer=FUSED_ADAMW)
+    expected = fit(make, tmp_path / "eager", **options)
+    found = fit(make, tmp_path / "graphed", callback(eval=True, warmup_steps=1), **options)
+    assert_same_fits(expected, found)
+    stats = found.callback.eval_stats
+    assert (stats.recaptured, found.callback.stats.recaptured) == (0, 0), found.callback.report()
+    assert stats.replayed >= 4, found.callback.report()
+
+
+@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+def test_evaluation_on_its_own(what: str, tmp_path: Path) -> None:
+    """With what callbacks and callers get."""
+
+    def run(graphed: GraphPlanCallback | None) -> Any:
+        torch.manual_seed(0)
+        seen = Outputs()
+        options = {name: value for name, value in ON_DEVICE.items() if name != "max_epochs"}
+        trainer = trainer_of(tmp_path, [seen, *([graphed] if graphed else [])], **options)
+        return flatten(results=quiet(lambda: getattr(trainer, what)(Evaluated(), loader())), seen=seen.kept)
+
+    graphed = callback(eval=True)
+    assert_same(run(None), run(graphed))
+    assert graphed.eval_stats.replayed == 15 - 6, graphed.report()
+
+
+@pytest.mark.parametrize("make", [Manual, Gan])
+def test_manual_optimization(make: Any, tmp_path: Path) -> None:
+    """With every optimizer, toggle and random number in one graph."""
+    expected = fit(make, tmp_path / "eager", callback(eager_if=1), **ON_DEVICE)
+    found = fit(make, tmp_path / "graphed", callback(), **ON_DEVICE)
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed == REPLAYED, found.callback.report()

@@ -33,9 +33,14 @@ EPOCHS, BATCH = 4, 15
 """Each rank has ten batches per epoch."""
 
 
+CUDA = os.environ.get("GRAPHPLAN_RANKS") == "cuda"
+"""Whether the ranks train on a GPU each."""
+BACKEND = "cudagraph" if CUDA else "tape"
+
+
 def ddp(**options: Any) -> DDPStrategy:
-    """DDP over gloo."""
-    return DDPStrategy(process_group_backend="gloo", **options)
+    """DDP over gloo, or on GPUs over NCCL."""
+    return DDPStrategy(process_group_backend="nccl" if CUDA else "gloo", **options)
 
 
 def fsdp() -> ModelParallelStrategy:
@@ -52,7 +57,9 @@ def trainer_of(
     """A trainer on two processes."""
     defaults: dict[str, Any] = {"strategy": strategy(), "max_epochs": EPOCHS, "logger": False}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return kind(accelerator="cpu", devices=2, callbacks=callbacks, **{**defaults, **quiet, **options})
+    return kind(
+        accelerator="gpu" if CUDA else "cpu", devices=2, callbacks=callbacks, **{**defaults, **quiet, **options}
+    )
 
 
 def fit(make: Callable[[], L.LightningModule], callback: GraphPlanCallback | None, **options: Any) -> Any:
@@ -74,7 +81,7 @@ def fit(make: Callable[[], L.LightningModule], callback: GraphPlanCallback | Non
 def compare(make: Callable[[], L.LightningModule] = LitDigits, **options: Any) -> dict[str, Any]:
     """Fit twice and compare; the callback's counts and report."""
     chosen = options.pop("callback", {})
-    callback = GraphPlanCallback(**{"backend": "tape", **chosen})
+    callback = GraphPlanCallback(**{"backend": BACKEND, **chosen})
     assert_same(fit(make, None, **options)[0], fit(make, callback, **options)[0])
     stats = callback.stats
     counts = {"replayed": stats.replayed, "captured": stats.captured, "verified": stats.verified}
@@ -135,7 +142,7 @@ class Told(L.Trainer):
 def sigterm() -> dict[str, Any]:
     """Every rank ends before the same step."""
     torch.manual_seed(0)
-    trainer = trainer_of([GraphPlanCallback(backend="tape")], Told)
+    trainer = trainer_of([GraphPlanCallback(backend=BACKEND)], Told)
     try:
         trainer.fit(LitDigits(), DataLoader(digits()[0], BATCH))
     except SIGTERMException:

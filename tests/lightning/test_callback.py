@@ -57,7 +57,7 @@ class Mine(Exception):
 @pytest.mark.parametrize("error", [Mine, SystemExit])
 @pytest.mark.parametrize("batch", [0, 3, 4, 5])
 def test_an_exception_in_the_step(error: type[BaseException], batch: int, tmp_path: Path) -> None:
-    """In warm-up, traces and capture: it comes out, nothing stays installed, and the state is the eager one."""
+    """In warm-up, traces and capture: it comes out, nothing stays installed, state and progress are the eager ones."""
 
     def step(self: Any, data: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step == batch:
@@ -68,7 +68,9 @@ def test_an_exception_in_the_step(error: type[BaseException], batch: int, tmp_pa
     for name, callback in (("eager", None), ("graphed", tape(allow=("trainer.*",)))):
         trainer, module = run_until(error, "from the step", with_step(step), tmp_path / name, callback)
         assert_nothing_installed(trainer, module)
-        states.append(flatten(module=module, optimizers=trainer.optimizers, rng=torch.get_rng_state()))
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.state_dict()
+        rng = torch.get_rng_state()
+        states.append(flatten(module=module, optimizers=trainer.optimizers, rng=rng, progress=progress))
     assert_same(*states)
 
 

@@ -18,14 +18,17 @@ REPOSITORY = Path(__file__).parents[2]
 FULL = EPOCHS * 150 // BATCH - 6
 """Replays on each rank without anything in between."""
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo"),
+    pytest.mark.xdist_group("ranks"),  # They share a fixture that takes long.
+]
 
 
-def run_ranks(folder: Path, rows: list[str]) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, rows: list[str], **environment_of_ranks: str) -> list[dict[str, Any]]:
     """What the rows came to, by rank."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.lightning.ranks", str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment_of_ranks}
     done = subprocess.run(
         [*command, *rows], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400, check=False
     )

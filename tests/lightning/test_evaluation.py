@@ -33,8 +33,8 @@ from tests.twins import keep
 class Evaluated(LitDigits):
     """Logs losses and a metric object in validation and test, and predicts classes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.accuracy = MulticlassAccuracy(10, average="micro", validate_args=False)
 
     def evaluate(self, batch: Any, name: str) -> Tensor:

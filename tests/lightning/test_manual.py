@@ -47,11 +47,11 @@ class Gan(LitDigits):
         self.judge = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
 
     def critic_loss(self, real: Tensor) -> Tensor:
-        fake = self.make(torch.randn(len(real), 8)).detach()
+        fake = self.make(torch.randn(len(real), 8, device=real.device)).detach()
         return F.softplus(-self.judge(real)).mean() + F.softplus(self.judge(fake)).mean()
 
     def generator_loss(self, real: Tensor) -> Tensor:
-        return F.softplus(-self.judge(self.make(torch.randn(len(real), 8)))).mean()
+        return F.softplus(-self.judge(self.make(torch.randn(len(real), 8, device=real.device)))).mean()
 
     def turn(self, optimizer: Any, loss_of: Any, real: Tensor, name: str) -> None:
         self.toggle_optimizer(optimizer)

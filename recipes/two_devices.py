@@ -1,0 +1,191 @@
+"""DDP on two devices, measured: ``python -m recipes.two_devices [--cpu] [--json PATH]``.
+
+The character GPT of the benchmark, trained by two processes, each contender in a process group of its own: a plain
+loop, the same loop as a CUDA graph written by hand (the floor), a bare Trainer, and that Trainer with the callback. On
+the CPU (gloo, the tape) there is no floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from recipes.contenders import POOL, make_step
+from recipes.measuring import Feed, Job
+from recipes.workloads import Workload, cosine, workloads
+
+CONTENDERS = ("eager", "floor", "trainer", "trainer_callback")
+_WARMUP = 11
+"""Steps before a capture: DDP times some of its first ten on the host."""
+
+
+class Floor:
+    """A hand-written CUDA graph of the whole step, collectives and optimizer included."""
+
+    def __init__(self, workload: Workload, model: DistributedDataParallel, optimizer: Optimizer, side: Any) -> None:
+        self._step = make_step(workload, model, optimizer)
+        device = next(model.parameters()).device
+        self._static = [torch.empty_like(tensor, device=device) for tensor in workload.pool(1, pin=False)[0]]
+        self._side = side
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._calls = 0
+
+    def __call__(self, x: Tensor, y: Tensor) -> None:
+        """Train on one batch in pinned host memory."""
+        for static, tensor in zip(self._static, (x, y), strict=True):
+            static.copy_(tensor, non_blocking=True)
+        self._calls += 1
+        if self._calls <= _WARMUP:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                self._step(*self._static)
+            torch.cuda.current_stream().wait_stream(self._side)
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=self._side, capture_error_mode="thread_local"):
+                self._step(*self._static)
+        self._graph.replay()
+
+
+def _loop(job: Job, feed: Feed) -> dict[str, Any]:
+    """A plain DDP loop, or its graph."""
+    workload = workloads(job.cpu)[job.workload]
+    rank = int(os.environ["RANK"])
+    device = torch.device("cpu") if job.cpu else torch.device("cuda", rank)
+    distributed.init_process_group("gloo" if job.cpu else "nccl", device_id=None if job.cpu else device)
+    torch.manual_seed(0)
+    side = None if job.cpu else torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        model = DistributedDataParallel(workload.make_model(device), device_ids=None if job.cpu else [rank])
+    lr = None if job.contender == "eager" else torch.tensor(workload.lr, dtype=torch.float64, device=device)
+    optimizer = workload.make_optimizer(model.parameters(), "stock", lr=lr, capturable=lr is not None)
+    call: Any = make_step(workload, model, optimizer)
+    if job.contender == "floor":
+        call = Floor(workload, model, optimizer, side)
+    for calls, (x, y) in enumerate(feed):
+        if lr is not None:
+            lr.fill_(workload.lr * cosine(calls))
+        else:
+            optimizer.param_groups[0]["lr"] = workload.lr * cosine(calls)
+            x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        call(x, y)
+    if not job.cpu:
+        torch.cuda.synchronize()
+    return {}
+
+
+def _trainer(job: Job, feed: Feed) -> dict[str, Any]:
+    """A bare Trainer, with or without the callback."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from graphplan import GraphPlanCallback
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    workload = workloads(job.cpu)[job.workload]
+    torch.manual_seed(0)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = workload.make_model(torch.device("cpu"))
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return workload.loss(self.model, *batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = workload.make_optimizer(self.parameters(), "stock")
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    callback = GraphPlanCallback() if job.contender == "trainer_callback" else None
+    trainer = pl.Trainer(
+        accelerator="cpu" if job.cpu else "gpu",
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo" if job.cpu else "nccl"),
+        max_epochs=1,
+        gradient_clip_val=workload.clip,
+        use_distributed_sampler=False,
+        callbacks=[callback] if callback is not None else [],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), feed)
+    return {} if callback is None else {"replayed": callback.stats.replayed, "report": callback.report()}
+
+
+def work(job: Job, out: Path) -> None:
+    """Measure one contender on this rank; rank 0 writes it down."""
+    rank = int(os.environ["RANK"])
+    if not job.cpu:
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    feed = Feed(job, workloads(job.cpu)[job.workload].pool(POOL, pin=not job.cpu))
+    facts = (_trainer if job.contender.startswith("trainer") else _loop)(job, feed)
+    if rank == 0:
+        us = feed.us()
+        out.write_text(json.dumps({"contender": job.contender, "us": median(us), "us_of_repeats": us, **facts}))
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _launch(contender: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    out = folder / f"{contender}.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "localhost:0", "-m", "recipes.two_devices", "--contender", contender]
+    command += ["--out", str(out), "--steps", str(arguments.steps), "--repeats", str(arguments.repeats)]
+    command += ["--cpu"] if arguments.cpu else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"the contender {contender} failed:\n{done.stderr[-4000:]}")
+    row: dict[str, Any] = json.loads(out.read_text())
+    return row
+
+
+def main() -> None:
+    """Measure all contenders, print a table, and write it if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--cpu", action="store_true", help="two processes on the CPU, over gloo")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a block")
+    parser.add_argument("--repeats", type=int, default=3, help="blocks, of which the median counts")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.contender is not None:
+        job = Job("gpt", arguments.contender, "stock", arguments.cpu, arguments.steps, arguments.repeats, 40)
+        work(job, arguments.out)
+        return
+    chosen = [name for name in CONTENDERS if name != "floor" or not arguments.cpu]
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [_launch(name, arguments, Path(folder)) for name in chosen]
+    for row in rows:
+        ratio = row["us"] / rows[1]["us"] if not arguments.cpu else row["us"] / rows[0]["us"]
+        print(f"{row['contender']:<18} {row['us']:>9.0f} µs/step  {ratio:.2f}x of {chosen[0 if arguments.cpu else 1]}")
+    if arguments.json is not None:
+        device = "cpu" if arguments.cpu else torch.cuda.get_device_name()
+        facts = {"torch": torch.__version__, "device": f"2x {device}", "date": date.today().isoformat()}
+        command = f"python -m recipes.two_devices --json {arguments.json}"
+        arguments.json.write_text(json.dumps({**facts, "command": command, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Two GPUs over NCCL: the fit with the callback is the fit without it on every rank, collectives in the graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+pytest.importorskip("sklearn")
+
+from tests.lightning.ranks import BATCH, EPOCHS
+from tests.lightning.test_distributed import run_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+FULL = EPOCHS * 150 // BATCH - 14
+"""Replays on each rank: DDP wants eleven warm-up steps on CUDA."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """All rows in one process group."""
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    rows = ["plain", "clipped", "accumulated", "evaluated", "one rank cannot", "sigterm"]
+    return run_ranks(folder, rows, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+
+
+@pytest.mark.parametrize("row", ["plain", "clipped", "evaluated"])
+def test_a_fit_is_the_same_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
+    """Forward, backward, all-reduce, clip and optimizer in one graph."""
+    for found in ranks:
+        assert found[row]["replayed"] >= FULL - 4, found[row]["report"]
+        assert found[row]["verified"] >= 3, found[row]["report"]
+
+
+def test_accumulated_gradients_are_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    """A batch that is not stepped on communicates nothing."""
+    for found in ranks:
+        assert found["accumulated"]["captured"] == 2, found["accumulated"]["report"]
+
+
+def test_one_rank_that_cannot_keeps_all_eager(ranks: list[dict[str, Any]]) -> None:
+    """And says why."""
+    assert [found["one rank cannot"]["replayed"] for found in ranks] == [0, 0]
+    assert "rank 1 cannot capture this step, so no rank does" in ranks[0]["one rank cannot"]["report"]
+
+
+def test_a_sigterm_ends_every_rank_before_the_same_step(ranks: list[dict[str, Any]]) -> None:
+    """Without a synchronisation in every step."""
+    ended = [found["sigterm"]["ended"] for found in ranks]
+    assert ended[0] == ended[1]
+    assert 5 < ended[0] <= 5 + 16
