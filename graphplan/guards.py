@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.owners import Contents, Extent, Slot, Walk, is_optimizer_state, is_sharded, local, tensor_leaves
+from graphplan.dtensors import is_sharded, local
+from graphplan.owners import Contents, Extent, Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Containers

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
-from graphplan.owners import is_freed, is_imagined, is_wrapped, storage_id
+from graphplan.owners import is_freed, storage_id
 from graphplan.tracer import Profile, find_source, finish, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
 
@@ -134,8 +135,7 @@ class _TapeMode(TorchDispatchMode):
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
-        copy, writes = torch.ops.aten.copy_.default, [storage_id(value)]
-        self._keep(_Kernel(copy, args, {}, outs=[], writes=writes, constant=True))
+        self._keep(_Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True))
 
 
 def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
@@ -242,9 +242,8 @@ class TapeRecording:
 
     def __init__(self, mode: _TapeMode) -> None:
         writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
-        freed = (t.untyped_storage() for kernel in mode.kernels for t in kernel.tensors() if is_freed(t))
-        lent = {memory._cdata: memory for memory in freed}
-        self._lent = [(memory, mode.sizes[storage]) for storage, memory in lent.items()]
+        lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors() if is_freed(t)}
+        self._lent = [(memory, mode.sizes[memory._cdata]) for memory in lent.values()]
         live = [k for k in mode.kernels if not _is_unchanging(k, writers) or not lent.keys().isdisjoint(k.writes)]
         self._runs: list[_Run] | None = [
             (modes, [_compile(kernel) for kernel in run]) for modes, run in groupby(live, lambda kernel: kernel.modes)
@@ -275,7 +274,6 @@ class TapeRecording:
     def reset(self) -> None:
         """Let the operators and their memory go."""
         self._runs = None
-        self._lent = []
 
 
 class TapeBackend:

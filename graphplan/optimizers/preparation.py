@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.dtensors import is_sharded
 from graphplan.errors import OptimizerError
-from graphplan.owners import is_sharded
 
 _REFUSED = {
     "LBFGS": "it evaluates its closure a data-dependent number of times; use Adam or SGD, or step it eagerly",

@@ -1,10 +1,6 @@
 """Owners: walking them, naming them, finding them, and putting them back as they were."""
 
 from graphplan.owners.discovery import Discovery as Discovery
-from graphplan.owners.dtensors import is_imagined as is_imagined
-from graphplan.owners.dtensors import is_sharded as is_sharded
-from graphplan.owners.dtensors import is_wrapped as is_wrapped
-from graphplan.owners.dtensors import local as local
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.records import Cell as Cell

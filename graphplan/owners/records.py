@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from graphplan.owners.dtensors import local
+from graphplan.dtensors import local
 
 Container = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]
 

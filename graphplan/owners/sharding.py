@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphplan.owners.dtensors import loaded
+from graphplan.dtensors import loaded
 from graphplan.owners.walk import walk_owners
 
 _PLAIN = (bool, int, float, str, type(None), Enum)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners.records import Container, Walk
+from graphplan.owners.records import Container, Walk, is_freed
 from graphplan.owners.sharding import Sharding
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -72,7 +72,9 @@ class Snapshot:
                 param.grad = grad
         with torch.no_grad():
             for tensor, value in self._tensors.values():
-                # Memory that nobody has changed may be read-only (a mapped file).
+                # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
+                if is_freed(tensor):
+                    continue
                 if tensor.device.type != "cpu" or not torch.equal(bits(tensor), bits(value)):
                     tensor.detach().copy_(value)
         for set_state, state in self._generators:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.dtensors import is_sharded, local
 from graphplan.guards import Guards
-from graphplan.owners import Slot, Walk, is_sharded, local, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
 from graphplan.roles import TensorSpec
 

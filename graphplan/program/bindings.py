@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphplan.owners import Slot, Walk, local, storage_id, tensor_leaves
+from graphplan.dtensors import local
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 
 _get_grad = attrgetter("grad")

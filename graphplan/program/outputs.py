@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.owners import Walk, is_sharded
+from graphplan.dtensors import is_sharded
+from graphplan.owners import Walk
 from graphplan.plan import Output, Plan
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.buffers import Buffers, distinct
+from graphplan.dtensors import is_sharded
 from graphplan.errors import FeedError, PolicyError, UncoveredRoleError
-from graphplan.owners import Walk, is_sharded
+from graphplan.owners import Walk
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.roles import External, Role, TensorSpec

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.dtensors import is_imagined, is_wrapped, local
 from graphplan.errors import CaptureError
-from graphplan.owners import Walk, is_imagined, is_wrapped, local, storage_id
+from graphplan.owners import Walk, storage_id
 from graphplan.tracer.mode import tensors_in
 
 _FILLS = ("zeros", "ones", "full", "lift_fresh", "lift", "scalar_tensor", "zero_", "fill_", "new_zeros", "new_full")

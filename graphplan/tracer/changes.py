@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphplan.owners import Numbers, Slot, Walk, local, storage_id, tensor_leaves, walk_owners
+from graphplan.dtensors import local
+from graphplan.owners import Numbers, Slot, Walk, storage_id, tensor_leaves, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage identity, offset, shape, strides, dtype: two tensors in one place are the same memory seen alike."""

@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
-from graphplan.owners import default_generators, is_imagined, is_wrapped, storage_id
+from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix

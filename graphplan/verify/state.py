@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.owners import Numbers, Walk, copy_to, default_generators, local
+from graphplan.dtensors import local
+from graphplan.owners import Numbers, Walk, copy_to, default_generators
 
 
 @dataclass(frozen=True, slots=True)
