@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,9 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from graphplan import GraphPlanCallback, RefusalError
+from graphplan import GraphPlanCallback, NotCapturedError, RefusalError
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, Observer, digits, ignore_lightning_warnings, with_step
+from tests.sharded import evaluate, sharded_rig
+from tests.twins import assert_equals_eager
 
 EPOCHS, BATCH = 4, 15
 """Each rank has ten batches per epoch."""
@@ -43,9 +46,10 @@ def ddp(**options: Any) -> DDPStrategy:
     return DDPStrategy(process_group_backend="nccl" if CUDA else "gloo", **options)
 
 
-def fsdp() -> ModelParallelStrategy:
-    """What FSDP2 takes, over gloo."""
-    return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+def fsdp(ranks: int = 2) -> ModelParallelStrategy:
+    """What FSDP2 takes, over gloo, or on GPUs over NCCL; of the two ranks ``ranks`` for data."""
+    backend = "nccl" if CUDA else "gloo"
+    return ModelParallelStrategy(ranks, 2 // ranks, process_group_backend=backend)
 
 
 def trainer_of(
@@ -101,6 +105,13 @@ class Sharded(LitDigits):
         fully_shard(self, mesh=mesh)
 
 
+class Whole(LitDigits):
+    """On each rank as it is."""
+
+    def configure_model(self) -> None:
+        """Nothing to do."""
+
+
 class MixedSharded(Sharded):
     """Layers in bfloat16 whose gradients are reduced in float32, gathered once for forward and backward."""
 
@@ -113,6 +124,22 @@ class MixedSharded(Sharded):
 def sharded(kind: type[Sharded] = Sharded, **options: Any) -> dict[str, Any]:
     """:func:`compare` under FSDP2 over gloo."""
     return compare(kind, strategy=fsdp, **options)
+
+
+def sharded_loop() -> dict[str, Any]:
+    """A loop without Lightning, in the process group that there is."""
+    step = assert_equals_eager(partial(sharded_rig, evaluate))
+    return {"replayed": step.stats.replayed, "report": step.report()}
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Both ranks hold a part of each layer."""
+    trainer = trainer_of([GraphPlanCallback(backend=BACKEND)], strategy=partial(fsdp, ranks=1))
+    try:
+        trainer.fit(Whole(), DataLoader(digits()[0], BATCH))
+    except NotCapturedError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
 
 
 def _reads_on_rank_1(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -160,6 +187,8 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp accumulated": lambda: sharded(accumulate_grad_batches=2),
     "fsdp evaluated": lambda: sharded(callback={"eval": True}),
     "fsdp mixed": lambda: sharded(MixedSharded),
+    "fsdp loop": sharded_loop,
+    "tensor parallel": tensor_parallel,
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
     "sigterm": sigterm,
     # The last one: the ranks part in an error.
