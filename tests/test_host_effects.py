@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.twins import assert_equals_eager
+from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
 from tests.zoo import attributes, updating_rig
 
 
@@ -109,3 +111,24 @@ def test_a_garbage_collection_is_no_part_of_the_step() -> None:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(listen)
     assert heard["stop"]
+
+
+def _prints(model: Any, x: Tensor, loss: Tensor) -> None:
+    print("a step")  # noqa: T201
+
+
+@pytest.mark.parametrize("allow", [(), ("print",)])
+def test_a_step_that_prints_says_so_once(allow: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """A replay runs no Python: the line is named, and nothing else is lost."""
+    rig = build(partial(updating_rig, _prints, attributes()))
+    expected = drive(rig, rig.step)
+    rig = build(partial(updating_rig, _prints, attributes()))
+    step = managed(rig, allow=allow)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_same_runs(expected, drive(rig, step))
+    texts = [str(warning.message) for warning in caught if "prints at" in str(warning.message)]
+    pattern = r"^the step prints at test_host_effects\.py:\d+ in _prints: .*only eager calls will print\. Print what"
+    assert [bool(re.search(pattern, text)) for text in texts] == ([] if allow else [True])
+    eager = step.stats.calls - step.stats.replayed + step.stats.verified
+    assert capsys.readouterr().out.count("a step") == len(rig.calls) + eager

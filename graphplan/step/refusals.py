@@ -32,10 +32,13 @@ class Refusals:
         if isinstance(error, DeviceError) or self.escalates(error):
             raise error
         _forget_frames(error)
-        text = str(error)
+        self.warn(f"graphplan runs this step eagerly: {error}")
+
+    def warn(self, text: str) -> None:
+        """Say something once."""
         if text not in self._warned:
             self._warned.add(text)
-            warnings.warn(f"graphplan runs this step eagerly: {text}", UserWarning, stacklevel=5)
+            warnings.warn(text, UserWarning, stacklevel=6)
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from graphplan.backend import refusing_memory
 from graphplan.buffers import Buffers
-from graphplan.compiler import build_plan
+from graphplan.compiler import build_plan, is_allowed
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
@@ -144,6 +144,11 @@ class Stages:
                 function=lambda: self._runner.fn,
                 allow=self._options.allow,
                 rates=self._managed.rates,
+            )
+        if second.prints and not is_allowed("print", self._options.allow):
+            self._refusals.warn(
+                f"the step prints at {second.prints[0]}, and a replay runs no Python: only eager calls will "
+                "print. Print what the step returns, outside it, or pass allow=('print',)"
             )
         self._runner.plan = line.plan
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)

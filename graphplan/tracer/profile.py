@@ -67,12 +67,16 @@ class Reads:
 class Profile:
     """Watches the interpreter while it is entered, in place of another profiler, which it puts back.
 
-    ``on_read(name)`` is called for each read of a tensor's memory. Meanwhile nothing is collected: a collection runs
-    finalizers and callbacks, wherever it happens to come, which are no part of the step.
+    ``on_read(name)`` is called for each read of a tensor's memory, ``on_print()`` for each ``print``. Meanwhile nothing
+    is collected: a collection runs finalizers and callbacks, wherever it happens to come, and they are no part of the
+    step.
     """
 
-    def __init__(self, on_read: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, on_read: Callable[[str], None] = lambda name: None, on_print: Callable[[], None] = lambda: None
+    ) -> None:
         self._on_read = on_read
+        self._on_print = on_print
         self._codes: dict[tuple[int, int], CodeType] = {}
         self._previous: Any = None
         self._collects = False
@@ -119,6 +123,8 @@ class Profile:
                 self.ran.note(frame, owner)
         elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
             self._on_read(f"Tensor.{arg.__name__}")
+        elif event == "c_call" and arg is print:
+            self._on_print()
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""

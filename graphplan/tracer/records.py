@@ -73,6 +73,7 @@ class Trace:
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
     draws: list[str] = field(default_factory=list)
+    prints: list[str] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)
     generators: list[torch.Generator] = field(default_factory=list)
     device: torch.device | None = None

@@ -64,7 +64,7 @@ def trace(
         )
 
     args, kwargs = feed.rebuild(feed.leaves)
-    profile = Profile(on_read)
+    profile = Profile(on_read, lambda: record.prints.append(str(find_source())))
     drawn = host_generators()
     with mode, profile:
         result = fn(*args, **kwargs)

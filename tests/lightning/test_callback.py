@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.lr_scheduler import ConstantLR
 
 from graphplan import (
@@ -163,16 +165,32 @@ def test_a_module_without_optimizers(tmp_path: Path) -> None:
         fit(make, tmp_path, tape())
 
 
-def test_a_strategy_for_several_devices(tmp_path: Path) -> None:
-    """Refused by its name, on one device too: its gradients come from other processes."""
+STRATEGIES: dict[str, tuple[dict[str, Any], str]] = {
+    "looks for unused parameters": (
+        {"find_unused_parameters": True},
+        "has find_unused_parameters=True, which looks at",
+    ),
+    "communication hook": ({"ddp_comm_hook": allreduce_hook}, "has a communication hook, which is Python code"),
+}
+
+
+@pytest.mark.parametrize(("options", "text"), STRATEGIES.values(), ids=list(STRATEGIES))
+def test_a_strategy_that_cannot_be_captured(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    """Refused by its name, in training and in evaluation."""
     before = dict(os.environ)
+    train, validate = loaders()
     try:
-        with pytest.raises(
-            NotCapturedError, match=r"the strategy is DDPStrategy; only single-device .*: use devices=1"
-        ):
-            fit(LitDigits, tmp_path, tape(), strategy="ddp", devices=1, num_sanity_val_steps=0)
+        for eval_only in (False, True):
+            strategy = DDPStrategy(process_group_backend="gloo", **options)
+            trainer = trainer_of(tmp_path, [tape(eval=True)], strategy=strategy, devices=1, num_sanity_val_steps=0)
+            with warnings.catch_warnings(), pytest.raises(NotCapturedError, match=f"the DDPStrategy {text}"):
+                ignore_lightning_warnings()
+                if eval_only:
+                    trainer.validate(LitDigits(), validate)
+                else:
+                    trainer.fit(LitDigits(), train, validate)
+            torch.distributed.destroy_process_group()
     finally:
-        torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(before)
 

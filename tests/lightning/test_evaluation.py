@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
-from graphplan import GraphPlanCallback, HostSyncError, NotCapturedError, RefusalError, UncoveredRoleError
+from graphplan import GraphPlanCallback, HostSyncError, RefusalError, UncoveredRoleError
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import (
     LitDigits,
@@ -242,17 +242,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     for what in ("validate", "predict"):
         quiet(lambda: getattr(trainer, what)(module, loader()))  # noqa: B023
         assert not {"validation_step", "test_step", "predict_step"} & set(vars(trainer.strategy))
-
-
-def test_a_strategy_that_is_not_captured(tmp_path: Path) -> None:
-    from lightning.pytorch.strategies import DDPStrategy
-
-    trainer = trainer_of(tmp_path, [tape(eval=True)], strategy=DDPStrategy(process_group_backend="gloo"), devices=1)
-    try:
-        with pytest.raises(NotCapturedError, match="the strategy is DDPStrategy"):
-            quiet(lambda: trainer.validate(Evaluated(), loader()))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_evaluation_is_left_alone_by_default(tmp_path: Path) -> None:
