@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from graphplan.owners import Walk
+from graphplan.owners import Sharding, Walk
 from graphplan.tracer import same_value
 from graphplan.unchanged import Geometries, hooks_registered
 
@@ -60,6 +60,7 @@ class Fingerprint:
         for label, hooks in _GLOBAL_HOOKS.items():
             self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
+        self._sharding = Sharding(walk.modules)
         self._geometries = Geometries([])
         self._flags: tuple[Any, ...] = ()
         self._registered: int | None = None
@@ -95,6 +96,7 @@ class Fingerprint:
             self._filled(),
             self._own_forwards(),
             *self._hooked(),
+            *self._sharding.values(),
             self._parameter_flags(),
         )
 
@@ -142,6 +144,7 @@ class Fingerprint:
             "parameters with hooks",
             "parameters with hooks after accumulation",
             "hooks where there were none",
+            *self._sharding.labels(),
             *(f"{path}.requires_grad" for path in self._paths),
             *(f"strides of {path}" for path in self._paths),
         ]

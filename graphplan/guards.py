@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from graphplan.dtensors import is_sharded, local
 from graphplan.owners import Contents, Extent, Slot, Walk, is_optimizer_state, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
@@ -67,7 +68,10 @@ class Guards:
         by_path = dict(walk.parameters.values())
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
-        tensors += [grad for grad in self._grads if grad is not None]
+        tensors += [local(grad) for grad in self._grads if grad is not None]
+        whole = [*(slot.get() for slot in held), *self._grads]
+        self._sharded = [tensor for tensor in whole if is_sharded(tensor)]
+        self._shards = list(map(local, self._sharded))
         self._labels = [path for path, _ in read]
         self._spaces = [value.container for _, value in read]
         self._names = [value.key for _, value in read]
@@ -101,7 +105,7 @@ class Guards:
             return False
         if any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
             return False
-        if not self._in_place():
+        if any(map(is_not, map(local, self._sharded), self._shards)) or not self._in_place():
             return False
         return list(map(Tensor.stride, self._shaped)) == self._strides
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.dtensors import is_sharded
 from graphplan.errors import DeviceError, FeedError
 
 Key = tuple[Hashable, ...]
@@ -150,6 +151,11 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
     """
     for index, leaf in feed.tensors():
         name = feed.names()[index]
+        if is_sharded(leaf):
+            raise FeedError(
+                f"{name} is a DTensor, and a replay copies plain tensors in: feed its shard, {name}.to_local(), and "
+                "make the DTensor in the step"
+            )
         if leaf.grad_fn is not None:
             raise FeedError(
                 f"{name} has a grad_fn ({type(leaf.grad_fn).__name__}): gradients would have to flow out of the step "

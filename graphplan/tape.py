@@ -2,12 +2,14 @@
 
 It obeys the rules of a CUDA graph on a machine without one: fixed addresses, no Python, no host reads. Views and
 allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes
-straight into its recorded result. Random operators draw from the same generators as in eager.
+straight into its recorded result. Random operators draw from the same generators as in eager. Memory that the step
+gives back (``storage.resize_(0)``) is there while a replay runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import groupby
@@ -18,13 +20,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
 from graphplan.owners import is_freed, storage_id
-from graphplan.tracer import Profile, find_source, is_allocation, is_collective, wait_for, written_tensors
-from graphplan.tracer.mode import tensors_in
+from graphplan.tracer import Profile, find_source, finish, is_allocation, is_collective, wait_for, written_tensors
+from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
 
-_IGNORED = ("profiler.", "prim.")
-_LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 _CONSTANT = (
     "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.arange.default", "aten.arange.start",
     "aten.arange.start_step", "aten.scalar_tensor.default", "aten.eye.default", "aten.linspace.default",
@@ -67,6 +68,10 @@ class _Kernel:
         # mode may anybody write into what was made in it.
         self.modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What it reads and writes."""
+        return tensors_in([self.args, list(self.kwargs.values()), self.outs])
+
 
 def _alias(value: Any) -> Any:
     """The same memory without its autograd history (which would keep a whole step's graph alive)."""
@@ -79,6 +84,7 @@ class _TapeMode(TorchDispatchMode):
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
         self.storages: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
 
     def fail(self, why: str) -> None:
         """Note that the recording cannot be used; the step goes on, since it is a real one."""
@@ -88,15 +94,17 @@ class _TapeMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
         kwargs = kwargs or {}
         name = str(func)
-        if name.startswith(_IGNORED):
+        if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
-        if name in _LIFTS:
+        if name in LIFTS:
             self._record_constant(args[0])
             return func(*args, **kwargs)
         taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
-        out = func(*args, **kwargs)
+        out = finish(name, func(*args, **kwargs))
         if torch.Tag.data_dependent_output in func.tags:
             self.fail(f"{name} reads values on the host")
         self._record(func, name, args, kwargs, out, taken)
@@ -118,13 +126,16 @@ class _TapeMode(TorchDispatchMode):
         kernel = _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=name in _CONSTANT)
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
         kernel.overload = _working_overload(kernel) if pure else None
+        self._keep(kernel)
+
+    def _keep(self, kernel: _Kernel) -> None:
         self.kernels.append(kernel)
+        for memory in (t.untyped_storage() for t in kernel.tensors() if t.layout is torch.strided):
+            self.sizes[memory._cdata] = max(memory.nbytes(), self.sizes.get(memory._cdata, 0))
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
-        self.kernels.append(
-            _Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True)
-        )
+        self._keep(_Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True))
 
 
 def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
@@ -230,11 +241,10 @@ class TapeRecording:
     """Operators recorded by :class:`TapeBackend`."""
 
     def __init__(self, mode: _TapeMode) -> None:
-        writers: dict[int | None, int] = {}
-        for kernel in mode.kernels:
-            for storage in kernel.writes:
-                writers[storage] = writers.get(storage, 0) + 1
-        live = [kernel for kernel in mode.kernels if not _is_unchanging(kernel, writers)]
+        writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
+        lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors() if is_freed(t)}
+        self._lent = [(memory, mode.sizes[memory._cdata]) for memory in lent.values()]
+        live = [k for k in mode.kernels if not _is_unchanging(k, writers) or not lent.keys().isdisjoint(k.writes)]
         self._runs: list[_Run] | None = [
             (modes, [_compile(kernel) for kernel in run]) for modes, run in groupby(live, lambda kernel: kernel.modes)
         ]
@@ -244,11 +254,14 @@ class TapeRecording:
     def replay(self) -> None:
         """Run every operator again."""
         assert self._runs is not None, "a closed program is refused before its recording is asked"
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
+        for storage, nbytes in self._lent:
+            storage.resize_(nbytes)
+        try:
+            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
                 self._run(self._runs)
-        else:
-            self._run(self._runs)
+        finally:
+            for storage, _ in self._lent:
+                storage.resize_(0)
 
     @staticmethod
     def _run(runs: list[_Run]) -> None:
@@ -274,8 +287,6 @@ class TapeBackend:
         mode = _TapeMode()
         with mode, Profile(lambda name: mode.fail(f"{name} reads values on the host")):
             result = body()
-        if any(map(is_freed, tensors_in([[kernel.args, kernel.outs] for kernel in mode.kernels]))):
-            mode.fail("memory that it uses is given back before it ends")
         if mode.failure is not None:
             raise CaptureError(
                 f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -41,10 +42,15 @@ def walk(path: str, value: Any, facts: dict[str, Any], seen: set[int]) -> None:
 
 
 def _walk_tensor(path: str, tensor: Tensor, facts: dict[str, Any]) -> None:
-    facts[path] = tensor.detach().clone()
+    facts[path] = _own(tensor)
     facts[f"{path}.requires_grad"] = tensor.requires_grad
     if tensor.is_leaf:
-        facts[f"{path}.grad"] = None if tensor.grad is None else tensor.grad.detach().clone()
+        facts[f"{path}.grad"] = None if tensor.grad is None else _own(tensor.grad)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of what this process has of ``tensor``."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def _walk_object(path: str, value: Any, facts: dict[str, Any], seen: set[int]) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from graphplan.owners import free_name
@@ -28,8 +33,15 @@ def _closed_strategy(strategy: Any) -> str | None:
     name = type(strategy).__name__
     if isinstance(strategy, SingleDeviceStrategy):
         return None
+    if isinstance(strategy, ModelParallelStrategy):
+        if strategy.device_mesh["tensor_parallel"].size() == 1:
+            return None
+        return f"the {name} has tensor parallelism, which is not captured: use tensor_parallel_size=1"
     if not isinstance(strategy, DDPStrategy) or isinstance(strategy, DeepSpeedStrategy):
-        return f"the strategy is {name}; only single-device strategies and DDPStrategy are captured: use one of those"
+        return (
+            f"the strategy is {name}; only single-device strategies, DDPStrategy and ModelParallelStrategy are "
+            "captured: use one of those"
+        )
     if strategy._ddp_comm_hook is not None or strategy._model_averaging_period is not None:
         return f"the {name} has a communication hook, which is Python code that a replay would leave out; drop it"
     if strategy._ddp_kwargs.get("find_unused_parameters"):

@@ -105,7 +105,7 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
     if is_freed(traced.tensor):
         raise UnownedTensorError(
             f"the memory of a {spec} tensor that reaches {traced.operator} at {traced.source} is given back before the "
-            "step ends (storage.resize_(0), as FSDP does with gathered parameters); a replay would use it all the "
+            "step ends (storage.resize_(0)), so that nobody can say what is in it; a replay would use it all the "
             "same. Keep it allocated, or pass on_failure='eager'",
             component=traced.source.component,
         )

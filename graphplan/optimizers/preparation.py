@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.dtensors import is_sharded
 from graphplan.errors import OptimizerError
 
 _REFUSED = {
@@ -24,6 +25,8 @@ _REFUSED = {
 }
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED_ON_CUDA = (torch.optim.SGD,)
+_FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
+"""Fused kernels that take DTensors."""
 _FUSED_IF_SCALED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _WARNED = "_warned_capturable_if_run_uncaptured"
 
@@ -54,7 +57,9 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
         return {}
     device = device_of(group).type
     on_cuda = _FUSED_IF_SCALED if scaled else _FUSED_ON_CUDA
-    fusable = _FUSED_ON_CPU if device == "cpu" else on_cuda if device == "cuda" else ()
+    fusable: tuple[type, ...] = _FUSED_ON_CPU if device == "cpu" else on_cuda if device == "cuda" else ()
+    if any(map(is_sharded, group["params"])):
+        fusable = tuple(kind for kind in fusable if kind in _FUSED_IF_SHARDED)
     flags: dict[str, Any] = {}
     if device == "cuda" and "capturable" in group:
         flags["capturable"] = True

@@ -17,6 +17,8 @@ from graphplan.owners.records import is_freed as is_freed
 from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id
 from graphplan.owners.records import tensor_leaves as tensor_leaves
+from graphplan.owners.sharding import Sharding as Sharding
+from graphplan.owners.sharding import come_to_rest as come_to_rest
 from graphplan.owners.snapshot import Snapshot as Snapshot
 from graphplan.owners.snapshot import bits as bits
 from graphplan.owners.snapshot import copy_to as copy_to

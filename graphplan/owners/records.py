@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from graphplan.dtensors import local
+
 Container = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
@@ -43,16 +45,16 @@ class Slot:
             self.container[self.key] = value
 
     def tensors(self) -> list[Tensor]:
-        """The tensor leaves of what the slot holds now."""
+        """The tensor leaves of what the slot holds now: those that have the memory."""
         return tensor_leaves(self.get())
 
 
 def tensor_leaves(value: Any) -> list[Tensor]:
-    """Tensors in ``value``: itself, or the leaves of a (nested) tuple."""
+    """Tensors in ``value``: itself, or the leaves of a (nested) tuple; of a DTensor its shard."""
     if isinstance(value, Tensor):
-        return [value]
+        return [local(value)]
     if isinstance(value, tuple):
-        return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        return [local(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return []
 
 
@@ -228,7 +230,7 @@ class Walk:
 def storage_id(tensor: Tensor) -> int | None:
     """Identity of the storage behind ``tensor``; None if it has none (sparse, opaque)."""
     try:
-        return tensor.untyped_storage()._cdata
+        return local(tensor).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners.records import Container, Walk
+from graphplan.owners.records import Container, Walk, is_freed
+from graphplan.owners.sharding import Sharding
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +35,8 @@ class Snapshot:
         device: torch.device | None = None,
         without: Sequence[str] = (),
     ) -> None:
-        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in walk.containers]
+        containers = [*walk.containers, *Sharding(walk.modules).containers()]
+        self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in containers]
         self._places = [(space, key, space[key]) for space, key in walk.places]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
@@ -70,7 +72,9 @@ class Snapshot:
                 param.grad = grad
         with torch.no_grad():
             for tensor, value in self._tensors.values():
-                # Memory that nobody has changed may be read-only (a mapped file).
+                # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
+                if is_freed(tensor):
+                    continue
                 if tensor.device.type != "cpu" or not torch.equal(bits(tensor), bits(value)):
                     tensor.detach().copy_(value)
         for set_state, state in self._generators:

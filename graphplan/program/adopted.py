@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.dtensors import is_sharded, local
 from graphplan.guards import Guards
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
@@ -112,6 +113,9 @@ class Adopted:
         statics, current = self._aliases[path], slot.tensors()
         if slot.is_parameter and slot.get() is not held:
             return f"parameter {path} was replaced by another object"
+        if slot.is_parameter and is_sharded(held):
+            # FSDP2 has its own view of the shard, which would stay where it is.
+            return f"the shard of {path} lies elsewhere"
         if len(statics) != len(current):
             return f"{path} holds {len(current)} tensors, expected {len(statics)}"
         for static, tensor in zip(statics, current, strict=True):
@@ -131,7 +135,7 @@ class Adopted:
             now = slot.get()
             new = isinstance(now, Tensor) and id(now) not in ours and not now.is_inference()
             if new and getrefcount(now) > _OWN_REFERENCES:
-                self._sources[path] = now
+                self._sources[path] = local(now)
         self._versions = [source._version for source in self._sources.values()]
 
     def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:

@@ -7,7 +7,7 @@ parallel assignments (``prev = cur; cur = f(cur)``): a source that lies in anoth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from operator import attrgetter, is_not
+from operator import add, attrgetter, is_not
 from sys import getrefcount
 from typing import Any
 
@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphplan.dtensors import local
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
 """Gradients that some program accumulates into: several programs refer to them."""
-_LOOP_REFERENCES = 1
-"""A loop's variable refers to what it stands for."""
 
 
 def _clone(value: Any) -> Any:
@@ -83,8 +82,13 @@ class Bindings:
         self._grad_values = [grad for _, grad in self._grads]
         self._written = [grad for grad in self._grad_values if grad is not None]
         self._aliases = [grad.detach() for grad in self._written]
-        self._pointers = [grad.data_ptr() for grad in self._written]
-        self._counts = list(map(getrefcount, self._written))
+        self._memory = [local(grad) for grad in self._written]
+        self._pointers = [memory.data_ptr() for memory in self._memory]
+        self._counts = self._count()
+
+    def _count(self) -> list[int]:
+        """How many refer to each gradient that is written, or to its shard."""
+        return list(map(add, map(getrefcount, self._written), map(getrefcount, self._memory)))
 
     def settle_grads(self) -> None:
         """Before a replay: bring gradients that the recording writes back to its memory, and those that somebody keeps
@@ -94,23 +98,24 @@ class Bindings:
         caller keeps stays what it was: it gets memory of its own, and another tensor takes its place. Gradients that
         steps accumulate into are the same objects in eager steps too.
         """
-        if list(map(Tensor.data_ptr, self._written)) != self._pointers:
-            for grad, alias in zip(self._written, self._aliases, strict=True):
-                grad.data = alias
-        if list(map(getrefcount, self._written)) != self._counts:
+        if list(map(Tensor.data_ptr, self._memory)) != self._pointers:
+            for memory, alias in zip(self._memory, self._aliases, strict=True):
+                memory.data = local(alias)
+        if self._count() != self._counts:
             self._release_kept()
 
     def _release_kept(self) -> None:
         released: dict[int, Tensor] = {}
-        for grad, alias, count in zip(self._written, self._aliases, self._counts, strict=True):
-            if getrefcount(grad) > count + _LOOP_REFERENCES and grad not in _ACCUMULATED:
+        for number, (count, now) in enumerate(zip(self._counts, self._count(), strict=True)):
+            grad, alias = self._written[number], self._aliases[number]
+            if now > count and grad not in _ACCUMULATED:
                 released[id(grad)] = alias.detach()
-                grad.data = alias.clone()
+                self._memory[number].data = local(alias).clone()
         if released:
             self._grads = [(param, released.get(id(grad), grad)) for param, grad in self._grads]
             self._bind_grads()
         else:
-            self._counts = list(map(getrefcount, self._written))
+            self._counts = self._count()
 
     def follow(self, walk: Walk) -> None:
         """Use ``walk``'s containers from now on."""

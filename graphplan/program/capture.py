@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphplan.backend import Backend
 from graphplan.buffers import Buffers, distinct
-from graphplan.owners import Walk, storage_id, walk_owners
+from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.bindings import Bindings
@@ -23,17 +23,27 @@ from graphplan.signature import Feed
 class _Body:
     """The function that a backend records: the step, then the copies that end it."""
 
-    def __init__(self, plan: Plan, feed: Feed, static_leaves: list[Any], bindings: Bindings, before: Walk) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        feed: Feed,
+        static_leaves: list[Any],
+        bindings: Bindings,
+        before: Walk,
+        sharding: Sharding,
+    ) -> None:
         self._plan = plan
         self._args, self._kwargs = feed.rebuild(static_leaves)
         self._inputs = {storage_id(leaf) for leaf in static_leaves if isinstance(leaf, Tensor)}
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings
+        self._sharding = sharding
         self.after: Walk | None = None
         self.outputs: Outputs | None = None
 
     def __call__(self) -> None:
         result = self._plan.function()(*self._args, **self._kwargs)
+        self._sharding.settle()
         self.after = walk_owners(self._plan.owners())
         with torch.no_grad():
             self.outputs = Outputs(self._plan, result, clone_from=lambda t: storage_id(t) in self._bindings.targets)
@@ -52,6 +62,7 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
             put back here.
     """
     check_policy(plan, policy)
+    sharding = come_to_rest(plan.owners())
     walk = walk_owners(plan.owners())
     inputs: dict[int, Tensor] = {}
     if Role.INPUT in policy.copy_roles:
@@ -65,7 +76,7 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
     copied = CopiedOwned(plan, policy, buffers, walk)
     copied.load({})
     bindings = Bindings(plan, walk, copied.stand_ins)
-    body = _Body(plan, feed, leaves, bindings, walk)
+    body = _Body(plan, feed, leaves, bindings, walk, sharding)
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
     copied.swap_in()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.dtensors import is_sharded
 from graphplan.owners import Walk
 from graphplan.plan import Output, Plan
 
@@ -33,7 +34,7 @@ class Outputs:
             tensor = leaf.detach()
             # A carry may write into this memory at the end of the step: the caller wants what was returned.
             self._static[number] = tensor.clone() if clone_from(tensor) else tensor
-            if tensor.ndim == 0:
+            if tensor.ndim == 0 and not is_sharded(tensor):
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
         for numbers in scalars.values():
             if len(numbers) > 1:

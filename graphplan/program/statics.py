@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.buffers import Buffers, distinct
+from graphplan.dtensors import is_sharded
 from graphplan.errors import FeedError, PolicyError, UncoveredRoleError
 from graphplan.owners import Walk
 from graphplan.plan import Plan
@@ -43,7 +44,7 @@ def check_policy(plan: Plan, policy: Policy) -> None:
 class CopiedOwned:
     """Buffers that stand in for owned externals of a copied role while the step is recorded.
 
-    Gradients and tuples of tensors are adopted in any case: nothing can be bound in their place.
+    Gradients, tuples of tensors and DTensors are adopted in any case: nothing can be bound in their place.
     """
 
     def __init__(self, plan: Plan, policy: Policy, buffers: Buffers, walk: Walk) -> None:
@@ -143,7 +144,8 @@ class CopiedOwned:
 
 def _has_stand_in(external: External, walk: Walk) -> bool:
     slot = None if external.path is None else walk.slots.get(external.path)
-    return slot is not None and slot.param is None and isinstance(slot.get(), Tensor)
+    held = None if slot is None or slot.param is not None else slot.get()
+    return isinstance(held, Tensor) and not is_sharded(held)
 
 
 def _held(external: External, walk: Walk) -> Tensor:

@@ -17,7 +17,7 @@ from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
 from graphplan.optimizers import LENT
-from graphplan.owners import Namespace, Snapshot, walk_owners
+from graphplan.owners import Namespace, Snapshot, come_to_rest, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program import Program, capture_program
@@ -74,10 +74,12 @@ def _compile(
     managed = Managed(fn, owners, prepare=prepare)
     feed = flatten(args, {})
     check_feed(feed, None)
+    come_to_rest(managed.owners)
     snapshots = [Snapshot(managed.walk(), extra=[tensor for _, tensor in feed.tensors()])]
 
     def on_first_sight(thing: Any) -> None:
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
+        come_to_rest({"": thing})
         snapshots.append(Snapshot(walk_owners({"": thing}), without=LENT))
 
     traces: list[Trace] = []

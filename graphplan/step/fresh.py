@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.dtensors import is_imagined, is_wrapped, local
 from graphplan.errors import CaptureError
 from graphplan.owners import Walk, storage_id
 from graphplan.tracer.mode import tensors_in
@@ -33,9 +34,11 @@ class Births(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket._qualified_op_name.split("::")[-1]
-        if name in _FILLS or name in _FILLS_LIKE:
+        if (name in _FILLS or name in _FILLS_LIKE) and not is_imagined():
             for tensor in tensors_in(out):
                 storage = storage_id(tensor)
                 if storage is not None and storage not in self._values:
@@ -76,16 +79,17 @@ def create_state(missing: Sequence[str], walk: Callable[[], Walk], step: Callabl
         if slot is None or slot.param is not None:
             continue
         tensor = slot.get()
-        initial = births.value(tensor)
+        memory = local(tensor)
+        initial = births.value(memory)
         if initial is None and _starts_at_zero(path, now):
-            initial = torch.zeros_like(tensor)
-        if initial is None or initial.shape != tensor.shape:
+            initial = torch.zeros_like(memory)
+        if initial is None or initial.shape != memory.shape:
             raise CaptureError(
                 f"{path} does not exist yet, and its first value is computed from the batch, so a replay cannot be the "
                 "first step: run the step eagerly once before capture"
             )
         with torch.no_grad():
-            tensor.detach().copy_(initial)
+            memory.detach().copy_(initial)
         made.append((slot.container, slot.key, tensor))
     inner = [(container, key, child) for container, key, child in now.links if any(child is c for c, _, _ in made)]
 

@@ -121,6 +121,7 @@ class GraphedStep(Exclusive):
     def _find(self, feed: Feed) -> tuple[Entry, Program | None]:
         """The feed's entry, and its program if that is ready and fits."""
         looked = False
+        self._managed.settle()
         while True:
             entry = self._entry(feed)
             program = entry.select(self._managed.grad_presence)

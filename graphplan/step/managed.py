@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer, read_back
-from graphplan.owners import Discovery, Namespace, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import Discovery, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
@@ -43,6 +43,7 @@ class Managed:
         self.refusal: OptimizerError | None = None
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
+        self._sharding = Sharding([])
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
         self._seen: dict[tuple[Any, ...], int] = {}
@@ -136,6 +137,7 @@ class Managed:
         """Look at the owners anew: after a warm-up step, or when containers were replaced."""
         walk = self.walk()
         self.rates.attach(walk.optimizers.values())
+        self._sharding = Sharding(walk.modules)
         self._fingerprint = Fingerprint(walk, self.rates.shadowed)
         for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
             self._notices.register(name, owner)
@@ -147,6 +149,10 @@ class Managed:
         """:meth:`refresh`, once the first step has made the owners known."""
         if self._fingerprint is not None:
             self.refresh()
+
+    def settle(self) -> None:
+        """Have modules that FSDP2 shards come to rest: a step begins and ends there."""
+        self._sharding.settle()
 
     def fingerprint(self) -> int:
         """A number for the Python values that a program bakes in; equal values have equal numbers."""

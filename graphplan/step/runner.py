@@ -51,7 +51,9 @@ class Runner:
     def call(self, feed: Feed) -> Any:
         """The step's function itself on a feed."""
         args, kwargs = feed.rebuild(feed.leaves)
-        return self.fn(*args, **kwargs)
+        result = self.fn(*args, **kwargs)
+        self._managed.settle()
+        return result
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` as every managed step runs: on the backend's stream, with device learning rates."""

@@ -7,6 +7,7 @@ from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
 from graphplan.tracer.changes import same_value as same_value
+from graphplan.tracer.collectives import finish as finish
 from graphplan.tracer.collectives import is_collective as is_collective
 from graphplan.tracer.collectives import wait_for as wait_for
 from graphplan.tracer.constants import DeviceConstants as DeviceConstants

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphplan.dtensors import local
 from graphplan.owners import Numbers, Slot, Walk, storage_id, tensor_leaves, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -19,6 +20,7 @@ Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 def place_of(tensor: Tensor) -> Place:
     """Where ``tensor`` lies."""
+    tensor = local(tensor)
     if tensor.layout is not torch.strided:
         return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype)
     return (storage_id(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)

@@ -13,7 +13,10 @@ from torch.utils import _pytree as pytree
 
 _IN_PLACE = "c10d."
 _FUNCTIONAL = "_c10d_functional."
+_LATE = ("c10d._reduce_scatter_base_", "c10d.reduce_scatter_")
 _CLASS = "__torch__.torch.classes.c10d."
+_SILENT = {"fsdp.all_gather_copy_in.default": 1}
+"""Operators around collectives that write an argument, by its position, without saying so."""
 
 
 def is_collective(name: str) -> bool:
@@ -22,8 +25,25 @@ def is_collective(name: str) -> bool:
 
 
 def written_argument(name: str, args: Any) -> Any:
-    """The argument that an in-place collective writes: its first one, of tensors or of results. None for others."""
-    return args[0] if name.startswith(_IN_PLACE) and args else None
+    """The argument that an in-place collective writes, of tensors or of results: its first one, or that of an operator
+    which prepares one. None for others.
+    """
+    position = _SILENT.get(name, 0 if name.startswith(_IN_PLACE) else None)
+    return None if position is None or position >= len(args) else args[position]
+
+
+def finish(name: str, out: Any) -> Any:
+    """A collective's results as whoever called it shall get them: where operators run while it is waited for (gloo
+    copies in the end of a reduce_scatter), it has been waited for, and is found done.
+    """
+    results = [value for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
+    if not name.startswith(_LATE) or any(result.device.type != "cpu" for result in results):
+        return out
+    wait_for(name, out)
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    done.set_result(results)
+    work = torch._C._distributed_c10d._create_work_from_future(done).boxed()  # type: ignore[attr-defined]
+    return pytree.tree_map_only(torch.ScriptObject, lambda value: work, out)
 
 
 def name_object(value: torch.ScriptObject) -> tuple[str, str]:

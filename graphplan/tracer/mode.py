@@ -11,9 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
-from graphplan.tracer.collectives import is_collective, name_object, written_argument
+from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix
 
@@ -24,8 +25,8 @@ _SYNC_FIX = (
     "pass eager_if="
 )
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
-_IGNORED = ("profiler.", "prim.")
-_LIFT = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
+IGNORED = ("profiler.", "prim.")
+LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 
 
@@ -88,12 +89,14 @@ class TraceMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_wrapped(types):
+            return NotImplemented
         kwargs = kwargs or {}
         name = str(func)
-        if name.startswith(_IGNORED):
+        if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
         source = find_source()
-        constant = self._lift(args) if name in _LIFT else None
+        constant = self._lift(args) if name in LIFTS else None
         tensors = list(tensors_in([args, list(kwargs.values())]))
         operands = tuple(self._operand(tensor, name, source) for tensor in tensors)
         offsets = tuple(int(t.storage_offset()) if t.layout is torch.strided else 0 for t in tensors)
@@ -107,7 +110,7 @@ class TraceMode(TorchDispatchMode):
         if random:
             self._check_seek(source)
             self._note_generator(kwargs.get("generator"))
-        out = func(*args, **kwargs)
+        out = finish(name, func(*args, **kwargs))
         if random:
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
         self._check_sync(func, name, args, kwargs, out, source)
@@ -131,6 +134,8 @@ class TraceMode(TorchDispatchMode):
                 component=source.component,
             )
             return ("sparse", 0)
+        if storage in self._trace.gathered:
+            self._birth(tensor)
         if storage in self._internal:
             return ("internal", self._internal[storage])
         if storage not in self._external:

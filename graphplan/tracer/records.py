@@ -68,6 +68,7 @@ class Trace:
     violation: RefusalError | None = None
     entry_slots: dict[int, list[Slot]] = field(default_factory=dict)
     found: set[int | None] = field(default_factory=set)
+    gathered: set[int | None] = field(default_factory=set)
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)

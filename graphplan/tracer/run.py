@@ -9,14 +9,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.errors import HostSyncError
-from graphplan.owners import host_generators, storage_id
+from graphplan.errors import HostEffectError, HostSyncError
+from graphplan.owners import come_to_rest, host_generators, storage_id
 from graphplan.signature import Feed
 from graphplan.tracer.changes import Recorder
 from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.records import OutputTensor, Trace
 from graphplan.tracer.source import find_source
+
+_HELD = (
+    "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
+    "set_requires_all_reduce(False)) before or after the step; a replay can neither find nor leave them there. Have "
+    "each step reduce its own, or run those steps eagerly"
+)
 
 
 def trace(
@@ -39,12 +45,15 @@ def trace(
         storage = storage_id(leaf)
         if storage is not None:
             record.leaf_storages[index] = storage
+    sharding = come_to_rest(owners)
     recorder = Recorder(owners)
     found = recorder.walk.found
     record.found = {storage_id(t) for slot in recorder.walk.slots.values() for t in slot.tensors() if id(t) in found}
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
+    record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
+    held = sharding.holds_gradients()
     mode = TraceMode(record)
 
     def on_read(name: str) -> None:
@@ -59,6 +68,9 @@ def trace(
     drawn = host_generators()
     with mode, profile:
         result = fn(*args, **kwargs)
+        sharding.settle()
+    if held or sharding.holds_gradients():
+        mode.refuse(HostEffectError, _HELD)
     mode.finish()
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
@@ -67,7 +79,7 @@ def trace(
     record.changes = changes
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
-    paths = {id(tensor): path for path, slot in after.slots.items() for tensor in slot.tensors()}
+    paths = {id(tensor): path for path, slot in after.slots.items() for tensor in (*slot.tensors(), slot.get())}
     leaves, record.output_structure = pytree.tree_flatten(result)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.dtensors import local
 from graphplan.owners import Numbers, Walk, copy_to, default_generators
 
 
@@ -39,7 +40,7 @@ def collect(
     for key, leaf in pytree.tree_flatten_with_path(result)[0]:
         name = "result" + pytree.keystr(key)
         if isinstance(leaf, Tensor):
-            tensors[name] = leaf
+            tensors[name] = local(leaf)
         else:
             values[name] = leaf
     tensors.update(_held(walk, allowed))

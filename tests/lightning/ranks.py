@@ -13,20 +13,24 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from graphplan import GraphPlanCallback, RefusalError
+from graphplan import GraphPlanCallback, NotCapturedError, RefusalError
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, Observer, digits, ignore_lightning_warnings, with_step
+from tests.sharded import evaluate, sharded_rig
+from tests.twins import assert_equals_eager
 
 EPOCHS, BATCH = 4, 15
 """Each rank has ten batches per epoch."""
@@ -42,9 +46,20 @@ def ddp(**options: Any) -> DDPStrategy:
     return DDPStrategy(process_group_backend="nccl" if CUDA else "gloo", **options)
 
 
-def trainer_of(callbacks: list[Callback], kind: type[L.Trainer] = L.Trainer, **options: Any) -> L.Trainer:
+def fsdp(ranks: int = 2) -> ModelParallelStrategy:
+    """What FSDP2 takes, over gloo, or on GPUs over NCCL; of the two ranks ``ranks`` for data."""
+    backend = "nccl" if CUDA else "gloo"
+    return ModelParallelStrategy(ranks, 2 // ranks, process_group_backend=backend)
+
+
+def trainer_of(
+    callbacks: list[Callback],
+    kind: type[L.Trainer] = L.Trainer,
+    strategy: Callable[[], Strategy] = ddp,
+    **options: Any,
+) -> L.Trainer:
     """A trainer on two processes."""
-    defaults: dict[str, Any] = {"strategy": ddp(), "max_epochs": EPOCHS, "logger": False}
+    defaults: dict[str, Any] = {"strategy": strategy(), "max_epochs": EPOCHS, "logger": False}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return kind(
         accelerator="gpu" if CUDA else "cpu", devices=2, callbacks=callbacks, **{**defaults, **quiet, **options}
@@ -59,6 +74,10 @@ def fit(make: Callable[[], L.LightningModule], callback: GraphPlanCallback | Non
     train, validation = digits()
     torch.manual_seed(1)
     trainer.fit(module, DataLoader(train, BATCH, shuffle=True), DataLoader(validation, 10))
+    for part in module.modules():
+        # After an evaluation stock FSDP2 keeps the root's parameters gathered, and graphplan does not.
+        if isinstance(part, FSDPModule):
+            part.reshard()
     seen = {"batches": observer.batches, "epochs": observer.epochs, "metrics": dict(trainer.callback_metrics)}
     return flatten(module=module, optimizers=trainer.optimizers, steps=trainer.global_step, **seen), trainer
 
@@ -71,6 +90,56 @@ def compare(make: Callable[[], L.LightningModule] = LitDigits, **options: Any) -
     stats = callback.stats
     counts = {"replayed": stats.replayed, "captured": stats.captured, "verified": stats.verified}
     return {**counts, "evaluated": callback.eval_stats.replayed, "report": callback.report()}
+
+
+class Sharded(LitDigits):
+    """FSDP2 for each linear layer, and for what is left."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, **self.options)
+        fully_shard(self, mesh=mesh)
+
+
+class Whole(LitDigits):
+    """On each rank as it is."""
+
+    def configure_model(self) -> None:
+        """Nothing to do."""
+
+
+class MixedSharded(Sharded):
+    """Layers in bfloat16 whose gradients are reduced in float32, gathered once for forward and backward."""
+
+    options: ClassVar[dict[str, Any]] = {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32),
+        "reshard_after_forward": False,
+    }
+
+
+def sharded(kind: type[Sharded] = Sharded, **options: Any) -> dict[str, Any]:
+    """:func:`compare` under FSDP2 over gloo."""
+    return compare(kind, strategy=fsdp, **options)
+
+
+def sharded_loop() -> dict[str, Any]:
+    """A loop without Lightning, in the process group that there is."""
+    step = assert_equals_eager(partial(sharded_rig, evaluate))
+    return {"replayed": step.stats.replayed, "report": step.report()}
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Both ranks hold a part of each layer."""
+    trainer = trainer_of([GraphPlanCallback(backend=BACKEND)], strategy=partial(fsdp, ranks=1))
+    try:
+        trainer.fit(Whole(), DataLoader(digits()[0], BATCH))
+    except NotCapturedError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": None}
 
 
 def _reads_on_rank_1(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -113,6 +182,13 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "clipped": lambda: compare(gradient_clip_val=0.1),
     "accumulated": lambda: compare(accumulate_grad_batches=2),
     "evaluated": lambda: compare(callback={"eval": True}),
+    "fsdp": sharded,
+    "fsdp clipped": lambda: sharded(gradient_clip_val=0.1),
+    "fsdp accumulated": lambda: sharded(accumulate_grad_batches=2),
+    "fsdp evaluated": lambda: sharded(callback={"eval": True}),
+    "fsdp mixed": lambda: sharded(MixedSharded),
+    "fsdp loop": sharded_loop,
+    "tensor parallel": tensor_parallel,
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
     "sigterm": sigterm,
     # The last one: the ranks part in an error.

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.lightning.ranks import BATCH, EPOCHS, ROWS
+from tests.sharded import CALLS
+from tests.twins import BEFORE_REPLAY
 
 REPOSITORY = Path(__file__).parents[2]
 FULL = EPOCHS * 150 // BATCH - 6
@@ -58,9 +60,38 @@ def test_accumulated_gradients_are_the_same_on_every_rank(ranks: list[dict[str, 
         assert found["accumulated"]["replayed"] >= 20, found["accumulated"]["report"]
 
 
-def test_evaluation_is_replayed_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("row", ["evaluated", "fsdp evaluated"])
+def test_evaluation_is_replayed_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
     for found in ranks:
-        assert found["evaluated"]["evaluated"] >= 2, found["evaluated"]["report"]
+        assert found[row]["evaluated"] >= 2, found[row]["report"]
+
+
+@pytest.mark.parametrize("row", ["fsdp", "fsdp clipped", "fsdp evaluated", "fsdp mixed"])
+def test_a_fit_under_fsdp_is_the_same_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
+    """All-gathers, reduce-scatters, clipping and optimizer are one program, whatever a validation left gathered."""
+    for found in ranks:
+        assert found[row]["captured"] == 1, found[row]["report"]
+        assert found[row]["replayed"] == FULL, found[row]["report"]
+        assert found[row]["verified"] >= 5, "checked in the same steps"
+
+
+def test_gradients_that_fsdp_accumulates_are_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    """Each batch reduces its gradients, and adds its part to this rank's shard."""
+    for found in ranks:
+        assert found["fsdp accumulated"]["captured"] == 2, found["fsdp accumulated"]["report"]
+        assert found["fsdp accumulated"]["replayed"] >= 20, found["fsdp accumulated"]["report"]
+
+
+def test_a_loop_without_lightning_under_fsdp_is_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["fsdp loop"]["replayed"] == CALLS - BEFORE_REPLAY
+
+
+def test_tensor_parallelism_is_refused_by_name(ranks: list[dict[str, Any]]) -> None:
+    text = "the ModelParallelStrategy has tensor parallelism, which is not captured: use tensor_parallel_size=1"
+    for found in ranks:
+        assert found["tensor parallel"]["error"].startswith("NotCapturedError: ")
+        assert text in found["tensor parallel"]["error"]
 
 
 def test_one_rank_that_cannot_keeps_all_eager(ranks: list[dict[str, Any]]) -> None:

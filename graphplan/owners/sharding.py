@@ -1,0 +1,96 @@
+"""Modules that FSDP2 (``fully_shard``) shards: they gather parameters into memory that they take and give back as they
+need it, and note in Python how far they have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphplan.dtensors import loaded
+from graphplan.owners.walk import walk_owners
+
+_PLAIN = (bool, int, float, str, type(None), Enum)
+
+
+class Sharding:
+    """What FSDP2 does with some modules: the memory that it gathers into, its settings, and its notes.
+
+    At rest, between steps, parameters are sharded and nothing is gathered.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        kind = loaded("torch.distributed.fsdp", "FSDPModule")
+        self._modules: list[Any] = [module for module in modules if isinstance(module, kind)]
+        states = [module._get_fsdp_state() for module in self._modules]
+        self._states = list({id(state): state for state in states}.values())
+        self._groups = [group for state in self._states for group in _groups_of(state)]
+        self._params = [param for group in self._groups for param in group.fsdp_params]
+
+    @cached_property
+    def _settings(self) -> list[tuple[Any, list[str]]]:
+        """The plain values among the attributes of its notes, of which there are many: the object, and their names."""
+        things = (*self._states, *self._groups)
+        return [(t, [name for name, value in vars(t).items() if isinstance(value, _PLAIN)]) for t in things]
+
+    def settle(self) -> None:
+        """Come to rest. What was gathered outside a training step, by a validation for instance, goes: the next step
+        gathers the same values again.
+        """
+        for module in self._modules:
+            module.reshard()
+
+    def gathered(self) -> Iterator[Tensor]:
+        """Memory that it gathers parameters into. At rest there is nothing in it."""
+        for param in self._params:
+            yield from param.all_gather_outputs
+            yield from getattr(param, "_unsharded_inner_tensors", ())
+
+    def holds_gradients(self) -> bool:
+        """Whether it keeps gradients that it did not reduce yet, where no owner shows them."""
+        partial = (getattr(group, "_partial_reduce_output", None) for group in self._groups)
+        accumulated = (param.unsharded_accumulated_grad for param in self._params)
+        own = (getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in self._params)
+        return any(held is not None for kept in (partial, accumulated, own) for held in kept)
+
+    def labels(self) -> list[str]:
+        """Names for :meth:`values`."""
+        if not self._modules:
+            return []
+        settings = [f"{type(thing).__name__}.{name}" for thing, names in self._settings for name in names]
+        return [*settings, "gradients held by fully_shard"]
+
+    def values(self) -> tuple[Any, ...]:
+        """What its code branches on, and whether it holds gradients."""
+        if not self._modules:
+            return ()
+        read = (getattr(thing, name, None) for thing, names in self._settings for name in names)
+        plain = (value if isinstance(value, _PLAIN) else id(value) for value in read)
+        return (*plain, self.holds_gradients())
+
+    def containers(self) -> Iterator[Any]:
+        """Dictionaries, lists and sets that its notes lie in."""
+        shared = (getattr(state, name, None) for state in self._states for name in ("_state_ctx", "_comm_ctx"))
+        things = {id(t): t for t in (*self._states, *self._groups, *self._params, *shared) if t is not None}
+        for thing in things.values():
+            yield vars(thing)
+            yield from (value for value in vars(thing).values() if type(value) in (dict, list, set))
+
+
+def _groups_of(state: Any) -> Sequence[Any]:
+    """The groups of parameters that are gathered together; older versions have at most one for each module."""
+    groups: Sequence[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return groups
+
+
+def come_to_rest(owners: Mapping[str, Any]) -> Sharding:
+    """Have the modules among ``owners`` that FSDP2 shards come to rest."""
+    sharding = Sharding(walk_owners(owners).modules)
+    sharding.settle()
+    return sharding
