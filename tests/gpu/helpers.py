@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from graphplan import prepare_optimizer
 from tests.facts import assert_same, flatten
-from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed
+from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed, prepare_steps
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -69,7 +68,7 @@ def oracle(rig: Rig) -> Callable[..., Any]:
     """The eager step of the same preparation: capturable optimizers, and a device lr while the step runs."""
     optimizers = [owner for owner in rig.owners.values() if isinstance(owner, Optimizer)]
     for optimizer in optimizers:
-        prepare_optimizer(optimizer)
+        prepare_steps(optimizer)
 
     def step(*args: Any) -> Any:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if _takes_tensor(group)]
