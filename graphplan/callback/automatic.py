@@ -8,6 +8,7 @@ graphed step, and Lightning's own code clips and steps after it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,7 +16,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.trainer import call
 
 from graphplan.callback.gates import keeps_optimizer_outside
-from graphplan.callback.numbers import WatchedIndex
+from graphplan.callback.numbers import WatchedIndex, group_numbers
 from graphplan.callback.seam import Seam
 from graphplan.callback.standins import ReplayedClosure
 from graphplan.callback.variants import Variant
@@ -51,7 +52,10 @@ class AutomaticSeam(Seam):
         """Go over to the components form."""
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
         owners = {name: owner for name, owner in self._owners(self._progress).items() if name != "optimizer"}
+        owners |= group_numbers(self._optimizer)
         self._whole.close()
+        # An optimizer of the user's own would be walked as a plain object, whose every number Python reads.
+        self._options = replace(self._options, allow=(*self._options.allow, "lr_schedulers*.optimizer.*"))
         self._components = self._make(self._closure_body, owners)
         self._components.decide_refusals(lambda error: self._must_raise())
         self._put(self._loop, "_make_closure", self._make_closure)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from torch.optim import Optimizer
 
 from graphplan.owners import SCALARS, Numbers, free_name
 
@@ -45,6 +46,25 @@ def trainer_numbers(trainer: Trainer) -> dict[str, Any]:
         name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
         owners[name] = Numbers(callback, plain, via="callbacks")
     return owners
+
+
+class _Groups:
+    """One number of an optimizer's groups, under the attribute that leads to them."""
+
+    def __init__(self, optimizer: Optimizer, name: str) -> None:
+        self._optimizer = optimizer
+        self._name = name
+
+    @property
+    def param_groups(self) -> tuple[Any, ...]:
+        """The number in each group."""
+        return tuple(group.get(self._name) for group in self._optimizer.param_groups)
+
+
+def group_numbers(optimizer: Optimizer) -> dict[str, Any]:
+    """Owners that stand for an optimizer that steps on the host: code in the step may read its learning rate."""
+    names = [name for name, value in optimizer.param_groups[0].items() if isinstance(value, (tuple, *SCALARS))]
+    return {f"optimizer[{name}]": Numbers(_Groups(optimizer, name), ("param_groups",)) for name in names}
 
 
 class WatchedIndex(int):

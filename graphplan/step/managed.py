@@ -14,6 +14,7 @@ from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer, read_back
 from graphplan.owners import Discovery, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
 
@@ -85,7 +86,13 @@ class Managed:
         return result
 
     def discover_all(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:
-        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses."""
+        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses.
+
+        Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
+        what it runs itself is no part of the step.
+        """
+        if runs_compiled(self.walk()):
+            return call()
         profile = Profile()
         with profile:
             result = self.discover(call, on_first_sight)

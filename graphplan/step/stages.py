@@ -5,7 +5,7 @@ Each is a real step on the batch it is given. A trace or a capture that is refus
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from graphplan.errors import RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import capture_program
 from graphplan.signature import Feed
+from graphplan.step.compiled import Rehearsal, runs_compiled, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
@@ -95,19 +96,27 @@ class Stages:
             undo.callback(snapshot.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
             undo.callback(torch.clear_autocast_cache)
-            stage = self._trace if line.plan is None else self._capture
-            result = stage(entry, line, feed, undo)
+            if line.plan is None:
+                result = self._trace(entry, line, feed, undo, snapshot)
+            else:
+                result = self._capture(entry, line, feed)
             undo.pop_all()
             return result
 
-    def _trace(self, entry: Entry, line: Line, feed: Feed, undo: ExitStack) -> Any:
+    def _trace(self, entry: Entry, line: Line, feed: Feed, undo: ExitStack, snapshot: Snapshot) -> Any:
         facts = Trace()
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
         body = lambda: trace(fn, feed, owners=owners, device=device, record=facts)  # noqa: E731
         with self._stats.timed("trace"):
-            result, _ = self._runner.run(lambda: self._managed.discover(body))
+            with uncompiled(self._managed.walk()):
+                result, _ = self._runner.run(lambda: self._managed.discover(body))
+            rehearsal = self._undo_rehearsal(result, facts, snapshot)
+            if rehearsal is not None:
+                result = self._runner.run(lambda: self._runner.call(feed))
             try:
+                if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
+                    rehearsal.check(result)
                 self._take(entry, line, feed, facts)
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
@@ -120,6 +129,16 @@ class Stages:
         self._stats.traced += 1
         self._stats.end_call("traced")
         return result
+
+    def _undo_rehearsal(self, result: Any, facts: Trace, snapshot: Snapshot) -> Rehearsal | None:
+        """Put everything back after a trace of compiled code, which ran uncompiled; None if there is no such code."""
+        if not runs_compiled(self._managed.walk()):
+            return None
+        rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
+        facts.undo_unowned_writes()
+        snapshot.restore()
+        torch.clear_autocast_cache()
+        return rehearsal
 
     def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace) -> None:
         """Keep a trace; with the second one comes the plan."""
@@ -153,7 +172,7 @@ class Stages:
         self._runner.plan = line.plan
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
-    def _capture(self, entry: Entry, line: Line, feed: Feed, undo: ExitStack) -> Any:
+    def _capture(self, entry: Entry, line: Line, feed: Feed) -> Any:
         plan, backend = line.plan, self._runner.backend
         assert plan is not None
         assert backend is not None
@@ -162,7 +181,8 @@ class Stages:
                 backend.generators = list(plan.generators)
                 backend.constants = list(plan.device_constants)
                 backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
-            with self._managed.rates:
+            recorded = uncompiled(self._managed.walk()) if backend.executes else nullcontext()
+            with self._managed.rates, recorded:
                 program = capture_program(
                     plan, feed, policy=self._options.roles, backend=backend, buffers=self._buffers
                 )

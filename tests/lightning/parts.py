@@ -123,7 +123,7 @@ class Fit:
     @property
     def rows(self) -> str:
         """The logger's CSV file."""
-        path = Path(self.trainer.logger.log_dir) / "metrics.csv"
+        path = Path(self.trainer.logger.log_dir or self.folder) / "metrics.csv"
         return path.read_text() if path.exists() else ""
 
     @property
@@ -139,8 +139,7 @@ class Fit:
     @property
     def state(self) -> dict[str, Any]:
         """Everything that a user could look at after the fit."""
-        # The callbacks' entry has paths, which differ by folder; the best score is compared instead.
-        saved = {k: v for k, v in self.checkpoint.items() if k != "callbacks"} if self.last.exists() else {}
+        saved = _without(str(self.folder), self.checkpoint) if self.last.exists() else {}
         return flatten(
             module=self.module,
             optimizers=self.trainer.optimizers,
@@ -154,6 +153,15 @@ class Fit:
             steps=(self.trainer.global_step, self.trainer.current_epoch),
             generator=torch.get_rng_state(),
         )
+
+
+def _without(folder: str, value: Any) -> Any:
+    """``value``, in which no path says which folder the fit wrote to."""
+    if isinstance(value, str):
+        return value.replace(folder, "")
+    if isinstance(value, dict):
+        return {_without(folder, key): _without(folder, item) for key, item in value.items()}
+    return [_without(folder, item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def loaders(batch: int = BATCH) -> tuple[DataLoader[Any], DataLoader[Any]]:

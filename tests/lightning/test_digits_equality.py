@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
@@ -17,10 +15,7 @@ from tests.lightning.parts import (
     STEPS_PER_EPOCH,
     LitDigits,
     assert_fit_equals_eager,
-    assert_same_fits,
     fit,
-    ignore_lightning_warnings,
-    loaders,
     tape,
 )
 
@@ -91,33 +86,3 @@ def test_checkpoints_hold_plain_values(tmp_path: Path) -> None:
     assert found.callback.state_dict() == {}
     safe = torch.load(found.last, weights_only=True)
     assert safe["global_step"] == EPOCHS * STEPS_PER_EPOCH
-
-
-@pytest.mark.parametrize("first", ["eager", "graphed"])
-@pytest.mark.parametrize("second", ["eager", "graphed"])
-def test_resuming(first: str, second: str, tmp_path: Path) -> None:
-    """Three epochs, then two more from the checkpoint, in any mixture of runs with and without the callback."""
-    callbacks = {"eager": lambda: None, "graphed": tape}
-    reference = fit(LitDigits, tmp_path / "r1")
-    expected = fit(LitDigits, tmp_path / "r2", resume=reference.last, max_epochs=5)
-    begun = fit(LitDigits, tmp_path / "a", callbacks[first]())
-    found = fit(LitDigits, tmp_path / "b", callbacks[second](), resume=begun.last, max_epochs=5)
-    assert_same_fits(expected, found)
-    assert found.trainer.global_step == 5 * STEPS_PER_EPOCH
-    if second == "graphed":
-        assert found.callback.stats.replayed == 2 * 9 - BEFORE_REPLAY
-
-
-def test_a_second_fit_on_the_same_trainer(tmp_path: Path) -> None:
-    """The trainer goes on for two more epochs, with the callback still in place."""
-    runs = []
-    for name, callback in (("eager", None), ("graphed", tape())):
-        run = fit(LitDigits, tmp_path / name, callback)
-        run.trainer.fit_loop.max_epochs = 5
-        torch.manual_seed(2)
-        with warnings.catch_warnings():
-            ignore_lightning_warnings()
-            run.trainer.fit(run.module, *loaders())
-        runs.append(run)
-    assert_same_fits(*runs)
-    assert runs[1].callback.stats.replayed == 2 * 9 - BEFORE_REPLAY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric, MeanSquaredError
 from torchmetrics.classification import MulticlassAccuracy
 
 from graphplan import ControlFlowError, HostScalarError, HostSyncError
@@ -18,108 +16,6 @@ from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_sam
 
 FULL = 21
 """Replays of three epochs: 27 full batches less the six before the first replay."""
-
-
-def only_batch(self: Any, batch: Any) -> Tensor:
-    return self.loss_of(batch)
-
-
-def with_index(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(batch)
-
-
-def with_loader_index(self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-    return self.loss_of(batch)
-
-
-def with_varargs(self: Any, *args: Any) -> Tensor:
-    return self.loss_of(args[0])
-
-
-def with_other_name(self: Any, data: Any, batch_idx: int) -> Tensor:
-    return self.loss_of(data)
-
-
-def returns_dict(self: Any, batch: Any, batch_idx: int) -> dict[str, Any]:
-    x, y = batch
-    logits = self(x)
-    loss = torch.nn.functional.cross_entropy(logits, y)
-    return {"loss": loss, "logits": logits.detach(), "nested": [y, {"scale": 2.0}]}
-
-
-STEPS = [only_batch, with_index, with_loader_index, with_varargs, with_other_name, returns_dict]
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_signatures_and_returned_values(step: Callable[..., Any], tmp_path: Path) -> None:
-    """Every signature that Lightning takes; callbacks get the outputs that they get from an eager step."""
-    assert_fit_equals_eager(with_step(step), tmp_path, replayed=FULL)
-
-
-def _log(self: Any, name: str, value: Any, **options: Any) -> None:
-    self.log(name, value, **options)
-
-
-def _log_several(self: Any, loss: Tensor) -> None:
-    for number in range(5):
-        self.log(f"v{number}", loss * number, on_step=True, on_epoch=True)
-
-
-LOGS: dict[str, Callable[[Any, Tensor], None]] = {
-    "on_step": lambda self, loss: _log(self, "a", loss, on_step=True, on_epoch=False),
-    "on_epoch": lambda self, loss: _log(self, "a", loss, on_step=False, on_epoch=True),
-    "both": lambda self, loss: _log(self, "a", loss, on_step=True, on_epoch=True),
-    "prog_bar": lambda self, loss: _log(self, "a", loss, prog_bar=True, on_epoch=True),
-    "max": lambda self, loss: _log(self, "a", loss, reduce_fx="max", on_epoch=True),
-    "min on both": lambda self, loss: _log(self, "a", loss, reduce_fx="min", on_step=True, on_epoch=True),
-    "sum": lambda self, loss: _log(self, "a", loss, reduce_fx="sum", on_step=False, on_epoch=True),
-    "batch_size": lambda self, loss: _log(self, "a", loss, on_step=False, on_epoch=True, batch_size=7),
-    "log_dict": lambda self, loss: self.log_dict({"a": loss, "b": loss.exp()}, on_step=True, on_epoch=True),
-    "no logger": lambda self, loss: _log(self, "a", loss, logger=False, on_step=True, on_epoch=True),
-    "several": lambda self, loss: _log_several(self, loss),
-    "detached": lambda self, loss: _log(self, "a", loss.detach() * 2, on_step=True, on_epoch=True),
-}
-
-
-@pytest.mark.parametrize("name", LOGS)
-def test_logged_values(name: str, tmp_path: Path) -> None:
-    """Rows, epoch means, ``callback_metrics`` at every batch: as logged by an eager fit."""
-
-    def step(self: Any, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss_of(batch)
-        LOGS[name](self, loss)
-        return loss
-
-    found = assert_fit_equals_eager(with_step(step), tmp_path, replayed=FULL)
-    if name != "no logger":
-        assert len(found.rows.splitlines()) > 3
-
-
-class Metered(LitDigits):
-    """Logs torchmetrics objects: one through ``forward``, one through ``update`` and ``compute``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = MeanSquaredError()
-        self.mean = MeanMetric(nan_strategy="disable")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        loss = torch.nn.functional.cross_entropy(logits, y)
-        self.error(logits.detach().softmax(1).amax(1), torch.ones_like(y))
-        self.log("error", self.error, on_step=True, on_epoch=True)
-        self.mean.update(loss.detach())
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("mean", self.mean.compute())
-        self.mean.reset()
-
-
-def test_torchmetrics(tmp_path: Path) -> None:
-    """Metric states are carried through replays and reset at the epoch's end."""
-    assert_fit_equals_eager(Metered, tmp_path, replayed=FULL)
 
 
 class Counted(LitDigits):
@@ -145,52 +41,6 @@ def test_torchmetrics_that_read_values(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="bincount"):
         found = fit(Counted, tmp_path / "graphed", tape(on_failure="eager"))
     assert_same_fits(expected, found)
-
-
-class Collecting(LitDigits):
-    """Collects outputs on the module, as the Lightning documentation shows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outputs: list[Tensor] = []
-        self.means: list[Tensor] = []
-        self.calls = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss_of(batch)
-        self.outputs.append(loss.detach())
-        self.calls += 1
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.means.append(torch.stack(self.outputs).mean())
-        self.outputs.clear()
-
-
-def test_collected_outputs_and_counters(tmp_path: Path) -> None:
-    """``self.outputs.append(loss)`` and ``self.calls += 1`` go on in replays."""
-    found = assert_fit_equals_eager(Collecting, tmp_path, replayed=FULL)
-    assert found.module.calls == 30
-    assert len(found.module.means) == 3
-
-
-class Averaging(LitDigits):
-    """Rebinds a buffer in every step and reads it in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(10))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
-        return torch.nn.functional.cross_entropy(logits - self.center, y)
-
-
-def test_rebound_buffers(tmp_path: Path) -> None:
-    """Carries work inside a Trainer."""
-    assert_fit_equals_eager(Averaging, tmp_path, replayed=FULL)
 
 
 def scaled_by_index(self: Any, batch: Any, batch_idx: int) -> Tensor:

@@ -15,9 +15,9 @@ from torch.optim import RMSprop
 from graphplan import GraphPlanCallback, OptionError, SkipReason, VerifyError
 from tests.facts import assert_same, flatten
 from tests.lightning.endings import assert_nothing_installed, run_until
+from tests.lightning.matrix import ROWS
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 from tests.lightning.rows import check
-from tests.lightning.test_matrix import ROWS
 from tests.zoo import Box
 
 FULL = 21
@@ -25,12 +25,14 @@ FULL = 21
 FIRST = 6
 """The batch, from 0, that is replayed first."""
 MATRIX = (
-    "skipping the rest of an epoch", "noise after the transfer", "named tuple", "dict", "inputs with gradients",
-    "modified in place", "host effects in the step's hooks", "gradients after each batch", "averaged weights",
-    "a backbone that thaws", "loads weights", "reloads the optimizer", "sets lr and weight decay", "replaces a layer",
-    "drops a gradient", "reseeds", "accumulates from then on", "metrics that hooks reset", "a hidden state",
-    "nested logs and odd results", "two groups with their own schedules", "tied weights", "accumulation and clipping",
-    "schedule: cyclic",
+    "hook: skipping the rest of an epoch", "hook: noise after the transfer", "batch: named tuple", "batch: dict",
+    "batch: inputs with gradients", "batch: modified in place", "callback: host effects in the step's hooks",
+    "callback: gradients after each batch", "callback: EMAWeightAveraging", "callback: BackboneFinetuning",
+    "callback: loads weights", "callback: reloads the optimizer", "callback: sets lr and weight decay",
+    "callback: replaces a layer", "callback: drops a gradient", "callback: reseeds",
+    "callback: accumulates from then on", "logs: metrics and collections", "step: a hidden state",
+    "step: odd results", "optimizer: two groups with their own schedules", "module: tied weights",
+    "trainer: accumulation and clipping", "optimizer: schedule cyclic",
 )  # fmt: skip
 
 

@@ -1,0 +1,50 @@
+"""Features of Lightning and torch that are refused by name; the matrix has those that are replayed."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphplan import CaptureError, GeneratorSeekError
+from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
+from tests.lightning.rows_of_parts import Checkpointed, Network
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_that_sets_the_random_state(reentrant: bool, tmp_path: Path) -> None:
+    """The second forward pass draws the first one's numbers by setting the generator, which a replay cannot."""
+    make = partial(Checkpointed, use_reentrant=reentrant)
+    with pytest.raises(GeneratorSeekError, match="pass preserve_rng_state=False to activation checkpointing"):
+        fit(make, tmp_path / "raise", tape(), max_epochs=1)
+    expected = fit(make, tmp_path / "eager", max_epochs=1)
+    with pytest.warns(UserWarning, match="preserve_rng_state=False"):
+        found = fit(make, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=1)
+    assert_same_fits(expected, found)
+
+
+def _rounded(graph: Any, examples: Any) -> Any:
+    """A compiler whose code comes to other bits than what it is made of."""
+    return lambda *args: [out * 1.001 for out in graph(*args)]
+
+
+def _compiled() -> LitDigits:
+    torch._dynamo.reset()
+    module = LitDigits()
+    module.net = torch.compile(Network(module.net), backend=_rounded)
+    return module
+
+
+def test_a_compiler_with_other_numbers(tmp_path: Path) -> None:
+    """The tape records what the compiled code is made of; the batch is trained on compiled all the same."""
+    text = r"torch\.compile compiled.*another .*loss.* backend='aot_eager'"
+    with pytest.raises(CaptureError, match=text):
+        fit(_compiled, tmp_path / "raise", tape(), max_epochs=1)
+    expected = fit(_compiled, tmp_path / "eager", max_epochs=1)
+    with pytest.warns(UserWarning, match=text):
+        found = fit(_compiled, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=1)
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed == 0
