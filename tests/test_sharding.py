@@ -134,6 +134,26 @@ def test_gradients_that_are_not_reduced_are_refused(where: str) -> None:
     assert_falls_back(partial(held_rig, where), SkipReason.HOST_EFFECT, text)
 
 
+def test_a_step_that_stays_eager_begins_and_ends_at_rest_too() -> None:
+    """Else a rank that stays eager would gather less after an evaluation than one that replays, and both would hang."""
+    rig = build(partial(sharded_rig, evaluate))
+    group = rig.owners["net"]._get_fsdp_state()._fsdp_param_group
+    seen = []
+
+    def step(x: Tensor, y: Tensor) -> Any:
+        seen.append(group.is_sharded)
+        result = rig.step(x, y)
+        result[0].item()
+        return result
+
+    graphed = managed(Rig(step, rig.owners, rig.calls), on_failure="eager")
+    rig.owners["net"](torch.ones(2, 20))
+    with pytest.warns(UserWarning, match=r"graphplan runs this step eagerly: .*_local_scalar_dense"):
+        drive(Rig(step, rig.owners, rig.calls, rig.after), graphed)
+    assert graphed.stats.replayed == 0
+    assert seen == [True] * CALLS
+
+
 def test_gradients_that_the_caller_keeps_stay_what_they_are() -> None:
     """A replay writes the next ones elsewhere, and binds them."""
 

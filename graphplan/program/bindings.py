@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphplan.dtensors import local
+from graphplan.dtensors import is_sharded, local
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 
@@ -82,13 +82,15 @@ class Bindings:
         self._grad_values = [grad for _, grad in self._grads]
         self._written = [grad for grad in self._grad_values if grad is not None]
         self._aliases = [grad.detach() for grad in self._written]
-        self._memory = [local(grad) for grad in self._written]
+        sharded = any(map(is_sharded, self._written))
+        self._memory = list(map(local, self._written)) if sharded else self._written
         self._pointers = [memory.data_ptr() for memory in self._memory]
         self._counts = self._count()
 
     def _count(self) -> list[int]:
         """How many refer to each gradient that is written, or to its shard."""
-        return list(map(add, map(getrefcount, self._written), map(getrefcount, self._memory)))
+        counts = map(getrefcount, self._written)
+        return list(counts if self._memory is self._written else map(add, counts, map(getrefcount, self._memory)))
 
     def settle_grads(self) -> None:
         """Before a replay: bring gradients that the recording writes back to its memory, and those that somebody keeps

@@ -43,7 +43,7 @@ class Managed:
         self.refusal: OptimizerError | None = None
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
-        self._sharding = Sharding([])
+        self._sharding: Sharding | None = None
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
         self._seen: dict[tuple[Any, ...], int] = {}
@@ -152,6 +152,8 @@ class Managed:
 
     def settle(self) -> None:
         """Have modules that FSDP2 shards come to rest: a step begins and ends there."""
+        if self._sharding is None:
+            self._sharding = Sharding(self.walk().modules)
         self._sharding.settle()
 
     def fingerprint(self) -> int:

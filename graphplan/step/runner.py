@@ -50,7 +50,11 @@ class Runner:
 
     def call(self, feed: Feed) -> Any:
         """The step's function itself on a feed."""
-        args, kwargs = feed.rebuild(feed.leaves)
+        return self._at_rest(*feed.rebuild(feed.leaves))
+
+    def _at_rest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The function from rest to rest: what FSDP2 gathers must not depend on how a rank came to run it."""
+        self._managed.settle()
         result = self.fn(*args, **kwargs)
         self._managed.settle()
         return result
@@ -68,7 +72,8 @@ class Runner:
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
         """An eager step on arguments as they came, with nothing of ours around it."""
-        result = self.fn(*args, **kwargs)
+        untouched = reason is SkipReason.BACKEND_EAGER
+        result = self.fn(*args, **kwargs) if untouched else self._at_rest(args, kwargs)
         self.count_eager(reason, detail)
         return result
 

@@ -36,8 +36,10 @@ def finish(name: str, out: Any) -> Any:
     """A collective's results as whoever called it shall get them: where operators run while it is waited for (gloo
     copies in the end of a reduce_scatter), it has been waited for, and is found done.
     """
+    if not name.startswith(_LATE):
+        return out
     results = [value for value in pytree.tree_leaves(out) if isinstance(value, torch.Tensor)]
-    if not name.startswith(_LATE) or any(result.device.type != "cpu" for result in results):
+    if any(result.device.type != "cpu" for result in results):
         return out
     wait_for(name, out)
     done: torch.futures.Future[Any] = torch.futures.Future()

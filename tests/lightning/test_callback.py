@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.lr_scheduler import ConstantLR
@@ -193,6 +193,13 @@ def test_a_strategy_that_cannot_be_captured(options: dict[str, Any], text: str, 
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def test_a_strategy_of_another_kind(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [])
+    trainer._accelerator_connector.strategy = FSDPStrategy()
+    with pytest.raises(NotCapturedError, match="FSDPStrategy; only single-device strategies, DDPStrategy and ModelP"):
+        tape().on_train_start(trainer, LitDigits())
 
 
 def test_a_trainer_of_the_older_package(tmp_path: Path) -> None:
