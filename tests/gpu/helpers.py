@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from graphplan.optimizers import Preparation
 from tests.facts import assert_same, flatten
-from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed, prepare_steps
+from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -67,10 +68,13 @@ def on_device(make: Callable[[], Rig], *, feeds: bool = True) -> Callable[[], Ri
 def oracle(rig: Rig) -> Callable[..., Any]:
     """The eager step of the same preparation: capturable optimizers, and a device lr while the step runs."""
     optimizers = [owner for owner in rig.owners.values() if isinstance(owner, Optimizer)]
-    for optimizer in optimizers:
-        prepare_steps(optimizer)
+    preparations = [Preparation(optimizer) for optimizer in optimizers]
+    for preparation in preparations:
+        preparation.leave()
 
     def step(*args: Any) -> Any:
+        for preparation in preparations:
+            preparation.enter()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups if _takes_tensor(group)]
         numbers = [group["lr"] for group in groups]
         for group in groups:
@@ -81,6 +85,8 @@ def oracle(rig: Rig) -> Callable[..., Any]:
         finally:
             for group, number in zip(groups, numbers, strict=True):
                 group["lr"] = number
+            for preparation in preparations:
+                preparation.leave()
 
     return step
 
