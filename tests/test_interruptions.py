@@ -202,8 +202,9 @@ def test_who_raised_an_error(call: Callable[[], None], own: bool) -> None:
 def test_constants_that_only_the_capture_makes() -> None:
     """Constants on a device come from the traces: another value, or one more, is refused with its line."""
     made = torch.ones(2)
-    with DeviceConstants([made, made]):
+    with DeviceConstants([made, made, made]):
         assert torch.equal(torch.tensor([1.0, 1.0], device="meta"), made)
+        assert torch.equal(torch.empty(1, device="meta").new_tensor([1.0, 1.0]), made)
         text = r"makes a device constant \[3\.0, 1\.0\] at test_interruptions\.py:\d+.*made \[1\.0, 1\.0\]; hold"
         with pytest.raises(CaptureError, match=text):
             torch.tensor([3.0, 1.0], device="meta")

@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from graphplan.errors import CaptureError
 from graphplan.tracer.source import find_source
 
+_MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+
 
 class DeviceConstants(TorchFunctionMode):
     """Gives the traced constants, in their order, for what the step makes from Python values on the device."""
@@ -29,13 +31,14 @@ class DeviceConstants(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        made = func in (torch.tensor, torch.as_tensor, torch.asarray) and not isinstance(
-            args[0] if args else None, Tensor
-        )
-        if not made or device is None or torch.device(device).type == "cpu":
+        make, given, options = func, args, kwargs
+        if func is Tensor.new_tensor:
+            make, given, options = torch.tensor, args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
+        device = options.get("device")
+        from_python = make in _MAKERS and not isinstance(given[0] if given else options.get("data"), Tensor)
+        if not from_python or device is None or torch.device(device).type == "cpu":
             return func(*args, **kwargs)
-        return self._next(func(*args, **{**kwargs, "device": "cpu"}))
+        return self._next(make(*given, **{**options, "device": "cpu"}))
 
     def _next(self, wanted: Tensor) -> Tensor:
         if not self._left:

@@ -236,7 +236,7 @@ def test_a_tensor_that_stays_on_the_host_is_refused() -> None:
         rig.owners["model"].box = {"scale": torch.tensor(2.0)}
         return rig
 
-    text = rf"scale'\] lies on cpu while the step computes on cuda.*{line_of(scaled)}.*Move it to cuda"
+    text = rf"model\.box\.scale lies on cpu while the step computes on cuda.*{line_of(scaled)}.*Move it to cuda"
     assert_refused(make, HostSyncError, text, done=SECOND_TRACE, backend=BACKEND)
 
 

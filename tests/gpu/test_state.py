@@ -214,7 +214,7 @@ def test_constants_made_in_the_step() -> None:
     """``torch.tensor(2.0, device=...)`` is the same number in every step, whatever way it takes to the device."""
 
     def weighted(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
-        factor = torch.tensor(2.0, device=x.device)
+        factor = torch.tensor(2.0, device=x.device) * x.new_tensor(0.5)
         table = torch.tensor([0.5, 1.5], device=x.device)
         return loss * factor + (torch.zeros(2, device=x.device) + table).sum() + torch.arange(3, device=x.device).sum()
 
