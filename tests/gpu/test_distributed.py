@@ -15,6 +15,7 @@ from tests.lightning.ranks import BATCH, EPOCHS
 from tests.lightning.test_distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+SHARDED = ("fsdp", "fsdp clipped", "fsdp mixed")
 FULL = EPOCHS * 150 // BATCH - 14
 """Replays on each rank: DDP wants eleven warm-up steps on CUDA."""
 
@@ -23,7 +24,7 @@ FULL = EPOCHS * 150 // BATCH - 14
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All rows in one process group."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    rows = ["plain", "clipped", "accumulated", "evaluated", "one rank cannot", "sigterm"]
+    rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, "one rank cannot", "sigterm"]
     return run_ranks(folder, rows, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
@@ -33,6 +34,13 @@ def test_a_fit_is_the_same_on_every_rank(ranks: list[dict[str, Any]], row: str) 
     for found in ranks:
         assert found[row]["replayed"] >= FULL - 4, found[row]["report"]
         assert found[row]["verified"] >= 3, found[row]["report"]
+
+
+@pytest.mark.parametrize("row", SHARDED)
+def test_a_sharded_fit_is_the_same_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
+    """All-gathers and reduce-scatters in the graph."""
+    for found in ranks:
+        assert (found[row]["captured"], found[row]["replayed"]) == (1, 34), found[row]["report"]
 
 
 def test_accumulated_gradients_are_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:
