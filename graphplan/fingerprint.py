@@ -49,11 +49,12 @@ class Fingerprint:
         self._containers: list[Any] = []
         self._keys: list[str] = []
         self.labels: list[str] = []
-        # A hook, layer, parameter or buffer that comes or goes changes what a step runs.
+        # A layer, parameter, buffer or hook that comes or goes changes what a step runs.
         self._sized: list[Any] = []
         self._size_labels: list[str] = []
         self._empty: list[Any] = []
-        self._unhooked: list[Any] = []
+        self._hookable: list[Any] = []
+        self._hook_labels: list[str] = []
         for module in walk.modules:
             for part in _MODULE_PARTS:
                 self._add_size(getattr(module, part), f"{type(module).__name__}.{part}")
@@ -64,7 +65,7 @@ class Fingerprint:
         self._geometries = Geometries([])
         self._flags: tuple[Any, ...] = ()
         self._registered: int | None = None
-        self._hooks: list[list[tuple[int, Any]]] = []
+        self._hooks: list[tuple[str, Any]] = []
         for path, optimizer in walk.optimizers.items():
             for part in _OPTIMIZER_PARTS:
                 self._add_size(getattr(optimizer, part), f"{path}.{part}")
@@ -79,11 +80,12 @@ class Fingerprint:
                     self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
 
     def _add_size(self, items: Any, label: str) -> None:
-        if len(items):
+        if label.endswith("hooks"):
+            self._hookable.append(items)
+            self._hook_labels.append(label)
+        elif len(items):
             self._sized.append(items)
             self._size_labels.append(f"len({label})")
-        elif label.endswith("hooks"):
-            self._unhooked.append(items)
         else:
             self._empty.append(items)
 
@@ -95,7 +97,7 @@ class Fingerprint:
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
-            *self._hooked(),
+            self._hooked(),
             *self._sharding.values(),
             self._parameter_flags(),
         )
@@ -120,19 +122,21 @@ class Fingerprint:
         own = enumerate(map(dict.get, self._dicts, repeat("forward")))
         return tuple((index, id(forward)) for index, forward in own if forward is not None)
 
-    def _hooked(self) -> list[tuple[tuple[int, int], ...]]:
-        """Which parameters, and which modules that had none, have hooks, and how many, by kind. They are asked only
-        after somebody has registered a hook; that one is removed shows in its container.
+    def _hooked(self) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+        """Who has which hooks: their numbers in torch's count, so that one in the place of another is told apart.
+
+        All are asked only after somebody has registered a hook; that one was removed shows in its container.
         """
         registered = hooks_registered()
         if registered != self._registered:
             self._registered = registered
-            self._hooks = [
-                [(index, hooks) for index, hooks in enumerate(map(get, self._parameters)) if hooks is not None]
-                for get in (_get_hooks, _get_late_hooks)
+            hooks = [
+                *zip(self._hook_labels, self._hookable, strict=True),
+                *zip(self._paths, map(_get_hooks, self._parameters), strict=True),
+                *zip(self._paths, map(_get_late_hooks, self._parameters), strict=True),
             ]
-            self._hooks.append([(index, hooks) for index, hooks in enumerate(self._unhooked) if hooks])
-        return [tuple((index, len(hooks)) for index, hooks in kind if hooks) for kind in self._hooks]
+            self._hooks = [(label, container) for label, container in hooks if container]
+        return tuple((label, tuple(hooks)) for label, hooks in self._hooks if hooks)
 
     def _all_labels(self) -> list[str]:
         return [
@@ -141,9 +145,7 @@ class Fingerprint:
             *self._size_labels,
             "layers, parameters or buffers where there were none",
             "a module's own forward",
-            "parameters with hooks",
-            "parameters with hooks after accumulation",
-            "hooks where there were none",
+            "hooks",
             *self._sharding.labels(),
             *(f"{path}.requires_grad" for path in self._paths),
             *(f"strides of {path}" for path in self._paths),

@@ -167,3 +167,53 @@ def test_a_scheduler_that_steps_moves_nothing(named: bool, monkeypatch: pytest.M
         scheduler.step()
     assert step.stats.replayed == 14
     assert not looked
+
+
+def _scale(model: nn.Linear, factor: float) -> None:
+    assert model.weight.grad is not None
+    model.weight.grad.mul_(factor)
+
+
+@pytest.mark.parametrize("where", ["module", "parameter", "optimizer", "everywhere"])
+def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
+    """As many as before, and torch's own count of hooks tells them apart."""
+
+    def run(graphed: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+        def hook(factor: float) -> Any:
+            if where == "module":
+                return model.register_forward_hook(lambda module, args, out: out * factor)
+            if where == "parameter":
+                return model.weight.register_hook(lambda grad: grad * factor)
+            if where == "optimizer":
+                return optimizer.register_step_pre_hook(lambda *_: _scale(model, factor))
+            return nn.modules.module.register_module_forward_hook(lambda module, args, out: out * factor)
+
+        def train_step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        owners = {"model": model, "optimizer": optimizer}
+        call: Any = graph_step(train_step, owners=owners, verify="off") if graphed else train_step
+        handle, losses = hook(0.5), []
+        try:
+            for index in range(30):
+                if index == 12:
+                    handle.remove()
+                    handle = hook(2.0)
+                losses.append(call(torch.ones(2, 3)).item())
+        finally:
+            handle.remove()
+        return [losses, *(param.tolist() for param in model.parameters())], call
+
+    eager, _ = run(graphed=False)
+    graphed, step = run(graphed=True)
+    assert eager == graphed
+    assert step.stats.captured == 2
+    assert step.stats.replayed >= 16

@@ -193,7 +193,8 @@ STOCK = {
     "StochasticWeightAveraging": added(
         partial(StochasticWeightAveraging, 1e-2, swa_epoch_start=1), 20, trainer={"max_epochs": 4}
     ),
-    "ModelPruning": added(partial(ModelPruning, "l1_unstructured", amount=0.2, make_pruning_permanent=False), FULL - 4),
+    # It puts new hooks on every layer when an epoch ends.
+    "ModelPruning": added(partial(ModelPruning, "l1_unstructured", amount=0.2, make_pruning_permanent=False), FULL - 8),
 }  # fmt: skip
 CALLBACKS: dict[str, Row] = {
     **STOCK,
