@@ -11,6 +11,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
 
+from graphplan.callback.standins import StandIn
+
 _METHOD = "_broadcast_sigterm_tensor"
 EVERY = 8
 """Steps between two messages; each is read when the next one is sent."""
@@ -26,17 +28,18 @@ class LaggingSigterm:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loop: Any = trainer.fit_loop.epoch_loop
+        self._standin = StandIn(self._loop, _METHOD, self._ask)
         self._calls = 0
         self._answer: Callable[[], bool] = lambda: False
 
     def install(self) -> None:
         """Put it in, where there are other ranks and Lightning asks."""
         if self._trainer.world_size > 1 and hasattr(self._loop, _METHOD):
-            setattr(self._loop, _METHOD, self._ask)
+            self._standin.put()
 
     def remove(self) -> None:
         """Take it off."""
-        vars(self._loop).pop(_METHOD, None)
+        self._standin.take_off()
 
     def _ask(self) -> None:
         """In place of the loop's own method."""
