@@ -25,7 +25,7 @@ from graphplan.errors import HostScalarError, RefusalError
 from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.stats import Stats
-from graphplan.step import Backends, GraphedStep, Options, Peers, find_peers
+from graphplan.step import Backends, GraphedStep, Options, find_peers
 from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
@@ -111,13 +111,9 @@ class Seam(ABC):
         return owners | trainer_numbers(self._trainer) | hooked_callbacks(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
-        step = GraphedStep(body, owners, self._options, self._backends, self._peers())
+        step = GraphedStep(body, owners, self._options, self._backends, find_peers())
         self._steps.append(step)
         return step
-
-    def _peers(self) -> Peers | None:
-        """Other ranks that take the same steps."""
-        return find_peers()
 
     @property
     def figures(self) -> Figures:
@@ -163,7 +159,7 @@ class Seam(ABC):
         self._wrapped.note(out["notes"])
         if out["logs"]:
             self._logs.carry_out(out["logs"])
-        return pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
+        return out["result"]
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
@@ -178,6 +174,7 @@ class Seam(ABC):
             self._begun = [dict(vars(counter)) for counter in self._counters]
             raise
         unwatch(self._module)
+        out["result"] = pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
         return {**out, "notes": self._wrapped.notes()}
 
     def _watched(self, batch_idx: int) -> int:
