@@ -90,12 +90,12 @@ class GraphedStep(Exclusive):
             raise ClosedError("this step was closed; make a new one with graph_step")
         self._calls += 1
         if self._options.backend == "eager":
-            return self._runner.plain(args, kwargs, SkipReason.BACKEND_EAGER)
+            return self._runner.untouched(args, kwargs)
         try:
             feed = flatten(args, kwargs)
         except FeedError as error:
             self._refusals.refuse(error)
-            return self._runner.plain(args, kwargs, error.reason, str(error))
+            return self._runner.plain(args, kwargs, error)
         if self._options.eager_if is not None and self._asks_eager(args, kwargs):
             return self._runner.eager(self._moved(feed), SkipReason.EAGER_IF)
         if self._demoted is None and self._managed.refusal is not None:

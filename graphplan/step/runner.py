@@ -70,17 +70,23 @@ class Runner:
         self.count_eager(reason, detail)
         return result
 
-    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
-        """An eager step on arguments as they came, with nothing of ours around it."""
-        untouched = reason is SkipReason.BACKEND_EAGER
-        result = self.fn(*args, **kwargs) if untouched else self._at_rest(args, kwargs)
-        self.count_eager(reason, detail)
+    def untouched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The function and nothing else, for ``backend="eager"``."""
+        result = self.fn(*args, **kwargs)
+        self.count_eager(SkipReason.BACKEND_EAGER)
+        return result
+
+    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: RefusalError) -> Any:
+        """An eager step because of ``error``, on arguments as they came, with no device learning rates around it: no
+        program will be compared with it.
+        """
+        result = self._at_rest(args, kwargs)
+        self.count_eager(error.reason, str(error))
         return result
 
     def refused(self, feed: Feed, error: RefusalError) -> Any:
-        """An eager step because of ``error``, with nothing of ours around it: no program will be compared with it."""
-        args, kwargs = feed.rebuild(feed.leaves)
-        return self.plain(args, kwargs, error.reason, str(error))
+        """:meth:`plain` on a feed."""
+        return self.plain(*feed.rebuild(feed.leaves), error)
 
     def count_eager(self, reason: SkipReason, detail: str = "") -> None:
         """Count an eager call that has returned."""
