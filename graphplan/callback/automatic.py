@@ -8,7 +8,6 @@ graphed step, and Lightning's own code clips and steps after it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -54,8 +53,6 @@ class AutomaticSeam(Seam):
         owners = {name: owner for name, owner in self._owners(self._progress).items() if name != "optimizer"}
         owners |= group_numbers(self._optimizer)
         self._whole.close()
-        # An optimizer of the user's own would be walked as a plain object, whose every number Python reads.
-        self._options = replace(self._options, allow=(*self._options.allow, "lr_schedulers*.optimizer.*"))
         self._components = self._make(self._closure_body, owners)
         self._components.decide_refusals(lambda error: self._must_raise())
         self._put(self._loop, "_make_closure", self._make_closure)

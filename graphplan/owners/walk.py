@@ -273,6 +273,9 @@ def is_user_object(value: Any) -> bool:
     """Whether ``value``'s attributes are walked: an instance of a class that is not a library's."""
     if isinstance(value, LRScheduler):
         return True
+    if isinstance(value, torch.optim.Optimizer):
+        # It is walked as an optimizer where it is an owner, whoever wrote it.
+        return False
     root = type(value).__module__.split(".")[0]
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
     inner = getattr(value, "__dict__", None)
