@@ -160,18 +160,9 @@ def interleaved(job: Job) -> list[Row]:
     return rows
 
 
-def lightning(job: Job) -> list[Row]:
-    """Measure a bare ``Trainer``, with or without the callback.
-
-    Its mixed-precision plugin refuses to clip the gradients of a fused optimizer, even for bfloat16, which needs no
-    scaler. So precision stays ``32-true`` and autocast is inside ``training_step``, as it is in the other loops' steps:
-    all five contenders compute the same thing.
-    """
+def make_module(workload: Workload, implementation: str) -> Any:
+    """The workload as a ``LightningModule``, its learning rate scheduled at every step."""
     import lightning.pytorch as pl
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    torch.manual_seed(0)
-    workload = workloads(job.cpu)[job.workload]
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -182,32 +173,56 @@ def lightning(job: Job) -> list[Row]:
             return workload.loss(self.model, *batch)
 
         def configure_optimizers(self) -> Any:
-            optimizer = workload.make_optimizer(self.parameters(), job.implementation)
+            optimizer = workload.make_optimizer(self.parameters(), implementation)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    callbacks: list[Any] = []
-    if job.contender == "trainer_callback":
-        from graphplan import GraphPlanCallback
+    return Module()
 
-        callbacks.append(GraphPlanCallback())
-    trainer = pl.Trainer(
+
+def make_trainer(job: Job, workload: Workload, **options: Any) -> Any:
+    """A bare ``Trainer`` for one epoch, with the callback where the contender names it.
+
+    Its mixed-precision plugin refuses to clip the gradients of a fused optimizer, even for bfloat16, which needs no
+    scaler. So precision stays ``32-true`` and autocast is inside ``training_step``, as it is in the other loops' steps:
+    all contenders compute the same thing.
+    """
+    import lightning.pytorch as pl
+
+    from graphplan import GraphPlanCallback
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return pl.Trainer(
         accelerator="cpu" if job.cpu else "gpu",
-        devices=1,
         precision="32-true",
         max_epochs=1,
         gradient_clip_val=workload.clip,
-        callbacks=callbacks,
+        callbacks=[GraphPlanCallback()] if job.contender == "trainer_callback" else [],
         logger=False,
         enable_progress_bar=False,
         enable_checkpointing=False,
         enable_model_summary=False,
+        **options,
     )
-    module = Module()
+
+
+def callback_of(trainer: Any) -> Any:
+    """The callback that :func:`make_trainer` gave the trainer, or None."""
+    from graphplan import GraphPlanCallback
+
+    return next((callback for callback in trainer.callbacks if isinstance(callback, GraphPlanCallback)), None)
+
+
+def lightning(job: Job) -> list[Row]:
+    """Measure a bare ``Trainer``, with or without the callback."""
+    torch.manual_seed(0)
+    workload = workloads(job.cpu)[job.workload]
+    module, trainer = make_module(workload, job.implementation), make_trainer(job, workload, devices=1)
     feed = Feed(job, workload.pool(POOL, pin=not job.cpu))
     torch.manual_seed(1)
     trainer.fit(module, feed)
-    facts = stats_of(callbacks[0].stats) if callbacks else {}
+    callback = callback_of(trainer)
+    facts = stats_of(callback.stats) if callback is not None else {}
     return [row(job, feed.us(), {"weights": weights(module), **facts})]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from recipes.contenders import POOL, make_step
+from recipes.contenders import POOL, callback_of, make_module, make_step, make_trainer
 from recipes.measuring import Feed, Job
 from recipes.workloads import Workload, cosine, workloads
 
@@ -91,43 +90,14 @@ def _loop(job: Job, feed: Feed) -> dict[str, Any]:
 
 def _trainer(job: Job, feed: Feed) -> dict[str, Any]:
     """A bare Trainer, with or without the callback."""
-    import lightning.pytorch as pl
     from lightning.pytorch.strategies import DDPStrategy
 
-    from graphplan import GraphPlanCallback
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     workload = workloads(job.cpu)[job.workload]
     torch.manual_seed(0)
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = workload.make_model(torch.device("cpu"))
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return workload.loss(self.model, *batch)
-
-        def configure_optimizers(self) -> Any:
-            optimizer = workload.make_optimizer(self.parameters(), "stock")
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine)
-            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-    callback = GraphPlanCallback() if job.contender == "trainer_callback" else None
-    trainer = pl.Trainer(
-        accelerator="cpu" if job.cpu else "gpu",
-        devices=2,
-        strategy=DDPStrategy(process_group_backend="gloo" if job.cpu else "nccl"),
-        max_epochs=1,
-        gradient_clip_val=workload.clip,
-        use_distributed_sampler=False,
-        callbacks=[callback] if callback is not None else [],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Module(), feed)
+    strategy = DDPStrategy(process_group_backend="gloo" if job.cpu else "nccl")
+    trainer = make_trainer(job, workload, devices=2, strategy=strategy, use_distributed_sampler=False)
+    trainer.fit(make_module(workload, "stock"), feed)
+    callback = callback_of(trainer)
     return {} if callback is None else {"replayed": callback.stats.replayed, "report": callback.report()}
 
 
