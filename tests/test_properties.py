@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.random_runs.comparison import compare
 from tests.random_runs.models import LAYERS
@@ -13,7 +13,9 @@ from tests.random_runs.run import Run
 from tests.random_runs.strategies import runs
 
 EXAMPLES = int(os.environ.get("RANDOM_RUNS", "0"))
-"""Set it to search further, with other runs each time; without it the runs are always the same 512."""
+"""Set it to search further, with other runs each time, and to shrink what fails, which takes minutes; without it the
+runs are always the same 512.
+"""
 
 FOUND = {
     "weight decay loaded": Run("dense", calls=32, events=((4, "weight_decay", 1), (15, "saved_moments", 0))),
@@ -48,6 +50,7 @@ def test_random_runs_equal_eager_or_are_refused(family: str) -> None:
     @settings(
         max_examples=EXAMPLES or 128,
         derandomize=not EXAMPLES,
+        phases=list(Phase) if EXAMPLES else [Phase.generate],
         print_blob=True,
         database=None,
         deadline=None,
