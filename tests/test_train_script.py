@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
+import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,8 @@ from omegaconf import DictConfig
 from graphplan import GraphPlanCallback, Policy, PolicyError
 from recipes.configuration import ConfigError, check_config
 
+pytestmark = pytest.mark.xdist_group("train script")  # one server of forks, one trained checkpoint
+
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 CHOICES = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml"))
@@ -27,11 +33,39 @@ CHOICES = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")
 ADDED = {"update", "schedule"}
 
 
+FORKS = multiprocessing.get_context("forkserver")
+"""Its server imports PyTorch and Lightning once, for all runs of the script but the first."""
+FORKS.set_forkserver_preload(["train"])
+
+
+def places(folder: Path) -> list[str]:
+    """Overrides for a short run on the CPU, all of whose files go below ``folder``."""
+    return [
+        "trainer=smoke",
+        f"hydra.run.dir={folder}/run",
+        f"hydra.sweep.dir={folder}/sweep",
+        "trainer.accelerator=cpu",
+    ]
+
+
+def _main(folder: Path, arguments: Sequence[str]) -> None:
+    """``python train.py`` in a process that was forked for it."""
+    os.chdir(folder)
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        with (folder / name).open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+    sys.argv = [str(ROOT / "train.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run train.py with ``arguments`` on the CPU; whatever it writes goes below ``folder``."""
-    places = [f"hydra.run.dir={folder}/run", f"hydra.sweep.dir={folder}/sweep", "trainer.accelerator=cpu"]
-    command = [sys.executable, str(ROOT / "train.py"), *arguments, "trainer=smoke", *places]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300)
+    process = FORKS.Process(target=_main, args=(folder, [*arguments, *places(folder)]))
+    process.start()
+    process.join(300)
+    assert process.exitcode is not None, "train.py does not end"
+    output = [(folder / name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(arguments, process.exitcode, *output)
 
 
 def printed(done: subprocess.CompletedProcess[str]) -> str:
@@ -48,10 +82,11 @@ def composed(*overrides: str) -> DictConfig:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What ``python train.py`` printed, and its checkpoint."""
+    """What ``python train.py`` printed, as a user starts it, and its checkpoint."""
     folder = tmp_path_factory.mktemp("trained")
-    output = printed(run_script(folder))
-    return output, folder / "run" / "checkpoints" / "last.ckpt"
+    command = [sys.executable, str(ROOT / "train.py"), *places(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=300)
+    return printed(done), folder / "run" / "checkpoints" / "last.ckpt"
 
 
 def test_training_replays_and_writes_a_checkpoint(trained: tuple[str, Path]) -> None:
