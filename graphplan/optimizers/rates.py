@@ -93,12 +93,13 @@ class LearningRates:
 
     def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""
-        with nullcontext() if self._entered else self._flags():
+        with nullcontext() if self._entered else self.kernels():
+            # Which kernels groups will use shows in their flags.
             self._attach(optimizers)
 
     @contextmanager
-    def _flags(self) -> Iterator[None]:
-        """Which kernels groups will use shows in their flags."""
+    def kernels(self) -> Iterator[None]:
+        """The kernels of managed steps and nothing else of them: learning rates stay numbers."""
         for preparation in self._preparations:
             preparation.enter()
         try:

@@ -21,11 +21,13 @@ Variant = tuple[bool, ...]
 class Line:
     """One variant on its way to a program: traces, then a plan, then the program.
 
-    ``state`` are the paths of the optimizer state that the latest trace found.
+    ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
+    traces went to waste.
     """
 
     traces: list[Trace] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
+    traced_anew: bool = False
     plan: Plan | None = None
     program: Program | None = None
 

@@ -77,10 +77,13 @@ class Runner:
         return result
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: RefusalError) -> Any:
-        """An eager step because of ``error``, on arguments as they came, with no device learning rates around it: no
-        program will be compared with it.
+        """An eager step because of ``error``, on arguments as they came.
+
+        No program will be compared with it, so learning rates are numbers, for whoever reads them in the step. The
+        kernels are those of the steps before it: the run as a whole is an eager one with prepared optimizers.
         """
-        result = self._at_rest(args, kwargs)
+        with self._managed.rates.kernels():
+            result = self._at_rest(args, kwargs)
         self.count_eager(error.reason, str(error))
         return result
 

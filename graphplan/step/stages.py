@@ -154,16 +154,25 @@ class Stages:
             return
         first, second = line.traces
         line.traces = []
-        with self._managed.rates:
-            line.plan = build_plan(
-                first,
-                second,
-                feed,
-                owners=lambda: self._managed.owners,
-                function=lambda: self._runner.fn,
-                allow=self._options.allow,
-                rates=self._managed.rates,
-            )
+        try:
+            with self._managed.rates:
+                line.plan = build_plan(
+                    first,
+                    second,
+                    feed,
+                    owners=lambda: self._managed.owners,
+                    function=lambda: self._runner.fn,
+                    allow=self._options.allow,
+                    rates=self._managed.rates,
+                )
+        except RefusalError:
+            moved = second.moved_since(first)
+            if moved is None or line.traced_anew:
+                raise
+            # A checkpoint was loaded, say: the two steps differ by what happened between them.
+            line.traced_anew = True
+            self._stats.note(f"traced anew: {moved} is not what it was one step before")
+            return
         if second.prints and not is_allowed("print", self._options.allow):
             self._refusals.warn(
                 f"the step prints at {second.prints[0]}, and a replay runs no Python: only eager calls will "

@@ -92,6 +92,16 @@ class Trace:
         for generator, state in self.unowned_draws:
             generator.set_state(state)
 
+    def moved_since(self, before: Trace) -> str | None:
+        """What ``before``'s step made where nothing was, or somebody moved, made or took away after it; or None."""
+        then, now = (
+            {slot.path: storage for storage, slots in trace.entry_slots.items() for slot in slots if slot.param is None}
+            for trace in (before, self)
+        )
+        replaced = {path for path, change in before.changes.rebindings.items() if change.before is not None}
+        paths = sorted((then.keys() | now.keys()) - replaced)
+        return next((path for path in paths if then.get(path) != now.get(path)), None)
+
     @property
     def launches(self) -> int:
         """Operators that the device would run: views and allocations are free."""
