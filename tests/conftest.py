@@ -12,6 +12,12 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 
+def pytest_collection_finish() -> None:
+    """Leave everything that was imported out of collections of garbage: many tests ask for one."""
+    gc.collect()
+    gc.freeze()
+
+
 def _installed() -> dict[str, object]:
     """What graphplan could leave behind in the process."""
     return {

@@ -49,14 +49,42 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "backend": ({"backend": "cuda-graph"}, BackendError, r"cuda-graph.*cudagraph, tape, eager"),
     "mode": ({"mode": "training"}, PolicyError, r"training.*train, inference"),
     "on_failure": ({"on_failure": "ignore"}, ValueError, r"on_failure.*ignore.*raise.*eager"),
-    "warmup_steps=0": ({"warmup_steps": 0}, ValueError, "warmup_steps is 0; expected at least 1"),
-    "warmup_steps=-1": ({"warmup_steps": -1}, ValueError, "warmup_steps is -1; expected at least 1"),
+    "warmup_steps=0": ({"warmup_steps": 0}, ValueError, "warmup_steps is 0; expected an int >= 1"),
+    "warmup_steps=-1": ({"warmup_steps": -1}, ValueError, "warmup_steps is -1; expected an int >= 1"),
     "eager_if": ({"eager_if": "always"}, ValueError, "eager_if is 'always'; expected a predicate, or n >= 1"),
     "eager_if=0": ({"eager_if": 0}, ValueError, "eager_if is 0; expected a predicate, or n >= 1"),
     "policy": ({"policy": "train"}, PolicyError, r"policy is 'train'; expected a Policy, such as Policy\.train\(\)"),
     "owners": ({"owners": 3}, OwnersError, r"owners.*int.*mapping.*sequence"),
+    "warmup_steps='3'": (
+        {"warmup_steps": "3"},
+        ValueError,
+        "warmup_steps is '3'; expected an int >= 1: an opt",
+    ),
+    "max_recaptures=True": (
+        {"max_recaptures": True},
+        ValueError,
+        "max_recaptures is True; expected an int >= 0",
+    ),
+    "debug": ({"debug": "yes"}, ValueError, "debug is 'yes'; expected True or False"),
+    "prepare_optimizers": (
+        {"prepare_optimizers": None},
+        ValueError,
+        "prepare_optimizers is None; expected True",
+    ),
+    "device": ({"device": "gpu"}, ValueError, r"device is 'gpu'; expected a torch\.device or its name, such as 'cuda'"),
+    "device=()": ({"device": ()}, ValueError, r"device is \(\); expected a torch\.device or its name, such as 'cuda'"),
+    "allow=None": (
+        {"allow": None},
+        ValueError,
+        r"allow is None; expected a sequence of paths, such as \('model",
+    ),
+    "allow=[3]": (
+        {"allow": [3]},
+        ValueError,
+        r"allow is \[3\]; expected a sequence of paths, such as \('model",
+    ),
     "allow": ({"allow": "model.calls"}, ValueError, r"allow is the string 'model\.calls'; expected a sequence"),
-    "max_graphs": ({"max_graphs": 0}, ValueError, "max_graphs is 0; expected at least 1"),
+    "max_graphs": ({"max_graphs": 0}, ValueError, "max_graphs is 0; expected an int >= 1"),
 }
 
 

@@ -111,7 +111,7 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
 
 def test_a_bad_bound() -> None:
     """Fewer than no captures make no sense."""
-    with pytest.raises(OptionError, match=r"max_recaptures is -1; expected 0 or more"):
+    with pytest.raises(OptionError, match=r"max_recaptures is -1; expected an int >= 0"):
         graph_step(lambda: None, max_recaptures=-1)
 
 

@@ -20,7 +20,7 @@ from graphplan.callback.manual import ManualSeam
 from graphplan.callback.seam import Figures, Seam
 from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.variants import Variant, VariantOf
-from graphplan.errors import NotCapturedError, PolicyError
+from graphplan.errors import NotCapturedError, OptionError, PolicyError
 from graphplan.plan import Plan
 from graphplan.policy import MODES, Policy
 from graphplan.report import describe, summary
@@ -91,6 +91,8 @@ class GraphPlanCallback(Callback):
         super().__init__()
         if mode not in ("auto", "train"):
             raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
+        if not isinstance(eval, bool):
+            raise OptionError(f"eval is {eval!r}; expected True or False")
         unknown = sorted(set(policies or {}) - set(MODES))
         if unknown:
             raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")

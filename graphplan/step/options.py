@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,12 @@ from graphplan.policy import Policy, check_mode
 from graphplan.verify import Schedule
 
 EagerIf = Callable[..., bool] | int | None
+_COUNTS = {"warmup_steps": 1, "max_graphs": 1, "max_recaptures": 0}
+_REASONS = {"warmup_steps": ": an optimizer makes its state in that step"}
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)
@@ -43,26 +49,39 @@ class Options:
         check_backend(self.backend)
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise PolicyError(f"policy is {self.policy!r}; expected a Policy, such as Policy.train()")
-        if self.warmup_steps < 1:
-            raise OptionError(
-                f"warmup_steps is {self.warmup_steps}; expected at least 1: an optimizer makes its state in that step"
-            )
+        for name, least in _COUNTS.items():
+            value = getattr(self, name)
+            if not _is_count(value, least):
+                raise OptionError(f"{name} is {value!r}; expected an int >= {least}{_REASONS.get(name, '')}")
+        for name in ("prepare_optimizers", "debug", "debug_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.on_failure not in ("raise", "eager"):
             raise OptionError(f"on_failure is {self.on_failure!r}; expected 'raise' or 'eager'")
-        if isinstance(self.allow, str):
-            raise OptionError(f"allow is the string {self.allow!r}; expected a sequence of paths: ({self.allow!r},)")
-        # A copy: what the caller does to its list later is not meant for the step.
-        object.__setattr__(self, "allow", tuple(self.allow))
-        if self.max_graphs < 1:
-            raise OptionError(f"max_graphs is {self.max_graphs}; expected at least 1")
-        if self.max_recaptures < 0:
-            raise OptionError(f"max_recaptures is {self.max_recaptures}; expected 0 or more")
+        self._check_allow()
+        self._check_device()
         self._check_eager_if()
         Schedule.parse(self.verify)
 
+    def _check_allow(self) -> None:
+        if isinstance(self.allow, str):
+            raise OptionError(f"allow is the string {self.allow!r}; expected a sequence of paths: ({self.allow!r},)")
+        paths = tuple(self.allow) if isinstance(self.allow, Iterable) else None
+        if paths is None or not all(isinstance(path, str) for path in paths):
+            raise OptionError(f"allow is {self.allow!r}; expected a sequence of paths, such as ('model.calls',)")
+        # A copy: what the caller does to its list later is not meant for the step.
+        object.__setattr__(self, "allow", paths)
+
+    def _check_device(self) -> None:
+        try:
+            assert self.feed_device is None or self.feed_device.type
+        except (RuntimeError, TypeError) as error:
+            raise OptionError(
+                f"device is {self.device!r}; expected a torch.device or its name, such as 'cuda'"
+            ) from error
+
     def _check_eager_if(self) -> None:
-        countable = isinstance(self.eager_if, int) and not isinstance(self.eager_if, bool) and self.eager_if >= 1
-        if self.eager_if is not None and not callable(self.eager_if) and not countable:
+        if self.eager_if is not None and not callable(self.eager_if) and not _is_count(self.eager_if, 1):
             raise OptionError(f"eager_if is {self.eager_if!r}; expected a predicate, or n >= 1 for every n-th call")
 
     @property

@@ -275,6 +275,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "mode": ({"mode": "fit"}, r"'fit'.*'auto' or 'train'"),
     "on_failure": ({"on_failure": "warn"}, r"on_failure.*warn.*raise.*eager"),
     "warmup_steps": ({"warmup_steps": 0}, r"warmup_steps.*0"),
+    "eval": ({"eval": "yes"}, "eval is 'yes'; expected True or False"),
     "policies": ({"policies": {"training": None}}, r"'training'.*train, inference"),
     "roles": ({"policies": {"train": {"static_roles": ["weights"]}}}, r"'weights'.*input, param, state"),
 }
