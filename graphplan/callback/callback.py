@@ -17,6 +17,7 @@ from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
 from graphplan.callback.manual import ManualSeam
+from graphplan.callback.metrics import LazyNumbers
 from graphplan.callback.seam import Figures, Seam
 from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.variants import Variant, VariantOf
@@ -117,7 +118,7 @@ class GraphPlanCallback(Callback):
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
-        self._stand_ins: list[FusedClipping | LaggingSigterm] = []
+        self._stand_ins: list[FusedClipping | LaggingSigterm | LazyNumbers] = []
 
     def _of(self, part: str) -> Figures:
         """Figures of training or evaluation, in the current run or the last one."""
@@ -156,7 +157,7 @@ class GraphPlanCallback(Callback):
             self._refuse(_TRAINING, reason)
             return
         kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
-        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer)]
+        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), LazyNumbers(trainer)]
         for stand_in in self._stand_ins:
             stand_in.install()
         self._install(_TRAINING, kind(trainer, pl_module, self.options, self.variant, self._backends))

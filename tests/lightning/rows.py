@@ -48,7 +48,7 @@ class Watcher(Observer):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.times.append(perf_counter() - self._begin)
         super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
-        self.held.append([outputs, dict(trainer.callback_metrics)])
+        self.held.append([outputs, dict(trainer.callback_metrics), dict(trainer.progress_bar_metrics)])
 
 
 def _ordered(name: str) -> Callable[..., None]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH, CLASSES, LENGTH = 6, 5, 4
+WIDTH, CLASSES, LENGTH = 6, 5, 2
 LAYERS = {
     "dense": ("linear", "relu", "batchnorm", "layernorm", "dropout", "gelu", "shared", "tied"),
     "conv": ("conv", "relu", "batchnorm2d", "groupnorm", "dropout2d", "gelu", "depthwise", "pool"),

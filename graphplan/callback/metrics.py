@@ -1,0 +1,66 @@
+"""What is logged for the progress bar, read from the device when somebody asks for it and not after every batch.
+
+Lightning turns each value logged with ``prog_bar=True`` into a number at the end of every batch, bar or no bar, and
+again whenever anybody asks for any of the run's metrics: the host waits for the device in every step. Here such values
+stay tensors until ``progress_bar_metrics`` is read, which gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS
+from torch import Tensor
+
+
+class LazyConnector(_LoggerConnector):
+    """The class of a Trainer's logger connector while a fit goes through graphplan."""
+
+    @property
+    def metrics(self) -> _METRICS:
+        """As Lightning's, but that values for the bar are tensors."""
+        results: Any = self.trainer._results
+        on_step = self._first_loop_iter is not None
+        found: Any = _METRICS(callback={}, log={}, pbar={})
+        for _, metric in results.valid_items():
+            value = results._get_cache(metric, on_step)
+            if not isinstance(value, Tensor):
+                continue
+            name, forked_name = results._forked_name(metric, on_step)
+            if metric.meta.logger:
+                found["log"][forked_name] = value
+            if results.training or (metric.meta.on_epoch and not on_step):
+                found["callback"][name] = found["callback"][forked_name] = value
+            if metric.meta.prog_bar:
+                found["pbar"][forked_name] = value if value.numel() == 1 else convert_tensors_to_scalars(value)
+        return found
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Numbers, read from the device now."""
+        values: dict[str, Any] = super().progress_bar_metrics
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.item()
+        return values
+
+
+class LazyNumbers:
+    """Makes a Trainer's connector a lazy one, unless it has a class of the user's own."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._connector: Any = trainer._logger_connector
+
+    def install(self) -> None:
+        """Put it in."""
+        if type(self._connector) is _LoggerConnector:
+            self._connector.__class__ = LazyConnector
+
+    def remove(self) -> None:
+        """Read what nobody has asked for yet, and take it off."""
+        if isinstance(self._connector, LazyConnector):
+            self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
+            self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
