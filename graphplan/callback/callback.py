@@ -16,6 +16,7 @@ from graphplan.callback.automatic import AutomaticSeam
 from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
+from graphplan.callback.loop import LoopSeam, closed_loop
 from graphplan.callback.manual import ManualSeam
 from graphplan.callback.metrics import LazyNumbers
 from graphplan.callback.seam import Figures, Seam
@@ -66,6 +67,8 @@ class GraphPlanCallback(Callback):
         eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
             ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
             metrics that a step updates are state.
+        loop: ``"auto"``: what Lightning does around each step is left out where the run has no use for it; ``"stock"``:
+            never.
 
     Raises:
         OptionError, PolicyError, BackendError: for arguments that make no sense.
@@ -88,12 +91,15 @@ class GraphPlanCallback(Callback):
         debug_eager: bool = False,
         variant: VariantOf = None,
         eval: bool = False,
+        loop: str = "auto",
     ) -> None:
         super().__init__()
         if mode not in ("auto", "train"):
             raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
         if not isinstance(eval, bool):
             raise OptionError(f"eval is {eval!r}; expected True or False")
+        if loop not in ("auto", "stock"):
+            raise OptionError(f"loop is {loop!r}; expected 'auto' or 'stock'")
         unknown = sorted(set(policies or {}) - set(MODES))
         if unknown:
             raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
@@ -114,11 +120,12 @@ class GraphPlanCallback(Callback):
         )
         self.variant = Variant(variant)
         self.eval = eval
+        self.loop = loop
         self._eval_policy = parsed.get("inference")
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
-        self._stand_ins: list[FusedClipping | LaggingSigterm | LazyNumbers] = []
+        self._stand_ins: list[FusedClipping | LaggingSigterm | LazyNumbers | LoopSeam] = []
 
     def _of(self, part: str) -> Figures:
         """Figures of training or evaluation, in the current run or the last one."""
@@ -160,7 +167,14 @@ class GraphPlanCallback(Callback):
         self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), LazyNumbers(trainer)]
         for stand_in in self._stand_ins:
             stand_in.install()
-        self._install(_TRAINING, kind(trainer, pl_module, self.options, self.variant, self._backends))
+        seam = kind(trainer, pl_module, self.options, self.variant, self._backends)
+        self._install(_TRAINING, seam)
+        reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
+        if reason is not None:
+            seam.notes.append(f"Lightning's own loop: {reason}")
+        elif self.options.backend != "eager":
+            self._stand_ins.append(LoopSeam(trainer, pl_module))
+            self._stand_ins[-1].install()
 
     def _install(self, part: str, seam: Seam) -> None:
         self._seams[part] = seam
