@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.containers import Literals, flatten_plain
 from graphplan.dtensors import is_sharded
 from graphplan.errors import DeviceError, FeedError
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
 """Bytes of the widest vector that any kernel loads."""
-_LITERALS = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format)
+
+_LITERALS = (
+    bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,
+)  # fmt: skip
 
 
 @dataclass
@@ -135,9 +139,14 @@ def _leaf_key(leaf: Any) -> Hashable:
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
-    """Flatten a call. Positional tensors alone take a path without pytree."""
+    """Flatten a call. Tensors and literals in plain containers take a path without pytree."""
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
         return Feed(list(args), None, (len(args), *map(_leaf_key, args)))
+    try:
+        sketch, leaves, structure = flatten_plain((args, dict(kwargs)))
+        return Feed(leaves, structure, (sketch, *map(_leaf_key, leaves)))
+    except TypeError:
+        pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if any(map(_is_record, leaves)):
         leaves, structure = pytree.tree_flatten(_open_records((args, dict(kwargs))))

@@ -33,6 +33,7 @@ LAYERS = {
     "backend": 1,
     "unchanged": 1,
     "owners": 1,
+    "containers": 0,
     "dtensors": 0,
     "roles": 0,
     "stats": 1,

@@ -94,7 +94,7 @@ class AutomaticSeam(Seam):
     def _split_epochs(self) -> None:
         self._uses_epoch = True
 
-    def _whole_body(self, batch: Any, facts: Any) -> dict[str, Any]:
+    def _whole_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         assert self._context is not None
         optimizer, batch_idx, _ = self._context
         return self._in_step(lambda kwargs: self._stock_run(optimizer, batch_idx, kwargs), batch)
@@ -112,7 +112,7 @@ class AutomaticSeam(Seam):
         result.loss = out.get("loss")
         return result
 
-    def _closure_body(self, batch: Any, facts: Any) -> dict[str, Any]:
+    def _closure_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         assert self._context is not None
         optimizer, batch_idx, _ = self._context
 

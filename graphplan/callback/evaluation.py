@@ -51,5 +51,5 @@ class EvaluationSeam(Seam):
     def _stock(self, hook: str, *args: Any) -> Any:
         return getattr(type(self._strategy), hook)(self._strategy, *args)
 
-    def _body(self, hook: str, batch: Any, facts: Any) -> dict[str, Any]:
+    def _body(self, hook: str, batch: Any, *facts: Any) -> dict[str, Any]:
         return self._in_step(lambda kwargs: self._stock(hook, *kwargs.values()), batch)

@@ -28,17 +28,24 @@ from graphplan.callback.standins import StandIn
 
 _START, _END = "on_train_batch_start", "on_train_batch_end"
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-_NAMES = """
-restarting _should_check_val_fx val_loop restarted_mid_evaluation restarted_on_last _skip_next_val
-increment_progress_to_evaluation_end torch distributed is_available is_initialized trainer world_size
-_broadcast_sigterm_tensor isinstance _DataLoaderIterDataFetcher next _batch _batch_idx batch_idx batch_progress done
-is_last_batch precision_plugin convert_input lightning_module _on_before_batch_transfer call _call_strategy_hook
-increment_ready _logger_connector on_batch_start _warning_cache warn _call_callback_hooks _call_lightning_module_hook
-increment_by increment_started _build_kwargs OrderedDict profiler profile automatic_optimization run optimizers
-manual_optimization increment_processed update_lr_schedulers _num_ready_batches_reached StopIteration on_batch_end
-increment_completed update_train_step_metrics
-""".split()  # noqa: SIM905  (a list would be as many lines as names)
-"""All that Lightning's own ``advance`` names. A release that names more does more."""
+_NAMES = {
+    "advance": """
+        restarting _should_check_val_fx val_loop restarted_mid_evaluation restarted_on_last _skip_next_val
+        increment_progress_to_evaluation_end torch distributed is_available is_initialized trainer world_size
+        _broadcast_sigterm_tensor isinstance _DataLoaderIterDataFetcher next _batch _batch_idx batch_idx batch_progress
+        done is_last_batch precision_plugin convert_input lightning_module _on_before_batch_transfer call
+        _call_strategy_hook increment_ready _logger_connector on_batch_start _warning_cache warn _call_callback_hooks
+        _call_lightning_module_hook increment_by increment_started _build_kwargs OrderedDict profiler profile
+        automatic_optimization run optimizers manual_optimization increment_processed update_lr_schedulers
+        _num_ready_batches_reached StopIteration on_batch_end increment_completed update_train_step_metrics
+    """,
+    "on_advance_end": """
+        _should_check_val_fx _skip_next_val trainer validating _logger_connector _first_loop_iter _should_accumulate
+        call _call_lightning_module_hook lightning_module zero_grad val_loop run training update_lr_schedulers
+        _batches_that_stepped _save_loggers_on_train_batch_end _is_training_done received_sigterm SIGTERMException
+    """,
+}
+"""All that Lightning's own methods name. A release that names more does more."""
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -49,11 +56,13 @@ def _names_in(code: CodeType) -> set[str]:
 def closed_loop(trainer: Any, module: LightningModule) -> str | None:
     """Why a run needs Lightning's own loop over batches; None if nothing speaks against the loop seam."""
     loop: Any = trainer.fit_loop.epoch_loop
-    if type(loop).advance is not _TrainingEpochLoop.advance or "advance" in vars(loop):
-        return "the training loop's advance is not Lightning's own"
-    unknown = sorted(_names_in(_TrainingEpochLoop.advance.__code__) - set(_NAMES))
-    if unknown:
-        return f"this Lightning's training loop does more than is known here: {', '.join(unknown)}"
+    for method, names in _NAMES.items():
+        stock = getattr(_TrainingEpochLoop, method)
+        if getattr(type(loop), method) is not stock or method in vars(loop):
+            return f"the training loop's {method} is not Lightning's own"
+        unknown = sorted(_names_in(stock.__code__) - set(names.split()))
+        if unknown:
+            return f"this Lightning's training loop does more than is known here: {', '.join(unknown)}"
     if type(trainer.profiler) is not PassThroughProfiler:
         return f"the {type(trainer.profiler).__name__} has rows of Lightning's loop"
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
@@ -95,7 +104,10 @@ class LoopSeam:
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._connector: Any = trainer._logger_connector
         self._device = trainer.strategy.root_device
+        self._is_cpu = self._device.type == "cpu"
+        self._validates = is_overridden("validation_step", module)
         self._standins = [StandIn(self._loop, "advance", self._advance)]
+        self._standins.append(StandIn(self._loop, "on_advance_end", self._advance_end))
         self._standins += [StandIn(self._loop, name, _nothing) for name in ("_on_before_fetch", "_on_after_fetch")]
         self._callbacks: list[Any] = []
         self._hooked: dict[str, list[Any]] = {}
@@ -135,17 +147,30 @@ class LoopSeam:
         loop.batch_progress.is_last_batch = fetcher.done
         self._train(self._on_device(item[0]))
 
+    def _advance_end(self, fetcher: Any) -> None:
+        """In place of ``on_advance_end``: what is left where nobody validates or stops."""
+        loop, trainer = self._loop, self._trainer
+        ends = trainer.should_stop or trainer.received_sigterm or loop._skip_next_val
+        if ends or (self._validates and loop._should_check_val_fx(fetcher)):
+            _TrainingEpochLoop.on_advance_end(loop, fetcher)
+            return
+        if trainer.lr_scheduler_configs:
+            loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+        if not loop._should_accumulate():
+            loop._batches_that_stepped += 1
+
     def _on_device(self, batch: Any) -> Any:
         tensors = batch if type(batch) in (list, tuple) else (batch,)
-        there = self._device.type == "cpu" and all(type(t) is Tensor and t.device.type == "cpu" for t in tensors)
-        return batch if there else move_data_to_device(batch, self._device)
+        if self._is_cpu and all([type(tensor) is Tensor and tensor.is_cpu for tensor in tensors]):
+            return batch
+        return move_data_to_device(batch, self._device)
 
     def _train(self, batch: Any) -> None:
         """One batch, from its hooks before to its hooks after."""
         loop, trainer, progress = self._loop, self._trainer, self._loop.batch_progress
         progress.increment_ready()
         batch_idx = progress.current.ready - 1
-        self._connector.on_batch_start(batch)
+        self._begin(batch)
         if trainer.callbacks != self._callbacks or any(name in inner for inner, name in self._unhooked):
             self._look()
         if self._hooked[_START]:
@@ -166,10 +191,19 @@ class LoopSeam:
             self._call_callbacks(_END, outputs, batch, batch_idx)
         if self._module_ends:
             call._call_lightning_module_hook(trainer, _END, outputs, batch, batch_idx)
-        self._connector.on_batch_end()
+        if loop._results:
+            self._connector.on_batch_end()
+        else:
+            loop._results.batch = None
         progress.increment_completed()
         if trainer.loggers:
             self._connector.update_train_step_metrics()
+
+    def _begin(self, batch: Any) -> None:
+        """What the logger connector does when a batch starts, without asking which loop is active."""
+        connector, results = self._connector, self._loop._results
+        connector._first_loop_iter = connector._first_loop_iter is None
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
 
     def _look(self) -> None:
         """Find out who has hooks for batches. Asked again when somebody comes or goes, or gets a hook of its own."""

@@ -37,5 +37,5 @@ class ManualSeam(Seam):
     def _stock_run(self, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, kwargs)
 
-    def _body(self, batch: Any, facts: Any) -> dict[str, Any]:
+    def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         return self._in_step(self._stock_run, batch)

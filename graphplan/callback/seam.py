@@ -21,6 +21,7 @@ from graphplan.callback.standins import StandIn
 from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
+from graphplan.containers import Literals
 from graphplan.errors import HostScalarError, RefusalError
 from graphplan.owners import Via
 from graphplan.plan import Plan
@@ -145,10 +146,13 @@ class Seam(ABC):
         _, batch_idx, kwargs = self._context
         self._logs.start()
         batch = kwargs["batch"]
-        facts = (*facts, *self._wrapped.notes(), self._variant.of(self._module, batch, batch_idx))
+        known = Literals((*facts, *self._wrapped.notes()))
         self._begun = []
         try:
-            out = step(batch, facts)
+            if self._variant.is_given:
+                out = step(batch, known, self._variant.of(self._module, batch, batch_idx))
+            else:
+                out = step(batch, known)
         except RefusalError:
             raise
         except BaseException:

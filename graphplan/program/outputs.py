@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.containers import rebuilder
 from graphplan.dtensors import is_sharded
 from graphplan.owners import Walk
 from graphplan.plan import Output, Plan
@@ -23,8 +24,9 @@ class Outputs:
 
     def __init__(self, plan: Plan, result: Any, *, clone_from: Callable[[Tensor], bool]) -> None:
         leaves = pytree.tree_leaves(result)
-        self._outputs = plan.outputs
-        self._structure = plan.output_structure
+        self._template = [output.value for output in plan.outputs]
+        self._given = [(number, o) for number, o in enumerate(plan.outputs) if o.kind in ("input", "owned")]
+        self._rebuild = rebuilder(plan.output_structure)
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -45,18 +47,20 @@ class Outputs:
         """The step's result: clones of what it made, the caller's or owners' own tensors where it returned those."""
         if self._lone:
             return self._static[0].clone()
-        made = {number: static.clone() for number, static in self._static.items()}
+        built = self._template.copy()
+        for number, static in self._static.items():
+            built[number] = static.clone()
         for pack, numbers in self._packs:
-            made.update(zip(numbers, pack.clone().unbind(), strict=True))
-        built = [made[n] if n in made else _given(o, leaves, walk) for n, o in enumerate(self._outputs)]
-        return pytree.tree_unflatten(built, self._structure)
+            for number, part in zip(numbers, pack.clone().unbind(), strict=True):
+                built[number] = part
+        for number, output in self._given:
+            built[number] = _given(output, leaves, walk)
+        return self._rebuild(built)
 
 
 def _given(output: Output, leaves: Sequence[Any], walk: Walk) -> Any:
     if output.kind == "input":
         assert output.index is not None
         return leaves[output.index]
-    if output.kind == "owned":
-        assert output.path is not None
-        return walk.slots[output.path].get()
-    return output.value
+    assert output.path is not None
+    return walk.slots[output.path].get()
