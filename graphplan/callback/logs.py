@@ -4,13 +4,17 @@ Lightning's result collection rebinds its metric states on every log, which a re
 while a managed step runs, the collection only notes what is logged; the logged tensors leave the step as outputs, and
 after it (eager, captured or replayed alike) each call is made for real. Where the step itself reads the collection, the
 calls noted so far are made at once, so that it reads what it has logged, and a trace is refused.
+
+A call that was made for real once, and comes again with the same options, needs little more than its value: it is
+*plain*. Means over the epoch are then summed inside the step (:mod:`graphplan.callback.sums`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -18,17 +22,27 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
+from graphplan.callback.sums import Sums
 from graphplan.errors import HostSyncError
 from graphplan.tracer import find_source, refuse_trace
+
+_DTYPES = (torch.float32, torch.float64)
+"""Lightning casts values of others."""
 
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of the result collection's ``log`` without its value."""
+    """One call of the result collection's ``log`` without its value. ``is_plain``: its sums are done already."""
 
     fx: str
     name: str
     options: tuple[tuple[str, Any], ...]
+    is_plain: bool = False
+
+    @property
+    def key(self) -> str:
+        """Lightning's key for its metric in training, where batches come from one loader."""
+        return f"{self.fx}.{self.name}"
 
     def __repr__(self) -> str:
         return f"self.log({self.name!r}) in {self.fx}"
@@ -37,8 +51,12 @@ class LogCall:
 class LogNotes:
     """Notes the log calls of one step, and carries out a step's notes."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, sums_in_step: bool) -> None:
         self._trainer = trainer
+        self._sums_in_step = sums_in_step
+        self._plain: dict[str, LogCall] = {}
+        self._metrics: dict[str, Any] = {}
+        self.sums = Sums()
         tensors = trainer.lightning_module.state_dict().values()
         self._in_double = any(isinstance(t, Tensor) and t.dtype is torch.float64 for t in tensors)
 
@@ -80,8 +98,43 @@ class LogNotes:
             del results.note, results.log_now
 
     def start(self) -> None:
-        """Keep Lightning's note of the hook that logged last: it decides whether an epoch's first log resets."""
-        self._last_hook: str | None = self._trainer._logger_connector._current_fx
+        """Before a step: keep Lightning's note of the hook that logged last, which decides whether an epoch's first log
+        resets; make the resets that plain calls would make, and have their metrics hold the sums.
+        """
+        connector: Any = self._trainer._logger_connector
+        self._last_hook: str | None = connector._current_fx
+        self._reset: set[str] = set()
+        if self._plain and connector._first_loop_iter is not False:
+            results: Any = self._trainer._results
+            for fx in dict.fromkeys(call.fx for call in self._plain.values()):
+                if connector.should_reset_tensors(fx):
+                    results.reset(metrics=False, fx=fx)
+                    self._reset.add(fx)
+        self.sums.bind()
+
+    def settle(self, notes: list[tuple[LogCall, Any]]) -> None:
+        """At the end of a step: sum what its plain calls log."""
+        plain = [number for number, (call, value) in enumerate(notes) if self._is_plain(call, value)]
+        means = [number for number in plain if self._metrics[notes[number][0].key].meta.on_epoch]
+        group = self.sums.group_of(tuple(notes[number][0].key for number in means))
+        if means and group is None:
+            plain = [number for number in plain if number not in means]
+        elif group is not None:
+            group.add([notes[number][1] for number in means], [self._size(notes[number][0]) for number in means])
+        for number in plain:
+            call, value = notes[number]
+            notes[number] = (replace(call, is_plain=True), value)
+
+    def _size(self, call: LogCall) -> int:
+        metric, given = self._metrics[call.key], dict(call.options).get("batch_size")
+        return int(_ResultCollection._extract_batch_size(self._trainer._results, metric, given, metric.meta))  # type: ignore[arg-type]
+
+    def _is_plain(self, call: LogCall, value: Any) -> bool:
+        known = self._plain.get(call.key)
+        if known is None or known.options != call.options or not isinstance(value, Tensor):
+            return False
+        held = self._metrics[call.key].value
+        return value.ndim == 0 and (value.dtype, value.device) == (held.dtype, held.device)
 
     def carry_out(self, notes: list[tuple[LogCall, Any]]) -> None:
         """Log for real, with the resets that ``LightningModule.log`` would have made."""
@@ -89,10 +142,45 @@ class LogNotes:
         results: Any = self._trainer._results
         connector._current_fx = self._last_hook
         for call, value in notes:
-            if connector.should_reset_tensors(call.fx):
-                results.reset(metrics=False, fx=call.fx)
-            results.log(call.fx, call.name, value, **dict(call.options))
+            if call.is_plain:
+                _show(self._metrics[call.key], value)
+            else:
+                if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
+                    results.reset(metrics=False, fx=call.fx)
+                results.log(call.fx, call.name, value, **dict(call.options))
             connector._current_fx = self._last_hook = call.fx
+        if self._sums_in_step and not all(call.is_plain for call, _ in notes):
+            self._learn([call for call, _ in notes], results)
+
+    def _learn(self, calls: list[LogCall], results: Any) -> None:
+        """Which of a step's calls may be plain from now on."""
+        hooks = [fx for fx, _ in groupby(calls, lambda call: call.fx)]
+        if len(hooks) > len(set(hooks)):
+            return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
+        for call in calls:
+            metric = results.get(call.key)
+            if metric is not None and call.key not in self._plain and _may_be_plain(metric):
+                self._plain[call.key], self._metrics[call.key] = call, metric
+        means = [call.key for call in calls if call.key in self._plain and self._metrics[call.key].meta.on_epoch]
+        self.sums.form(dict.fromkeys(means), self._metrics)
+
+
+def _may_be_plain(metric: Any) -> bool:
+    """Whether it holds one number of a dtype that Lightning takes as it is, a mean if it is one of the epoch."""
+    meta = metric.meta
+    one = metric.is_tensor and not meta.enable_graph and not meta.sync.should and metric.value.ndim == 0
+    return one and (not meta.on_epoch or (meta.is_mean_reduction and metric.value.dtype in _DTYPES))
+
+
+def _show(metric: Any, value: Tensor) -> None:
+    """What a metric's ``update`` does besides the sums."""
+    inner = vars(metric)
+    if metric.meta.on_step:
+        inner["_forward_cache"] = value
+        if not metric.meta.on_epoch:
+            inner["value"] = value
+    inner["has_reset"], inner["_computed"] = False, None
+    inner["_update_count"] += 1
 
 
 class _NotingResults(_ResultCollection):
@@ -128,4 +216,5 @@ def with_logs(notes: LogNotes, body: Callable[[], Any]) -> dict[str, Any]:
     """``body``'s result and what it logged, as one pytree."""
     with notes.noting() as noted:
         result = body()
+    notes.settle(noted)
     return {"result": result, "logs": noted}

@@ -161,7 +161,7 @@ class LoopSeam:
 
     def _on_device(self, batch: Any) -> Any:
         tensors = batch if type(batch) in (list, tuple) else (batch,)
-        if self._is_cpu and all([type(tensor) is Tensor and tensor.is_cpu for tensor in tensors]):
+        if self._is_cpu and all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
             return batch
         return move_data_to_device(batch, self._device)
 

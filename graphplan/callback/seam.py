@@ -75,7 +75,7 @@ class Seam(ABC):
         )
         reads_index = options.eager_if is not None or variant.is_given or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
-        self._logs = LogNotes(trainer)
+        self._logs = LogNotes(trainer, sums_in_step=options.mode == "train")
         self._steps: list[GraphedStep] = []
         self._standins: list[StandIn] = []
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
@@ -106,6 +106,7 @@ class Seam(ABC):
             for count in ("total", "current"):
                 owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
                 self._counters.append(getattr(part, count))
+        owners["logs"] = self._logs.sums.tensors
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             owners["scaler"] = scaler
