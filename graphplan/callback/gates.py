@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_not
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -17,6 +18,11 @@ from graphplan.owners import free_name
 
 STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Hooks that Lightning calls inside the step, so that they run in the recording and not in a replay."""
+_METHODS = (
+    "training_step", "validation_step", "test_step", "predict_step", "backward", "manual_backward", "optimizer_step",
+    "optimizer_zero_grad", "toggle_optimizer", "untoggle_optimizer", "configure_gradient_clipping", "clip_gradients",
+)  # fmt: skip
+"""Methods of a module that Lightning calls inside the step, or the module itself."""
 
 
 def closed_to_all(trainer: Any) -> str | None:
@@ -84,6 +90,31 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
         if any(is_overridden(hook, callback, Callback) for hook in STEP_HOOKS):
             hooked[free_name(f"callbacks[{type(callback).__name__}]", hooked)] = callback
     return hooked
+
+
+class OwnHooks:
+    """Tells when a callback comes or goes, or a module or callback gets or loses a hook of its own, on the instance."""
+
+    def __init__(self, trainer: Any, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self._callbacks: list[Any] = []
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._hooks: list[Any] = []
+        self._changes = 0
+
+    def changes(self) -> int:
+        """How often that has happened so far."""
+        callbacks = self._trainer.callbacks
+        if callbacks != self._callbacks:
+            self._callbacks = list(callbacks)
+            self._places = [(vars(self._module), name) for name in (*_METHODS, *STEP_HOOKS)]
+            self._places += [(vars(callback), name) for callback in callbacks for name in STEP_HOOKS]
+            self._changes += 1
+        hooks = [inner[name] for inner, name in self._places if name in inner]
+        if len(hooks) != len(self._hooks) or any(map(is_not, hooks, self._hooks)):
+            self._hooks = hooks
+            self._changes += 1
+        return self._changes
 
 
 def keeps_optimizer_outside(module: LightningModule) -> str | None:

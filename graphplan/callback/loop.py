@@ -171,10 +171,7 @@ class LoopSeam:
         progress.increment_ready()
         batch_idx = progress.current.ready - 1
         self._begin(batch)
-        if trainer.callbacks != self._callbacks or any(name in inner for inner, name in self._unhooked):
-            self._look()
-        if self._hooked[_START]:
-            self._call_callbacks(_START, batch, batch_idx)
+        self._call_callbacks(_START, batch, batch_idx)
         progress.increment_started()
         values = {"batch": batch, "batch_idx": batch_idx}
         kwargs = OrderedDict((name, values[name]) for name in self._arguments or ())
@@ -187,8 +184,7 @@ class LoopSeam:
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if self._hooked[_END]:
-            self._call_callbacks(_END, outputs, batch, batch_idx)
+        self._call_callbacks(_END, outputs, batch, batch_idx)
         if self._module_ends:
             call._call_lightning_module_hook(trainer, _END, outputs, batch, batch_idx)
         if loop._results:
@@ -219,6 +215,10 @@ class LoopSeam:
 
     def _call_callbacks(self, hook: str, *args: Any) -> None:
         """Lightning's way to call callbacks, of which only some have the hook."""
+        if self._trainer.callbacks != self._callbacks or any(name in inner for inner, name in self._unhooked):
+            self._look()
+        if not self._hooked[hook]:
+            return
         inner = vars(self._module)
         # A module's own __setattr__ takes longer than most hooks.
         before, inner["_current_fx_name"] = inner["_current_fx_name"], hook

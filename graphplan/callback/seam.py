@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils import _pytree as pytree
 
-from graphplan.callback.gates import hooked_callbacks, needed_warmup
+from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
 from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.callback.standins import StandIn
@@ -67,6 +67,7 @@ class Seam(ABC):
         self._variant = variant
         effects = [f"{name}.{effect}" for name in optimizers_of(trainer) for effect in _OPTIMIZERS_EFFECTS]
         self._wrapped = Wrapped(trainer)
+        self._own_hooks = OwnHooks(trainer, module)
         self._options = replace(
             options,
             warmup_steps=max(options.warmup_steps, needed_warmup(trainer.strategy)),
@@ -147,7 +148,7 @@ class Seam(ABC):
         _, batch_idx, kwargs = self._context
         self._logs.start()
         batch = kwargs["batch"]
-        known = Literals((*facts, *self._wrapped.notes()))
+        known = Literals((*facts, self._own_hooks.changes(), *self._wrapped.notes()))
         self._begun = []
         try:
             if self._variant.is_given:
