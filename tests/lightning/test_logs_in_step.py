@@ -1,0 +1,158 @@
+"""Logged values that are summed inside the step: the rows, means and errors of Lightning's own log."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, with_step
+
+
+def _five(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    for number in range(5):
+        self.log(f"value_{number}", loss * number, on_step=True, on_epoch=True)
+    return loss
+
+
+def _sizes(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """The batch's own size, one that is given, one that follows from the batch; a value of one step only."""
+    loss = self.loss_of(batch)
+    self.log("own", loss, on_step=False, on_epoch=True)
+    self.log("seven", loss.exp(), on_step=True, on_epoch=True, batch_size=7)
+    self.log("half", loss / 2, on_step=False, on_epoch=True, batch_size=len(batch[0]) // 2)
+    self.log("step", loss.sin())
+    return loss
+
+
+def _kinds(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Values that Lightning casts, reduces otherwise, or gets from several hooks."""
+    loss = self.loss_of(batch)
+    self.log("half precision", loss.half(), on_step=True, on_epoch=True)
+    self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
+    self.log("sum", loss, on_step=True, on_epoch=True, reduce_fx=torch.sum)
+    self.log("row", loss.reshape(1), on_step=True, on_epoch=True)
+    self.log("plain", loss * 3, on_step=True, on_epoch=True)
+    return loss
+
+
+def _norm(self: Any, *args: Any) -> None:
+    self.log("norm", self.net[0].weight.norm(), on_step=True, on_epoch=True)
+
+
+class _Manual(LitDigits):
+    """Two backward passes: Lightning is back in ``training_step`` between a hook's two turns."""
+
+    def __init__(self) -> None:
+        super().__init__(schedule=None)
+        self.automatic_optimization = False
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.log("hooked", loss, on_step=True, on_epoch=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for factor in (1.0, 0.5):
+            loss = self.loss_of(batch) * factor
+            self.log(f"loss {factor}", loss, on_step=True, on_epoch=True)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+def _ways(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.log("always", loss, on_step=True, on_epoch=True)
+    self.log("odd" if batch_idx % 2 else "even", loss * 2, on_step=True, on_epoch=True)
+    return loss
+
+
+class _Resets(Callback):
+    """Resets what was logged, in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 6:
+            trainer._results.reset()
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
+    "five": (with_step(_five), {}, []),
+    "sizes": (with_step(_sizes), {}, []),
+    "kinds": (with_step(_kinds), {}, []),
+    "hooks": (with_step(_five, on_after_backward=_norm, on_before_optimizer_step=_norm), {}, []),
+    "hooks in turns": (_Manual, {}, []),
+    "two ways": (with_step(_ways), {"variant": lambda batch, index: index % 2, "allow": ["batch_idx"]}, []),
+    "reset": (with_step(_five), {}, [_Resets]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_logged_is_what_lightning_logs(name: str, tmp_path: Path) -> None:
+    """Rows, means, and what callbacks see after every batch."""
+    make, options, others = CASES[name]
+    expected = fit(make, tmp_path / "eager", more=[kind() for kind in others])
+    found = fit(make, tmp_path / "graphed", tape(**options), more=[kind() for kind in others])
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed >= 12, found.callback.report()
+
+
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+def test_lightning_is_asked_once_for_each_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    plain = _ResultCollection.log
+
+    def log(self: Any, fx: str, name: str, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return plain(self, fx, name, *args, **kwargs)
+
+    monkeypatch.setattr(_ResultCollection, "log", log)
+    found = fit(with_step(_five), tmp_path, tape(), limit_val_batches=0, max_epochs=3)
+    assert found.callback.stats.replayed >= 14
+    assert len(calls) == 5, "in the first step, which makes the metrics"
+
+
+def test_the_sums_are_in_the_plan(tmp_path: Path) -> None:
+    plan = fit(with_step(_five), tmp_path, tape()).callback.plan
+    assert {"logs.group 0 totals", "logs.group 0 sizes"} <= {external.path for external in plan.state}
+
+
+def _changes_its_mind(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.log("value", loss, on_step=True, on_epoch=self.on_epoch)
+    return loss
+
+
+class _ChangesMind(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.on_epoch = batch_idx < 8
+
+
+@pytest.mark.parametrize("callback", [None, tape], ids=["eager", "graphed"])
+def test_other_options_are_refused_as_ever(callback: Any, tmp_path: Path) -> None:
+    """By Lightning, in the same step."""
+    make = with_step(_changes_its_mind, on_epoch=True)
+    with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
+        fit(partial(make), tmp_path, callback and callback(), more=[_ChangesMind()], max_epochs=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+def test_a_second_fit_of_the_same_trainer(tmp_path: Path) -> None:
+    """Its metrics are those of the first one."""
+    rows = []
+    for name, callback in {"eager": None, "graphed": tape()}.items():
+        first = fit(with_step(_five), tmp_path / name, callback, max_epochs=1)
+        first.trainer.fit_loop.max_epochs = 2
+        first.trainer.fit(first.module, *loaders())
+        rows.append((first.trainer.callback_metrics, callback))
+    (expected, _), (found, callback) = rows
+    assert callback is not None
+    assert callback.stats.replayed >= 2
+    assert {name: value.item() for name, value in expected.items()} == {n: v.item() for n, v in found.items()}
