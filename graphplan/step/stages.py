@@ -14,11 +14,11 @@ from graphplan.backend import refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, is_allowed
 from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.errors import RefusalError, SkipReason
+from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import capture_program
 from graphplan.signature import Feed
-from graphplan.step.compiled import Rehearsal, uncompiled
+from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
@@ -78,6 +78,7 @@ class Stages:
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
         try:
+            refuse_graphs_within(walk, self._runner.fn, self._runner.device)
             return self._attempt(entry, line, feed, walk)
         except RefusalError as error:
             refusal = error
@@ -107,10 +108,11 @@ class Stages:
         facts = Trace()
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
-        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts)  # noqa: E731
+        rates = lambda: self._managed.rates.storages  # noqa: E731
+        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
         with self._stats.timed("trace"):
             with uncompiled() if self._managed.runs_compiled else nullcontext():
-                result, _ = self._runner.run(lambda: self._managed.discover(body))
+                result, _ = self._runner.run(lambda: self._managed.discover(body), traced=True)
             rehearsal = self._undo_rehearsal(result, facts, snapshot)
             if rehearsal is not None:
                 result = self._runner.run(lambda: self._runner.call(feed))
@@ -120,6 +122,8 @@ class Stages:
                 self._take(entry, line, feed, facts)
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
+            except LearningRateError:
+                raise
             except RefusalError as error:
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refusals.refuse(error)
