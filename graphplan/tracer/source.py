@@ -6,10 +6,10 @@ import dis
 import linecache
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -80,14 +80,31 @@ def find_raise(error: BaseException) -> Source | None:
     return found
 
 
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+_RUNNERS: set[CodeType] = set()
+
+
+def runs_step(run: _Run) -> _Run:
+    """Mark ``run`` as what calls a step: the frames beyond it are the step's callers."""
+    _RUNNERS.add(run.__code__)
+    return run
+
+
 def find_source() -> Source:
-    """The innermost frame outside torch, Lightning and this package."""
+    """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
+    or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
+    """
     frame: FrameType | None = sys._getframe(1)
     component = _component(frame)
-    last = frame
+    last, familiar = frame, None
     while frame is not None:
-        if not is_library(frame.f_code.co_filename):
+        filename = frame.f_code.co_filename
+        if not is_library(filename):
             return _source(frame, component)
+        if familiar is None and _in_library(filename):
+            familiar = frame
+        if familiar is not None and frame.f_code in _RUNNERS:
+            return _source(familiar, component)
         last, frame = frame, frame.f_back
     assert last is not None
     return _source(last, component)
