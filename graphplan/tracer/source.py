@@ -7,7 +7,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ class Source:
     """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there.
 
     ``scaled`` says that it was not the optimizer's own code but a gradient scaler's, which decides about its step.
+    ``by`` is the line of Lightning's or torchmetrics' that the user's line led to, if it did.
     """
 
     filename: str
@@ -40,11 +41,13 @@ class Source:
     component: str
     optimizer: str = ""
     scaled: bool = False
+    by: Source | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         text = linecache.getline(self.filename, self.line).strip()
         place = f"{os.path.basename(self.filename)}:{self.line} in {self.function}"
-        return f"{place}: `{text}`" if text else place
+        place = f"{place}: `{text}`" if text else place
+        return f"{place} (by {self.by})" if self.by else place
 
 
 def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
@@ -100,7 +103,7 @@ def find_source() -> Source:
     while frame is not None:
         filename = frame.f_code.co_filename
         if not is_library(filename):
-            return _source(frame, component)
+            return _source(frame, component, familiar)
         if familiar is None and _in_library(filename):
             familiar = frame
         if familiar is not None and frame.f_code in _RUNNERS:
@@ -114,8 +117,9 @@ _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
 
 
-def _source(frame: FrameType, component: _Component) -> Source:
-    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, *component)
+def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
+    led_to = _source(by, component) if by is not None else None
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, *component, led_to)
 
 
 def _component(frame: FrameType | None) -> _Component:
