@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
-from graphplan.owners import is_freed, storage_id
+from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.tracer import Profile, find_source, finish, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
 
@@ -203,16 +203,9 @@ def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
         if any(b.untyped_storage().nbytes() > o.nbytes for b, o in zip(blanks, outs, strict=True)):
             return None
         found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], probes, strict=True)))
-    same = all(map(_same_bits, probes, outs)) and [probe.data_ptr() for probe in probes] == places
-    return found if same else None
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    if first.shape != second.shape or first.stride() != second.stride():
-        return False
-    if not first.is_floating_point() and not first.is_complex():
-        return torch.equal(first, second)
-    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+    stayed = [probe.data_ptr() for probe in probes] == places
+    same = all(same_bits(p, o) and p.stride() == o.stride() for p, o in zip(probes, outs, strict=True))
+    return found if stayed and same else None
 
 
 def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], Any]:

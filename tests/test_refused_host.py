@@ -22,7 +22,16 @@ from graphplan import (
     HostSyncError,
     SkipReason,
 )
-from tests.twins import SECOND_TRACE, Rig, assert_falls_back, assert_refused, build, line_of, managed
+from tests.twins import (
+    SECOND_TRACE,
+    Rig,
+    assert_equals_eager,
+    assert_falls_back,
+    assert_refused,
+    build,
+    line_of,
+    managed,
+)
 from tests.zoo import attributes, updating_rig
 
 
@@ -184,6 +193,29 @@ def _refusal(make: Callable[[], Rig]) -> Exception:
             step(*args)
             rig.after(index)
     return caught.value
+
+
+def signed_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.tensor(model.zero) * loss  # culprit
+
+
+def _flip(model: Any, index: int) -> None:
+    model.zero = -model.zero
+
+
+def test_zeros_of_two_signs_are_two_numbers() -> None:
+    """A constant that is 0.0 in one trace and -0.0 in the next would keep its sign."""
+    make = partial(updating_rig, signed_constant, attributes(zero=0.0), _flip)
+    assert_refused(make, HostScalarError, line_of(signed_constant), r"value=-0\.0", done=SECOND_TRACE)
+
+
+def nan_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.tensor([float("nan"), 1.0]) * loss
+
+
+def test_a_constant_that_is_not_a_number_is_a_constant() -> None:
+    """NaN does not equal itself, and is the same number in both traces all the same."""
+    assert_equals_eager(partial(updating_rig, nan_constant, attributes()))
 
 
 def test_an_attribute_that_decays_in_the_step_is_refused() -> None:

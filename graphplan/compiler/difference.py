@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from graphplan.errors import ControlFlowError, HostScalarError
+from graphplan.owners import same_bits
 from graphplan.tracer import Operator, Trace
 from graphplan.tracer.changes import same_value
 from graphplan.tracer.source import optimizer_fix
@@ -53,7 +54,7 @@ def _check_numbers(a: Operator, b: Operator) -> None:
     for (name, old), (other, new) in zip_longest(a.scalars, b.scalars, fillvalue=("", None)):
         if name != other or not same_value(old, new):
             _refuse_scalar(b, name or other, old, new)
-    if a.constant is not None and b.constant is not None and not _same_tensor(a.constant, b.constant):
+    if a.constant is not None and b.constant is not None and not same_bits(a.constant, b.constant):
         _refuse_scalar(b, "value", _short(a.constant), _short(b.constant))
 
 
@@ -126,10 +127,6 @@ def _operand_text(operator: Operator) -> str:
     return ", ".join(
         f"{kind} {number}" + (f" at {offset}" if kind == "external" else "") for (kind, number), offset in pairs
     )
-
-
-def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _short(tensor: torch.Tensor) -> Any:

@@ -24,6 +24,7 @@ from graphplan.owners.snapshot import bits as bits
 from graphplan.owners.snapshot import copy_to as copy_to
 from graphplan.owners.snapshot import default_generators as default_generators
 from graphplan.owners.snapshot import host_generators as host_generators
+from graphplan.owners.snapshot import same_bits as same_bits
 from graphplan.owners.walk import SCALARS as SCALARS
 from graphplan.owners.walk import is_user_object as is_user_object
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -89,6 +89,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors on one device have the same shape, dtype and bits."""
+    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(bits(first), bits(second))
+
+
 def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A detached copy of ``tensor``, beside it or on ``device``."""
     return tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)

@@ -18,6 +18,7 @@ from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
 from graphplan.signature import Feed
+from graphplan.tracer import runs_step
 
 
 class _Body:
@@ -41,6 +42,7 @@ class _Body:
         self.after: Walk | None = None
         self.outputs: Outputs | None = None
 
+    @runs_step
     def __call__(self) -> None:
         result = self._plan.function()(*self._args, **self._kwargs)
         self._sharding.settle()

@@ -24,4 +24,5 @@ from graphplan.tracer.source import Source as Source
 from graphplan.tracer.source import find_raise as find_raise
 from graphplan.tracer.source import find_source as find_source
 from graphplan.tracer.source import is_raised_by_user as is_raised_by_user
+from graphplan.tracer.source import runs_step as runs_step
 from graphplan.tracer.spaces import Ran as Ran

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphplan.errors import CaptureError
+from graphplan.owners import same_bits
 from graphplan.tracer.source import find_source
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -47,7 +48,7 @@ class DeviceConstants(TorchFunctionMode):
                 "steps did not make; make the same ones in each step, or hold the value in a tensor that an owner has"
             )
         constant, value = self._left.pop(0)
-        if value.dtype != wanted.dtype or not torch.equal(value, wanted.detach()):
+        if not same_bits(value, wanted):
             raise CaptureError(
                 f"the captured step makes a device constant {wanted.tolist()} at {find_source()}, the traced steps "
                 f"made {value.tolist()}; hold the value in a tensor that an owner has"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
     "pass eager_if="
 )
+_METRIC_FIX = "If a metric checks its values there, turn that off (nan_strategy='disable', validate_args=False)."
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 IGNORED = ("profiler.", "prim.")
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
@@ -207,6 +209,8 @@ class TraceMode(TorchDispatchMode):
 
     def _refuse_sync(self, what: str, source: Source) -> None:
         fix = optimizer_fix(source) if source.component == "optimizer" else _SYNC_FIX
+        if source.by is not None and f"{os.sep}torchmetrics{os.sep}" in source.by.filename:
+            fix = f"{_METRIC_FIX} {fix}"
         self.refuse(
             HostSyncError,
             f"{what} at {source}; a replay would keep the first value. {fix}",

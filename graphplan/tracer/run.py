@@ -17,7 +17,7 @@ from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import OutputTensor, Trace
-from graphplan.tracer.source import find_source
+from graphplan.tracer.source import find_source, runs_step
 
 _HELD = (
     "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
@@ -26,6 +26,7 @@ _HELD = (
 )
 
 
+@runs_step
 def trace(
     fn: Callable[..., Any],
     feed: Feed,

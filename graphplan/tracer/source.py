@@ -6,10 +6,10 @@ import dis
 import linecache
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -32,6 +32,7 @@ class Source:
     """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there.
 
     ``scaled`` says that it was not the optimizer's own code but a gradient scaler's, which decides about its step.
+    ``by`` is the line of Lightning's or torchmetrics' that the user's line led to, if it did.
     """
 
     filename: str
@@ -40,11 +41,13 @@ class Source:
     component: str
     optimizer: str = ""
     scaled: bool = False
+    by: Source | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         text = linecache.getline(self.filename, self.line).strip()
         place = f"{os.path.basename(self.filename)}:{self.line} in {self.function}"
-        return f"{place}: `{text}`" if text else place
+        place = f"{place}: `{text}`" if text else place
+        return f"{place} (by {self.by})" if self.by else place
 
 
 def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
@@ -80,14 +83,31 @@ def find_raise(error: BaseException) -> Source | None:
     return found
 
 
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+_RUNNERS: set[CodeType] = set()
+
+
+def runs_step(run: _Run) -> _Run:
+    """Mark ``run`` as what calls a step: the frames beyond it are the step's callers."""
+    _RUNNERS.add(run.__code__)
+    return run
+
+
 def find_source() -> Source:
-    """The innermost frame outside torch, Lightning and this package."""
+    """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
+    or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
+    """
     frame: FrameType | None = sys._getframe(1)
     component = _component(frame)
-    last = frame
+    last, familiar = frame, None
     while frame is not None:
-        if not is_library(frame.f_code.co_filename):
-            return _source(frame, component)
+        filename = frame.f_code.co_filename
+        if not is_library(filename):
+            return _source(frame, component, familiar)
+        if familiar is None and _in_library(filename):
+            familiar = frame
+        if familiar is not None and frame.f_code in _RUNNERS:
+            return _source(familiar, component)
         last, frame = frame, frame.f_back
     assert last is not None
     return _source(last, component)
@@ -97,8 +117,9 @@ _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
 
 
-def _source(frame: FrameType, component: _Component) -> Source:
-    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, *component)
+def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
+    led_to = _source(by, component) if by is not None else None
+    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, *component, led_to)
 
 
 def _component(frame: FrameType | None) -> _Component:

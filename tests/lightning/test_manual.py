@@ -42,6 +42,26 @@ def test_a_scheduler_stepped_inside_runs_eagerly_where_that_is_allowed(tmp_path:
     assert_same_fits(expected, found)
 
 
+class EveryOther(Manual):
+    """Trains on every other batch, as an attribute that the loop counts up says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if self.seen % 2 else self.loss_of(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += 1
+
+
+def test_a_line_of_lightnings_is_named_where_no_line_of_the_step_is_to_blame(tmp_path: Path) -> None:
+    """Not the line that called ``fit``: whatever called the step is no part of it."""
+    with pytest.raises(RefusalError, match=r"aten\.detach\.default at manual\.py:\d+ in from_training_step_output"):
+        fit(EveryOther, tmp_path, tape())
+
+
 @pytest.mark.parametrize("variant", [3, ["a"]])
 def test_what_variant_may_be(variant: Any) -> None:
     with pytest.raises(OptionError, match=r"variant is .*; expected a function of \(batch, batch_idx\)"):

@@ -68,6 +68,16 @@ def test_a_step_that_reads_what_it_logged(name: str, tmp_path: Path) -> None:
     assert len(found.module.seen) == 30 and found.callback.stats.replayed == 0
 
 
+def _not_a_number(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self.log("unknown", float("nan"), on_step=True, on_epoch=True)
+    return self.loss_of(batch)
+
+
+def test_a_number_that_is_nan_is_logged(tmp_path: Path) -> None:
+    """Lightning makes a tensor of it in each step: the same one, though NaN does not equal itself."""
+    assert_fit_equals_eager(with_step(_not_a_number), tmp_path, replayed=FULL)
+
+
 def test_an_overridden_optimizer_step_gets_lightnings_closure(tmp_path: Path) -> None:
     """What the hook is handed is of Lightning's own type, whatever calling it does."""
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAccuracy
 
-from graphplan import CaptureError, GeneratorSeekError
-from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
+from graphplan import CaptureError, GeneratorSeekError, HostSyncError
+from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
 from tests.lightning.rows_of_parts import Checkpointed, Network
 
 
@@ -24,6 +27,39 @@ def test_activation_checkpointing_that_sets_the_random_state(reentrant: bool, tm
     with pytest.warns(UserWarning, match="preserve_rng_state=False"):
         found = fit(make, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=1)
     assert_same_fits(expected, found)
+
+
+def _averaging(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.mean(loss)  # culprit
+    return loss
+
+
+def _checking(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self.accuracy(self(batch[0]).softmax(1)[:, 0], (batch[1] == 0).long())  # culprit
+    return self.loss_of(batch)
+
+
+def _with_metrics(step: Any) -> LitDigits:
+    module: Any = with_step(step)()
+    module.mean, module.accuracy = MeanMetric(), BinaryAccuracy()
+    return module
+
+
+@pytest.mark.parametrize(
+    ("step", "check"),
+    [
+        (_averaging, r"aggregation\.py:\d+ in _cast_and_nan_check_input: `if nans\.any\(\)"),
+        (_checking, r"stat_scores\.py:\d+ in _binary_stat_scores_tensor_validation"),
+    ],
+)
+def test_a_metric_that_checks_its_values(step: Any, check: str, tmp_path: Path) -> None:
+    """torchmetrics' aggregation and classification look for wrong values on the host unless they are told not to; the
+    line that does is named beside the user's own.
+    """
+    text = rf"in {step.__name__}: `.*# culprit` \(by {check}.*nan_strategy='disable', validate_args=False"
+    with pytest.raises(HostSyncError, match=text):
+        fit(partial(_with_metrics, step), tmp_path, tape(), max_epochs=1)
 
 
 def _rounded(graph: Any, examples: Any) -> Any:
