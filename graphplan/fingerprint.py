@@ -16,9 +16,9 @@ from torch.optim import optimizer as optimizers
 
 from graphplan.owners import Sharding, Walk
 from graphplan.tracer import same_value
-from graphplan.unchanged import Geometries, hooks_registered
+from graphplan.unchanged import GEOMETRY, Geometries, geometry, hooks_registered
 
-_get_requires_grad = attrgetter("requires_grad")
+_get_forward = attrgetter("forward")
 _get_hooks = attrgetter("_backward_hooks")
 _get_late_hooks = attrgetter("_post_accumulate_grad_hooks")
 _MODULE_PARTS = (
@@ -44,6 +44,7 @@ class Fingerprint:
     def __init__(self, walk: Walk, shadowed: Iterable[int] = ()) -> None:
         shadowed = set(shadowed)
         self._modules = list(walk.modules)
+        self._kinds = list(dict.fromkeys(map(type, self._modules)))
         self._parameters = [param for _, param in walk.parameters.values()]
         self._paths = [path for path, _ in walk.parameters.values()]
         self._containers: list[Any] = []
@@ -94,6 +95,8 @@ class Fingerprint:
         return (
             *map(getitem, self._containers, self._keys),
             *map(dict.get, self._dicts, repeat("training")),
+            tuple(map(type, self._modules)),
+            tuple(map(_get_forward, self._kinds)),
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
@@ -103,10 +106,11 @@ class Fingerprint:
         )
 
     def _parameter_flags(self) -> tuple[Any, ...]:
-        """``requires_grad`` and strides of every parameter: a frozen one, or one in another memory format."""
+        """The geometry of every parameter: a frozen one, or one in another memory format."""
         if not self._geometries.unchanged():
             self._geometries = Geometries(self._parameters)
-            self._flags = (*map(_get_requires_grad, self._parameters), *map(Tensor.stride, self._parameters))
+            columns = zip(*map(geometry, self._parameters), strict=True)
+            self._flags = tuple(fact for column in columns for fact in column)
         return self._flags
 
     def _filled(self) -> tuple[tuple[int, int], ...]:
@@ -142,13 +146,14 @@ class Fingerprint:
         return [
             *self.labels,
             *(f"{type(module).__name__}.training" for module in self._modules),
+            "the classes of the modules",
+            "forward of a module's class",
             *self._size_labels,
             "layers, parameters or buffers where there were none",
             "a module's own forward",
             "hooks",
             *self._sharding.labels(),
-            *(f"{path}.requires_grad" for path in self._paths),
-            *(f"strides of {path}" for path in self._paths),
+            *(f"{path}.{fact}" for fact in GEOMETRY for path in self._paths),
         ]
 
     def changed_hypers(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.owners import Contents, Extent, Slot, Walk, is_optimizer_state, tensor_leaves
+from graphplan.owners import Contents, Extent, Slot, Walk, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
-from graphplan.unchanged import Containers
+from graphplan.unchanged import Containers, Geometries, geometry
 
 _get_grad = attrgetter("grad")
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -80,10 +80,10 @@ class Guards:
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._indices = list(range(len(tensors)))
         # Those of parameters are part of the program's key.
-        others = [s for s in held if not s.is_parameter and not is_optimizer_state(s.path)]
-        shaped = [tensor for slot in others for tensor in tensor_leaves(slot.get()) if tensor.ndim > 1]
-        self._shaped = [*shaped, *(tensor for tensor in extra if tensor.ndim > 1)]
-        self._strides = [tensor.stride() for tensor in self._shaped]
+        others = [tensor for slot in held if not slot.is_parameter for tensor in tensor_leaves(slot.get())]
+        self._shaped = [*others, *extra]
+        self._geometries = Geometries(self._shaped)
+        self._shapes = list(map(geometry, self._shaped))
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
@@ -107,7 +107,7 @@ class Guards:
             return False
         if any(map(is_not, map(local, self._sharded), self._shards)) or not self._in_place():
             return False
-        return list(map(Tensor.stride, self._shaped)) == self._strides
+        return self._geometries.unchanged() or list(map(geometry, self._shaped)) == self._shapes
 
     def _look_closely(self) -> bool:
         """Whether containers that are guarded as a whole hold what they held."""

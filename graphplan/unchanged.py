@@ -7,11 +7,13 @@ caller looks closely.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -75,6 +77,15 @@ def _add(add: Any, *facts: Any) -> None:
         add(*facts, [""])
 
 
+GEOMETRY = ("shape", "stride()", "dtype", "requires_grad")
+"""What a tensor can change where it lies."""
+
+
+def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The facts that :data:`GEOMETRY` names."""
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
 class Geometries:
     """Shapes, strides, dtypes, devices and ``requires_grad`` of tensors."""
 
@@ -92,29 +103,76 @@ class Geometries:
 
 
 class Modes:
-    """torch's global modes, read again only when one of them changed."""
+    """torch's global modes and settings: those that its guard knows are read again only when one of them changed."""
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._inference: bool | None = None
+        self._settings: tuple[Any, ...] = ()
         self._known: tuple[Any, ...] = ()
 
     def now(self) -> tuple[Any, ...]:
-        """Gradient mode, inference mode, autocast by device, deterministic algorithms."""
-        inference = torch.is_inference_mode_enabled()
-        if self._state is None or inference is not self._inference or not self._state.check():
-            self._known, self._inference = _read_modes(inference), inference
+        """Gradient and inference mode, autocast by device, the default dtype, and which kernels torch may choose."""
+        settings = tuple([setting() for setting in _SETTINGS])
+        if self._state is None or settings != self._settings or not self._state.check():
+            self._known, self._settings = (*_read_modes(), *settings), settings
             self._state = _guards.GlobalStateGuard() if hasattr(_guards, "GlobalStateGuard") else None
         return self._known
 
 
-def _read_modes(inference: bool) -> tuple[Any, ...]:
+def is_watched() -> bool:
+    """Whether a mode of the caller's is to see every operator. The mode behind ``torch.set_default_device`` is none."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not all(isinstance(mode, DeviceContext) for mode in modes)
+
+
+def _read_modes() -> tuple[Any, ...]:
     cuda = torch.is_autocast_enabled("cuda")
     cpu = torch.is_autocast_enabled("cpu")
     return (
         torch.is_grad_enabled(),
-        inference,
         torch.get_autocast_dtype("cuda") if cuda else None,
         torch.get_autocast_dtype("cpu") if cpu else None,
-        torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        *[setting() for setting in _GUARDED],
     )
+
+
+def _settings_of(*names: str) -> list[Callable[[], Any]]:
+    """Those of torch's getters that this torch has."""
+    return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
+
+
+def _default_device() -> Any:
+    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+
+
+def _saved_tensor_hooks() -> Any:
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
+def _precisions() -> list[Callable[[], Any]]:
+    """How exact matrix products and convolutions are, for each library that has a say in it."""
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)
+    places = (("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul"))
+    return [] if getter is None else [partial(getter, *place) for place in places]
+
+
+_SETTINGS: list[Callable[[], Any]] = [
+    torch.is_inference_mode_enabled,
+    torch.is_anomaly_enabled,
+    _default_device,
+    _saved_tensor_hooks,
+    *_settings_of("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_mkldnn_enabled"),
+    *_settings_of("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
+    *_settings_of("_get_cudnn_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction"),
+    *_precisions(),
+]
+"""Settings that torch's own guard leaves out."""
+_GUARDED = _settings_of(
+    "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only", "_get_cublas_allow_tf32",
+    "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
+)  # fmt: skip

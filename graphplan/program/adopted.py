@@ -15,10 +15,15 @@ from graphplan.guards import Guards
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
 from graphplan.roles import TensorSpec
+from graphplan.unchanged import geometry
 
 _get_version = attrgetter("_version")
 _OWN_REFERENCES = 3
 """A container, a local variable and the counting itself refer to a tensor that nobody else keeps."""
+
+
+def _geometries(held: Any) -> list[tuple[Any, ...]]:
+    return list(map(geometry, tensor_leaves(held)))
 
 
 def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
@@ -60,6 +65,7 @@ class Adopted:
         # After the step, a gradient need not be what it was before it.
         self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
         self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
+        self._geometries = {path: _geometries(held) for path, held in self._held.items()}
         unowned = [e.tensor for e in self._plan.externals if e.path is None and e.tensor is not None]
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 
@@ -106,7 +112,9 @@ class Adopted:
     def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
         now = slot.get()
         pairs = zip(self._aliases[path], tensor_leaves(now), strict=False)
-        return now is not held or any(a.data_ptr() != b.data_ptr() or a.stride() != b.stride() for a, b in pairs)
+        if now is not held or _geometries(now) != self._geometries[path]:
+            return True
+        return any(alias.data_ptr() != tensor.data_ptr() for alias, tensor in pairs)
 
     def _misfit(self, path: str, held: Any, slot: Slot) -> str | None:
         """Why the slot's new tensors cannot be copied to where the old ones lie."""
@@ -125,6 +133,8 @@ class Adopted:
                     f"{TensorSpec.of(static)} "
                     f"with {static.stride()}"
                 )
+        if [facts[-1] for facts in _geometries(slot.get())] != [facts[-1] for facts in self._geometries[path]]:
+            return f"requires_grad of {path} changed"
         return None
 
     def _note_sources(self, moved: list[tuple[str, Slot]]) -> None:

@@ -1,0 +1,184 @@
+"""torch's global settings, the shapes of tensors and the classes of modules may change between calls, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan import SkipReason
+from tests.twins import Rig, assert_same_runs, build, drive, managed
+from tests.zoo import Mlp, float_batches
+
+CALLS, WHEN = 24, 12
+pytestmark = pytest.mark.filterwarnings("ignore:graphplan")
+
+
+class Settled:
+    """Puts torch's settings back."""
+
+    def __enter__(self) -> None:
+        self.dtype = torch.get_default_dtype()
+
+    def __exit__(self, *exc: object) -> None:
+        torch.set_default_dtype(self.dtype)
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+class Attentive(nn.Module):
+    """Attention over what one row holds, which torch computes by one of several kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(8, 64), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.inner(x).view(len(x), 1, 8, 8)
+        return self.head(F.scaled_dot_product_attention(rows, rows, rows)[:, 0].mean(1))
+
+
+class Halved(nn.ReLU):
+    """Another activation, written by the user."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+def _shrink_buffer(model: Any) -> None:
+    model.scales.data = model.scales.data[:3]
+
+
+def _resize_buffer(model: Any) -> None:
+    model.scales.resize_(3)
+
+
+def _shrink_matrix(model: Any) -> None:
+    model.table.data = model.table.data[:2]
+
+
+def _reinterpret(model: Any) -> None:
+    model.scales.data = model.scales.data.view(torch.int32)
+
+
+def _shrink_frozen(model: Any) -> None:
+    model.frozen.data = model.frozen.data[:3]
+
+
+def _ask_for_gradients(model: Any) -> None:
+    model.scales.requires_grad_()
+
+
+def _other_class(model: Any) -> None:
+    model.act.__class__ = nn.Tanh
+
+
+def _other_method(model: Any) -> None:
+    nn.ReLU.forward = lambda self, x: torch.tanh(x)  # type: ignore[method-assign]
+
+
+def _double_by_default(model: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def _other_attention(model: Any) -> None:
+    torch.backends.cuda.enable_flash_sdp(False)
+
+
+CHANGES = [_shrink_buffer, _resize_buffer, _shrink_matrix, _reinterpret, _shrink_frozen, _ask_for_gradients]
+CHANGES += [_other_class, _other_method, _double_by_default, _other_attention]
+
+
+class Model(nn.Module):
+    """What every change finds something of."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.body, self.act, self.extra = Mlp(), act, Attentive()
+        self.frozen = nn.Parameter(torch.randn(6, 3), requires_grad=False)
+        self.register_buffer("scales", torch.arange(6.0))
+        self.register_buffer("table", torch.arange(12.0).view(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scales.float().mean() + self.table.mean() + self.frozen.mean()  # type: ignore[operator]
+        made = torch.full((1,), 0.1)
+        return (self.act(self.body(x)) + self.extra(x)) * scale * made.sum() * made.element_size()
+
+
+def _rig(change: Callable[[Any], None]) -> Rig:
+    model = Model(Halved() if change is _other_class else nn.ReLU())
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x).float(), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def after(index: int) -> None:
+        if index == WHEN:
+            change(model)
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_a_change_reaches_the_next_step(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are eager's, and are others than without the change."""
+    monkeypatch.setattr(nn.ReLU, "forward", nn.ReLU.forward)
+    forward = nn.ReLU.forward
+    records = []
+    for each in (change, change, lambda model: None):
+        with Settled():
+            nn.ReLU.forward = forward  # type: ignore[method-assign]
+            rig = build(partial(_rig, each))
+            step = managed(rig, verify="off") if len(records) == 1 else rig.step
+            records.append(drive(rig, step))
+            if len(records) == 1:
+                continue
+            if len(records) == 2:
+                assert step.stats.replayed >= WHEN + 1 - 6
+    assert_same_runs(records[0], records[1])
+    with pytest.raises(AssertionError, match="differences"):
+        assert_same_runs(records[0], records[2])
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators, as torch's flop counter does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_a_call_sees_an_eager_step() -> None:
+    counts = []
+    for graphed in (False, True):
+        rig = build(partial(_rig, lambda model: None))
+        step = managed(rig) if graphed else rig.step
+        for args in rig.calls[:8]:
+            step(*args)
+        with Counting() as mode:
+            step(*rig.calls[8])
+        counts.append(mode.count)
+    assert counts[0] == counts[1] > 0
+    assert step.stats.skipped[SkipReason.WATCHED] == 1
+
+
+def test_a_default_device_is_no_reason_to_stay_eager() -> None:
+    rig = build(partial(_rig, lambda model: None))
+    with torch.device("cpu"):
+        step = managed(rig)
+        drive(rig, step)
+    assert step.stats.replayed == CALLS - 6
