@@ -57,8 +57,8 @@ class LogNotes:
         self._plain: dict[str, LogCall] = {}
         self._metrics: dict[str, Any] = {}
         self.sums = Sums()
-        tensors = trainer.lightning_module.state_dict().values()
-        self._in_double = any(isinstance(t, Tensor) and t.dtype is torch.float64 for t in tensors)
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._kind: tuple[torch.dtype, torch.device] | None = None
 
     @contextmanager
     def noting(self) -> Iterator[list[tuple[LogCall, Any]]]:
@@ -70,10 +70,10 @@ class LogNotes:
             return
 
         def note(fx: str, name: str, value: Any, **options: Any) -> None:
-            if isinstance(value, Tensor) and value.dtype is torch.float64 and not self._in_double:
-                # A learning rate that the step reads is a float64 device tensor; as a Python float it would have been
-                # logged in the default dtype.
-                value = value.to(torch.get_default_dtype())
+            if isinstance(value, Tensor):
+                # A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor.
+                dtype = self._dtypes.setdefault(f"{fx}.{name}", value.dtype)
+                value = value.to(dtype) if value.dtype is torch.float64 else value
             notes.append((LogCall(fx, name, tuple(options.items())), value))
 
         def log_now() -> None:
@@ -159,17 +159,23 @@ class LogNotes:
             return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
         for call in calls:
             metric = results.get(call.key)
-            if metric is not None and call.key not in self._plain and _may_be_plain(metric):
+            if metric is not None and call.key not in self._plain and self._may_be_plain(metric):
                 self._plain[call.key], self._metrics[call.key] = call, metric
         means = [call.key for call in calls if call.key in self._plain and self._metrics[call.key].meta.on_epoch]
         self.sums.form(dict.fromkeys(means), self._metrics)
 
-
-def _may_be_plain(metric: Any) -> bool:
-    """Whether it holds one number of a dtype that Lightning takes as it is, a mean if it is one of the epoch."""
-    meta = metric.meta
-    one = metric.is_tensor and not meta.enable_graph and not meta.sync.should and metric.value.ndim == 0
-    return one and (not meta.on_epoch or (meta.is_mean_reduction and metric.value.dtype in _DTYPES))
+    def _may_be_plain(self, metric: Any) -> bool:
+        """Whether it holds one number that Lightning takes as it is, and if one of the epoch, a mean of one kind with
+        the others.
+        """
+        meta = metric.meta
+        if not metric.is_tensor or meta.enable_graph or meta.sync.should or metric.value.ndim:
+            return False
+        if not meta.on_epoch:
+            return True
+        kind = (metric.value.dtype, metric.value.device)
+        self._kind = self._kind or kind
+        return meta.is_mean_reduction and kind == self._kind and kind[0] in _DTYPES
 
 
 def _show(metric: Any, value: Tensor) -> None:

@@ -37,6 +37,8 @@ def _kinds(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """Values that Lightning casts, reduces otherwise, or gets from several hooks."""
     loss = self.loss_of(batch)
     self.log("half precision", loss.half(), on_step=True, on_epoch=True)
+    self.log("double", loss.double(), on_step=True, on_epoch=True)
+    self.log("rate", self.optimizers().param_groups[0]["lr"], on_step=True, on_epoch=True)
     self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max")
     self.log("sum", loss, on_step=True, on_epoch=True, reduce_fx=torch.sum)
     self.log("row", loss.reshape(1), on_step=True, on_epoch=True)
