@@ -118,6 +118,13 @@ class HostScalarError(RefusalError, RuntimeError):
     reason = SkipReason.HOST_SCALAR
 
 
+class LearningRateError(HostScalarError):
+    """The step's own code uses a learning rate that the optimizer reads from the device.
+
+    The traced step that shows it is no good eager step: in an eager one that code gets a number.
+    """
+
+
 class HostSyncError(RefusalError, RuntimeError):
     """The step reads a tensor's values, or a shape that depends on them, on the host."""
 

@@ -4,6 +4,5 @@ from graphplan.optimizers.preparation import Preparation as Preparation
 from graphplan.optimizers.preparation import check_optimizer as check_optimizer
 from graphplan.optimizers.preparation import prepare_optimizer as prepare_optimizer
 from graphplan.optimizers.rates import LearningRates as LearningRates
-from graphplan.optimizers.rates import read_back as read_back
 from graphplan.optimizers.scaling import LENT as LENT
 from graphplan.optimizers.scaling import ScaledSteps as ScaledSteps

@@ -10,7 +10,7 @@ stores them for instance, finds the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -66,6 +66,18 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
     if isinstance(optimizer, fusable) and "fused" in group:
         flags |= {"fused": True, "foreach": False}
     return flags
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[[Callable[[], Any]], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of an optimizer's ``step`` whose closure is called through ``around``; None if there is no closure."""
+    named = "closure" in kwargs
+    closure = kwargs["closure"] if named else args[1] if len(args) > 1 else None
+    if closure is None:
+        return None
+    wrapped = lambda: around(closure)  # noqa: E731
+    return (args, {**kwargs, "closure": wrapped}) if named else ((args[0], wrapped, *args[2:]), kwargs)
 
 
 class Preparation:
@@ -127,18 +139,16 @@ class Preparation:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the gradients once they are there: after the closure, if there is one."""
-        named = "closure" in kwargs
-        closure = kwargs["closure"] if named else args[1] if len(args) > 1 else None
-        if closure is None or not self._entered:
-            self._check_gradients()
-            return None
 
-        def checked() -> Any:
+        def checked(closure: Callable[[], Any]) -> Any:
             loss = closure()
             self._check_gradients()
             return loss
 
-        return (args, {**kwargs, "closure": checked}) if named else ((args[0], checked, *args[2:]), kwargs)
+        changed = with_closure(args, kwargs, checked) if self._entered else None
+        if changed is None:
+            self._check_gradients()
+        return changed
 
     def _check_gradients(self) -> None:
         """Leave a group as it was if it turns out to have sparse gradients, which only the stock kernels take."""

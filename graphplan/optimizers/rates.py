@@ -1,16 +1,19 @@
-"""Learning rates in device memory while a step runs, Python numbers between steps; likewise the prepared flags."""
+"""Learning rates in device memory while optimizers step, Python numbers for everybody else; also the prepared flags.
+
+In a trace or a capture they are in device memory for the whole step: that is how a trace sees whether the step's own
+code uses one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.optimizers.preparation import Preparation, device_of
+from graphplan.optimizers.preparation import Preparation, device_of, with_closure
 from graphplan.optimizers.scaling import ScaledSteps
 
 
@@ -29,9 +32,10 @@ def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
 class Shadow:
     """A device tensor that stands in for one group's Python learning rate while a step runs."""
 
-    __slots__ = ("_replaced", "_version", "group", "last", "tensor")
+    __slots__ = ("_replaced", "_version", "group", "last", "optimizer", "tensor")
 
-    def __init__(self, group: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> None:
+        self.optimizer = optimizer
         self.group = group
         self.last: Any = float(group["lr"])
         with torch.inference_mode(False):
@@ -52,7 +56,9 @@ class Shadow:
             self.last = value
 
     def enter(self) -> None:
-        """Put the tensor in place of the number."""
+        """Put the tensor in place of the number, unless it is there: a step may call that of its base class."""
+        if self.group["lr"] is self.tensor:
+            return
         self.push()
         self._version = self.tensor._version
         self._replaced = self.group["lr"]
@@ -67,8 +73,48 @@ class Shadow:
             self.group["lr"] = self.last = self.tensor.item()
 
 
+class Loan:
+    """Has one optimizer's shadows in their groups while its own step runs, but not while the step's closure does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shadows: Callable[[], Iterable[Shadow]]) -> None:
+        self.optimizer = optimizer
+        self._shadows = shadows
+        before, after = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
+        # Hooks of the user's see numbers: theirs come before the first, and after the second of these.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(after.id, last=False)
+        self._handles = [before, after]
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._lend()
+        return with_closure(args, kwargs, self._around)
+
+    def _around(self, closure: Callable[[], Any]) -> Any:
+        self._take_back()
+        loss = closure()
+        self._lend()
+        return loss
+
+    def _after(self, *args: Any) -> None:
+        self._take_back()
+
+    def _lend(self) -> None:
+        for shadow in self._shadows():
+            shadow.enter()
+
+    def _take_back(self) -> None:
+        for shadow in self._shadows():
+            shadow.leave()
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+
+
 class LearningRates:
-    """Shadows of every managed optimizer's groups, entered around each managed step.
+    """Shadows of every managed optimizer's groups, entered around each traced step, and around the optimizers' own
+    steps in others.
 
     So are what belongs to them: the flags of prepared optimizers, and ``scaled``.
     """
@@ -78,6 +124,7 @@ class LearningRates:
         self._shadows: dict[tuple[int, int], Shadow] = {}
         self._preparations: list[Preparation] = []
         self._entered = False
+        self._loans: list[Loan] | None = None
 
     def keep(self, preparation: Preparation) -> None:
         """Have an optimizer's flags set while a managed step runs, as they are now, and not between steps."""
@@ -114,16 +161,26 @@ class LearningRates:
                 key = (id(optimizer), index)
                 shadow = self._shadows.get(key)
                 if shadow is None:
-                    self._add(key, group)
+                    self._add(optimizer, key, group)
                 else:
                     shadow.group = group
 
-    def _add(self, key: tuple[int, int], group: dict[str, Any]) -> None:
+    def _add(self, optimizer: torch.optim.Optimizer, key: tuple[int, int], group: dict[str, Any]) -> None:
         dtype = shadow_dtype(group)
         if dtype is not None and not isinstance(group.get("lr"), Tensor) and "lr" in group:
-            shadow = self._shadows[key] = Shadow(group, dtype)
-            if self._entered:
+            shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
+            if self._loans is not None:
+                self._lend_to(optimizer)
+            elif self._entered:
                 shadow.enter()
+
+    def _lend_to(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._loans is not None
+        if all(loan.optimizer is not optimizer for loan in self._loans):
+            self._loans.append(Loan(optimizer, lambda: self._of(optimizer)))
+
+    def _of(self, optimizer: torch.optim.Optimizer) -> list[Shadow]:
+        return [shadow for shadow in self._shadows.values() if shadow.optimizer is optimizer]
 
     @property
     def shadowed(self) -> set[int]:
@@ -140,6 +197,13 @@ class LearningRates:
         for shadow in self._shadows.values():
             shadow.push()
 
+    @contextmanager
+    def within_optimizers(self) -> Iterator[None]:
+        """As entered, but that learning rates are numbers for all code but the optimizers': what eager code sees."""
+        self._loans = []
+        with self:
+            yield
+
     def __enter__(self) -> LearningRates:
         self._entered = True
         self._scaled.__enter__()
@@ -147,7 +211,11 @@ class LearningRates:
             for preparation in self._preparations:
                 preparation.enter()
             for shadow in self._shadows.values():
-                shadow.enter()
+                if self._loans is None:
+                    shadow.enter()
+                else:
+                    shadow.push()
+                    self._lend_to(shadow.optimizer)
         except BaseException:
             self.__exit__()
             raise
@@ -159,15 +227,9 @@ class LearningRates:
             left.callback(self._scaled.__exit__, *exc)
             for preparation in self._preparations:
                 left.callback(preparation.leave)
+            loans, self._loans = self._loans, None
+            for loan in loans or ():
+                left.callback(loan.remove)
             # One that cannot be read must not keep the others from leaving.
             for shadow in self._shadows.values():
                 left.callback(shadow.leave)
-
-
-def read_back(scheduler: LRScheduler) -> None:
-    """Leave numbers where a scheduler that was stepped inside a managed step noted device learning rates."""
-    groups = scheduler.optimizer.param_groups
-    noted: list[Any] = getattr(scheduler, "_last_lr", [])
-    for index, (rate, group) in enumerate(zip(noted, groups, strict=False)):
-        if isinstance(rate, Tensor) and not isinstance(group["lr"], Tensor):
-            noted[index] = rate.item()

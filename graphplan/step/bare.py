@@ -86,7 +86,8 @@ def _compile(
 
     def run(device: torch.device | None) -> None:
         traces.append(Trace())
-        trace(fn, feed, owners=managed.owners, device=device, record=traces[-1])
+        rates = lambda: managed.rates.storages  # noqa: E731
+        trace(fn, feed, owners=managed.owners, device=device, record=traces[-1], rates=rates)
 
     try:
         with managed.rates:

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
-from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer, read_back
+from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import Discovery, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
@@ -141,8 +140,6 @@ class Managed:
         self._fingerprint = Fingerprint(walk, self.rates.shadowed)
         for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
             self._notices.register(name, owner)
-            if isinstance(owner, LRScheduler):
-                read_back(owner)
         self._parameters = [param for _, param in walk.parameters.values()]
 
     def look_again(self) -> None:

@@ -59,9 +59,11 @@ class Runner:
         self._managed.settle()
         return result
 
-    def run(self, body: Callable[[], Any]) -> Any:
-        """Run ``body`` as every managed step runs: on the backend's stream, with device learning rates."""
-        with self._managed.rates:
+    def run(self, body: Callable[[], Any], *, traced: bool = False) -> Any:
+        """Run ``body`` as every managed step runs: on the backend's stream, with device learning rates for the
+        optimizers; in a trace for all code.
+        """
+        with self._managed.rates if traced else self._managed.rates.within_optimizers():
             return self.backend.run(body) if self.backend is not None else body()
 
     def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:

@@ -14,7 +14,7 @@ from graphplan.backend import refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, is_allowed
 from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.errors import RefusalError, SkipReason
+from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import capture_program
 from graphplan.signature import Feed
@@ -107,10 +107,11 @@ class Stages:
         facts = Trace()
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
-        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts)  # noqa: E731
+        rates = lambda: self._managed.rates.storages  # noqa: E731
+        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
         with self._stats.timed("trace"):
             with uncompiled() if self._managed.runs_compiled else nullcontext():
-                result, _ = self._runner.run(lambda: self._managed.discover(body))
+                result, _ = self._runner.run(lambda: self._managed.discover(body), traced=True)
             rehearsal = self._undo_rehearsal(result, facts, snapshot)
             if rehearsal is not None:
                 result = self._runner.run(lambda: self._runner.call(feed))
@@ -120,6 +121,8 @@ class Stages:
                 self._take(entry, line, feed, facts)
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
+            except LearningRateError:
+                raise
             except RefusalError as error:
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refusals.refuse(error)

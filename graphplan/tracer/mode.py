@@ -15,6 +15,7 @@ from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
+from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix
 
@@ -73,9 +74,10 @@ def refuse_trace(error: type[RefusalError], message: str) -> None:
 class TraceMode(TorchDispatchMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, watch: RateWatch) -> None:
         super().__init__()
         self._trace = trace
+        self._watch = watch
         self._internal: dict[int, int] = {}
         self._external: dict[int, int] = {}
         self._weak: list[StorageWeakRef] = []
@@ -113,6 +115,7 @@ class TraceMode(TorchDispatchMode):
         out = finish(name, func(*args, **kwargs))
         if random:
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
+        self._watch.check(name, tensors, tensors_in(out), source)
         self._check_sync(func, name, args, kwargs, out, source)
         fresh = [self._birth(t) for t in tensors_in(out)]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
@@ -140,6 +143,7 @@ class TraceMode(TorchDispatchMode):
             return ("internal", self._internal[storage])
         if storage not in self._external:
             self._external[storage] = len(self._external)
+            self._watch.meet(storage)
             self._trace.externals[storage] = TracedExternal(tensor, name, source)
         return ("external", self._external[storage])
 

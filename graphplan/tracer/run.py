@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from graphplan.signature import Feed
 from graphplan.tracer.changes import Recorder
 from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
+from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import OutputTensor, Trace
 from graphplan.tracer.source import find_source
 
@@ -32,9 +33,10 @@ def trace(
     owners: Mapping[str, Any],
     device: torch.device | None,
     record: Trace | None = None,
+    rates: Callable[[], Collection[int]] = tuple,
 ) -> tuple[Any, Trace]:
     """Run ``fn`` on ``feed`` for real; return its result and the facts (in ``record``, if given: whoever gives one can
-    undo a step that was broken off).
+    undo a step that was broken off). ``rates`` has the storages of learning rates that only optimizers may use.
 
     The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
     first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
@@ -54,7 +56,8 @@ def trace(
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
     record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
     held = sharding.holds_gradients()
-    mode = TraceMode(record)
+    watch = RateWatch(record, rates)
+    mode = TraceMode(record, watch)
 
     def on_read(name: str) -> None:
         mode.refuse(
@@ -81,6 +84,7 @@ def trace(
         changes.appended[path] = [_describe_item(item) for item in items]
     paths = {id(tensor): path for path, slot in after.slots.items() for tensor in (*slot.tensors(), slot.get())}
     leaves, record.output_structure = pytree.tree_flatten(result)
+    watch.finish(after, leaves)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}

@@ -95,6 +95,11 @@ def scaled_by_rate(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return self.loss_of(batch) * (1 + 100 * self.optimizers().param_groups[0]["lr"])
 
 
+def logs_rate(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self.log("lr", self.optimizers().param_groups[0]["lr"], on_step=True, on_epoch=True, prog_bar=True)
+    return self.loss_of(batch)
+
+
 def just_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
     optimizer.step(closure=optimizer_closure)
 
@@ -183,6 +188,12 @@ OPTIMIZERS: dict[str, Row] = {
         partial(variant(training_step=scaled_by_rate, optimizer_step=just_step), schedule=SCHEDULES["per epoch"]),
         replayed=6, options={"verify": "off"},
     ),
+    # The step itself is refused for it, and the optimizer goes to the host.
+    "a loss that reads the lr": Row(
+        partial(variant(training_step=scaled_by_rate), schedule=SCHEDULES["per epoch"]), replayed=5,
+        shows=lambda fit: "optimizer runs eagerly" in fit.callback.report(),
+    ),
+    "a step that logs the lr": Row(variant(training_step=logs_rate), shows=lambda fit: len(rates(fit)) == 18),
     "backward twice": Row(variant(backward=scaled_backward)),
     "zero_grad": Row(variant(optimizer_zero_grad=lambda self, epoch, batch_idx, optimizer: optimizer.zero_grad())),
     "lr_scheduler_step": Row(

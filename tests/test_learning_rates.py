@@ -1,0 +1,149 @@
+"""Learning rates are numbers for the step's own code, as in an eager step; only optimizers see tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from graphplan import LearningRateError, SkipReason, compile_plan
+from tests.facts import assert_same
+from tests.twins import Rig, assert_falls_back, assert_refused, build, drive, line_of, managed, state_of
+
+Use = Callable[[Tensor, Any, nn.Module], Any]
+
+
+def reading_rig(use: Use, calls: int = 12) -> Rig:
+    """A step whose result is what ``use`` makes of its loss, the learning rate and the model."""
+    model = nn.Linear(4, 3)
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def train_step(x: Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = use(model(x).square().mean(), optimizer.param_groups[0]["lr"], model)
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        optimizer.step()
+        return loss
+
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(calls)])
+
+
+def multiply(loss: Tensor, lr: Any, model: nn.Module) -> Any:
+    return loss * lr  # culprit
+
+
+def logarithm(loss: Tensor, lr: Any, model: nn.Module) -> Any:
+    return loss * math.log(lr)  # culprit
+
+
+def copied(loss: Tensor, lr: Any, model: nn.Module) -> Any:
+    return loss * torch.full((2,), lr).sum()  # culprit
+
+
+def compared(loss: Tensor, lr: Any, model: nn.Module) -> Any:
+    return loss * 2 if lr > 0.05 else loss  # culprit
+
+
+def read_before(loss: Tensor, lr: Any, model: nn.Module) -> Any:
+    """Something else comes first that speaks against the step."""
+    return loss * lr if loss.item() else loss  # culprit
+
+
+USES = {"*": multiply, "log": logarithm, "full": copied, ">": compared, "after item": read_before}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_step_that_computes_with_the_lr(name: str) -> None:
+    """Refused by name in the first trace; on the way there, and ever after, it gets the number that eager code gets."""
+    make = partial(reading_rig, USES[name])
+    where = line_of(USES[name])
+    assert_refused(make, LearningRateError, rf"computes with a learning rate at {where}.*Feed the number")
+    assert_falls_back(make, SkipReason.HOST_SCALAR, rf"computes with a learning rate at {where}")
+
+
+def returned(loss: Tensor, lr: Any, model: nn.Module) -> Any:
+    return loss, lr
+
+
+def kept(loss: Tensor, lr: Any, model: Any) -> Any:
+    model.seen = lr
+    return loss
+
+
+@pytest.mark.parametrize(("use", "text"), [(returned, "returns a"), (kept, r"keeps a .* in model\.seen")])
+def test_a_step_that_hands_the_lr_on(use: Use, text: str) -> None:
+    """A number would leave the eager step, and a tensor this one."""
+    make = partial(reading_rig, use)
+    assert_refused(make, LearningRateError, text)
+    assert_falls_back(make, SkipReason.HOST_SCALAR, text)
+
+
+def test_a_plan_of_a_step_that_computes_with_the_lr() -> None:
+    """``compile_plan`` says the same, and leaves everything as it was."""
+    rig = build(partial(reading_rig, multiply))
+    before = state_of(rig)
+    with pytest.raises(LearningRateError, match="computes with a learning rate at"):
+        compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    assert_same(before, state_of(rig))
+
+
+def watching_rig(closure: bool, seen: list[type]) -> Rig:
+    """The user's hooks on the optimizer, and a closure, note what kind of thing the learning rate is."""
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    look: Callable[..., None] = lambda *_: seen.append(type(optimizer.param_groups[0]["lr"]))  # noqa: E731
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+
+    def train_step(x: Tensor) -> Tensor:
+        def loss_of() -> Tensor:
+            look()
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(loss_of) if closure else (loss_of(), optimizer.step())[0]
+
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(3)])
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_hooks_and_closures_see_numbers_in_eager_calls(closure: bool) -> None:
+    seen: list[type] = []
+    rig = build(partial(watching_rig, closure, seen))
+    drive(rig, managed(rig), 3)
+    assert len(seen) == 9 and set(seen) == {float}
+
+
+def scheduled_rig() -> Rig:
+    """A scheduler that steps inside the step."""
+    model = nn.Linear(4, 3)
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+    schedule = ExponentialLR(optimizer, 0.9)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()  # culprit
+        return loss
+
+    owners = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    return Rig(train_step, owners, [(torch.randn(5, 4),) for _ in range(8)])
+
+
+def test_a_scheduler_inside_the_step() -> None:
+    """It computes with the learning rate too."""
+    assert_refused(scheduled_rig, LearningRateError, rf"computes with a learning rate at {line_of(scheduled_rig)}")
+    assert_falls_back(scheduled_rig, SkipReason.HOST_SCALAR, "computes with a learning rate")
