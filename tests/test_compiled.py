@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import CaptureError
+from graphplan.owners import walk_owners
+from graphplan.step.compiled import refuse_graphs_within, runs_compiled
 from tests.twins import Rig, assert_equals_eager, assert_refused
 
 
@@ -38,7 +41,7 @@ def function(net: nn.Module, backend: Any) -> Any:
     return torch.compile(lambda x: net(x), backend=backend)
 
 
-def rig(how: Callable[[nn.Module, Any], Any], backend: Any = "aot_eager", drops: float = 0.3) -> Rig:
+def rig(how: Callable[[nn.Module, Any], Any], backend: Any = "aot_eager", drops: float = 0.3, of: Any = None) -> Rig:
     torch._dynamo.reset()
     net, losses = Net(), []
     net.layers[2].p = drops
@@ -53,7 +56,7 @@ def rig(how: Callable[[nn.Module, Any], Any], backend: Any = "aot_eager", drops:
         losses.append(loss.detach())
         return loss
 
-    return Rig(step, {"net": net, "optimizer": optimizer, "losses": losses}, calls())
+    return Rig(of(step) if of is not None else step, {"net": net, "optimizer": optimizer, "losses": losses}, calls())
 
 
 def calls() -> list[tuple[Tensor, Tensor]]:
@@ -77,6 +80,58 @@ def other_numbers(graph: Any, examples: Any) -> Any:
 def test_other_numbers_are_refused() -> None:
     text = r"torch\.compile compiled.*another result than the compiled code"
     assert_refused(partial(rig, whole, other_numbers), CaptureError, text)
+
+
+def test_a_step_that_is_compiled_itself() -> None:
+    """It is compiled code like any other: taken as it is where the bits are the same, else refused."""
+    compiled = partial(torch.compile, backend="aot_eager")
+    assert_equals_eager(partial(rig, lambda net, backend: net, of=compiled), replayed=6)
+    text = r"torch\.compile compiled.*another result than the compiled code"
+    other = partial(torch.compile, backend=other_numbers)
+    assert_refused(partial(rig, lambda net, backend: net, of=other), CaptureError, text)
+
+
+GRAPHS_WITHIN: dict[str, tuple[dict[str, Any], bool]] = {
+    "default": ({}, False),
+    "default mode": ({"mode": "default"}, False),
+    "reduce-overhead": ({"mode": "reduce-overhead"}, True),
+    "max-autotune": ({"mode": "max-autotune"}, True),
+    "max-autotune-no-cudagraphs": ({"mode": "max-autotune-no-cudagraphs"}, False),
+    "option": ({"options": {"triton.cudagraphs": True}}, True),
+    "other option": ({"options": {"triton.cudagraphs": False}}, False),
+    "aot_eager": ({"backend": "aot_eager"}, False),
+}
+
+
+def _placed(where: str, options: dict[str, Any]) -> tuple[dict[str, Any], Callable[..., Any]]:
+    """Owners, and a step, one of which has compiled code at the place of that name."""
+    net = Net()
+    if where == "in place":
+        net.layers[0].compile(**options)
+        return {"net": net}, lambda x: x
+    compiled = torch.compile(net if where == "module" else net.forward if where == "method" else F.relu, **options)
+    if where == "step":
+        return {}, compiled
+    return ({"net": compiled}, lambda x: x) if where == "module" else ({}, lambda x: compiled(x))
+
+
+# Torch imports Inductor with it.
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+@pytest.mark.parametrize("mode", GRAPHS_WITHIN)
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("module", "Net"), ("in place", "Linear"), ("method", r"Net\.forward"), ("function", "relu"), ("step", "relu")],
+)
+def test_compiled_code_with_graphs_of_its_own(where: str, name: str, mode: str) -> None:
+    """Refused on CUDA; on the CPU the same code captures nothing."""
+    options, captures = GRAPHS_WITHIN[mode]
+    owners, step = _placed(where, options)
+    walk = walk_owners(owners)
+    assert runs_compiled(walk, step)
+    refuse_graphs_within(walk, step, torch.device("cpu"))
+    text = rf"gave {name} CUDA graphs of its own .*mode='max-autotune-no-cudagraphs'"
+    with pytest.raises(CaptureError, match=text) if captures else nullcontext():
+        refuse_graphs_within(walk, step, torch.device("cuda", 0))
 
 
 def test_what_is_exempt_from_compilation_is_not_compiled() -> None:

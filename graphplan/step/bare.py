@@ -22,6 +22,7 @@ from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program import Program, capture_program
 from graphplan.signature import Feed, check_feed, check_match, flatten
+from graphplan.step.compiled import refuse_graphs_within
 from graphplan.step.fresh import create_state
 from graphplan.step.managed import Managed
 from graphplan.tape import TapeBackend
@@ -225,6 +226,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)
+    refuse_graphs_within(walk_owners(plan.owners()), plan.function(), plan.device)
     recorder = make_backend(backend, plan)
     with ExitStack() as made:
         made.callback(Snapshot(walk_owners(plan.owners()), values=False).restore)

@@ -27,16 +27,44 @@ _HOOKED = "Using `torch.compile.module.` when there are global hooks on modules"
 
 
 def runs_compiled(walk: Walk, fn: Callable[..., Any]) -> bool:
-    """Whether the owners hold a compiled module or function, or ``fn`` itself names one: its names are walked only
-    after the first step.
-    """
+    """Whether the owners hold a compiled module or function, or ``fn`` itself is or names one."""
+    return any(True for _ in _compiled(walk, fn))
+
+
+def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
+    """What is compiled of the owners and of what ``fn`` names: its names are walked only after the first step."""
     code = getattr(fn, "__code__", None)
     named = [getattr(fn, "__globals__", {}).get(name) for name in code.co_names] if code is not None else []
     named += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != CellType()]
-    values = [*walk.modules, *(scalar.get() for scalar in walk.scalars.values()), *named]
-    return any(
-        _is_compiled_module(value) if isinstance(value, nn.Module) else _is_compiled_function(value) for value in values
-    )
+    for value in [*walk.modules, *(scalar.get() for scalar in walk.scalars.values()), fn, *named]:
+        if _is_compiled_module(value) if isinstance(value, nn.Module) else _is_compiled_function(value):
+            yield value
+
+
+def refuse_graphs_within(walk: Walk, fn: Callable[..., Any], device: torch.device | None) -> None:
+    """Refuse compiled code that captures CUDA graphs itself. On the CPU the same code has none.
+
+    Raises:
+        CaptureError: naming the first module or function that does.
+    """
+    if device is None or device.type != "cuda":
+        return
+    for value in _compiled(walk, fn):
+        if _captures_itself(value):
+            original = getattr(value, "_orig_mod", None) or getattr(value, "_torchdynamo_orig_callable", None) or value
+            name = getattr(original, "__qualname__", type(original).__name__)
+            raise CaptureError(
+                f"torch.compile gave {name} CUDA graphs of its own (mode='reduce-overhead' or 'max-autotune', or the "
+                "option triton.cudagraphs), and a CUDA graph cannot contain others. Compile it with the default mode "
+                "or mode='max-autotune-no-cudagraphs': its kernels become part of the step's one graph. Or pass "
+                "backend='eager'"
+            )
+
+
+def _captures_itself(compiled: Any) -> bool:
+    call = getattr(compiled, "_compiled_call_impl", None) or compiled
+    config = call.get_compiler_config() if hasattr(call, "get_compiler_config") else None
+    return bool(config and config.get("triton.cudagraphs"))
 
 
 def _is_compiled_module(module: nn.Module) -> bool:

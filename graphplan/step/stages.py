@@ -18,7 +18,7 @@ from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import capture_program
 from graphplan.signature import Feed
-from graphplan.step.compiled import Rehearsal, uncompiled
+from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
@@ -78,6 +78,7 @@ class Stages:
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
         try:
+            refuse_graphs_within(walk, self._runner.fn, self._runner.device)
             return self._attempt(entry, line, feed, walk)
         except RefusalError as error:
             refusal = error

@@ -15,10 +15,10 @@ pytest.importorskip("sklearn")
 
 from lightning.pytorch.plugins import MixedPrecision
 
-from graphplan import GraphPlanCallback, SkipReason
+from graphplan import CaptureError, GraphPlanCallback, SkipReason
 from tests.facts import assert_same, flatten
 from tests.gpu.failing import recorded, too_much
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators
+from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators, needs_cuda
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.failing import Failing, fit_with
 from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit, trainer_of
@@ -150,6 +150,19 @@ def test_evaluation_on_its_own(what: str, tmp_path: Path) -> None:
     graphed = callback(eval=True)
     assert_same(run(None), run(graphed))
     assert graphed.eval_stats.replayed == 15 - 6, graphed.report()
+
+
+@needs_cuda
+def test_a_module_compiled_with_graphs_of_its_own(tmp_path: Path) -> None:
+    """Refused by name."""
+
+    def make() -> LitDigits:
+        module = LitDigits()
+        module.net.compile(mode="reduce-overhead")
+        return module
+
+    with pytest.raises(CaptureError, match=r"gave Sequential CUDA graphs of its own"):
+        fit(make, tmp_path, callback(), **ON_DEVICE)
 
 
 @pytest.mark.parametrize("make", [Manual, Gan])

@@ -224,6 +224,27 @@ def test_a_capture_that_cuda_refuses_at_its_end() -> None:
     captures_still_work()
 
 
+def compiled_rig(mode: str) -> Rig:
+    """A training step whose model is compiled in that mode."""
+    rig = updating_rig(lambda model, x, loss: loss * 2, attributes())
+    rig.owners["model"].compile(mode=mode)
+    return rig
+
+
+@needs_cuda
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_compiled_code_with_graphs_of_its_own_is_refused(mode: str) -> None:
+    """Before anything is traced, and by name."""
+    text = r"gave \w+ CUDA graphs of its own .*mode='max-autotune-no-cudagraphs'"
+    rig = build(on_device(partial(compiled_rig, mode)))
+    step = managed(rig, backend=BACKEND)
+    drive(rig, step, BEFORE_REPLAY - 3)
+    with pytest.raises(CaptureError, match=text):
+        step(*rig.calls[BEFORE_REPLAY - 3])
+    assert (step.stats.eager, step.stats.traced) == (BEFORE_REPLAY - 3, 0)
+    is_healthy()
+
+
 @needs_cuda
 def test_a_tensor_that_stays_on_the_host_is_refused() -> None:
     """A number in a CPU tensor, which kernels take as an argument: its name, both devices and the line are told."""
