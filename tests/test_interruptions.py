@@ -63,10 +63,8 @@ def _in_optimizer(rig: Rig, hook: Callable[[], object]) -> Any:
     return rig.owners["optimizer"].register_step_pre_hook(lambda optimizer, args, kwargs: hook())
 
 
-@pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
-@pytest.mark.parametrize("register", [_in_forward, _in_backward, _in_optimizer])
-def test_an_error_of_a_hook(register: Callable[[Rig, Any], Any], phase: str) -> None:
-    """It comes out, the call has not happened, and the run equals eager's."""
+def fail_in_a_hook(register: Callable[[Rig, Any], Any], phase: str, wrap: Callable[[Rig], Any]) -> tuple[Any, ...]:
+    """States before and after a call that a hook ends, the run that goes on with its batch, and the step."""
 
     def hook() -> None:
         if armed:
@@ -74,18 +72,40 @@ def test_an_error_of_a_hook(register: Callable[[Rig, Any], Any], phase: str) -> 
 
     armed: list[BaseException] = []
     rig = build(LSTM)
-    expected = drive(rig, rig.step)
-    rig = build(LSTM)
     register(rig, hook)
-    step, at = managed(rig), PHASES[phase]
+    step, at = wrap(rig), PHASES[phase]
     begun = drive(rig, step, at)
     armed.append(Planted("from a hook"))
     with pytest.raises(Planted, match="from a hook"):
         step(*rig.calls[at])
-    assert_same(begun.state, state_of(rig))
+    left = state_of(rig)
     armed.clear()
     rest = drive(replace(rig, calls=rig.calls[at:]), step)
-    assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
+    return begun.state, left, Record(begun.outputs + rest.outputs, state_of(rig)), step
+
+
+REGISTERS = pytest.mark.parametrize("register", [_in_forward, _in_backward, _in_optimizer])
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "first trace", "second trace"])
+@REGISTERS
+def test_an_error_of_a_hook(register: Callable[[Rig, Any], Any], phase: str) -> None:
+    """It comes out, and leaves what it leaves in an eager step, which a trace is; the run goes on as eager's does."""
+    _, expected, run, _ = fail_in_a_hook(register, phase, lambda rig: rig.step)
+    _, left, found, step = fail_in_a_hook(register, phase, managed)
+    assert_same(expected, left)
+    assert_same_runs(run, found)
+    assert step.stats.captured == 1
+
+
+@REGISTERS
+def test_an_error_of_a_hook_in_the_capture(register: Callable[[Rig, Any], Any]) -> None:
+    """It comes out, the call has not happened, and the run equals eager's."""
+    rig = build(LSTM)
+    expected = drive(rig, rig.step)
+    before, left, found, step = fail_in_a_hook(register, "capture", managed)
+    assert_same(before, left)
+    assert_same_runs(expected, found)
     assert step.stats.captured == 1
 
 

@@ -56,7 +56,9 @@ class Shadow:
             self.last = value
 
     def enter(self) -> None:
-        """Put the tensor in place of the number."""
+        """Put the tensor in place of the number, unless it is there: a step may call that of its base class."""
+        if self.group["lr"] is self.tensor:
+            return
         self.push()
         self._version = self.tensor._version
         self._replaced = self.group["lr"]

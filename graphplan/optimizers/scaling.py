@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import optimizer as hooks
 
-from graphplan.optimizers.preparation import Preparation
-
 LENT = ("grad_scale", "found_inf")
 """Attributes that a scaler sets on an optimizer for the time of one step."""
 _DECISION = "_maybe_opt_step"
@@ -31,13 +29,13 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     That takes torch's own fused step, and no hooks of the user's, which would run for a skipped step too.
     """
     own_step = inspect.unwrap(optimizer.step).__module__.startswith("torch.optim.")
-    pre_hooks = optimizer._optimizer_step_pre_hooks.values()
-    hooked = (
-        any(getattr(hook, "__module__", None) != Preparation.__module__ for hook in pre_hooks)
-        or optimizer._optimizer_step_post_hooks
-        or hooks._global_optimizer_post_hooks
-    )
+    step_hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    hooked = hooks._global_optimizer_post_hooks or not all(map(_is_ours, step_hooks))
     return own_step and not hooked and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", None)).startswith(__package__)
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:

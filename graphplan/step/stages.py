@@ -1,16 +1,18 @@
 """The stages on the way to a program: eager warm-up, two traces, plan, capture.
 
-Each is a real step on the batch it is given. A trace or a capture that is refused is undone.
+Each is a real step on the batch it is given. A trace or a capture that is refused is undone, and so is a capture that
+an error ends; a trace that an error of the step's own ends leaves what an eager step leaves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 
-from graphplan.backend import refusing_memory
+from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, is_allowed
 from graphplan.cudagraph import CUDAGraphBackend
@@ -88,7 +90,9 @@ class Stages:
 
     @refusing_memory()
     def _attempt(self, entry: Entry, line: Line, feed: Feed, walk: Walk) -> Any:
-        """A trace or a capture as a transaction: whatever ends it early, it has not happened."""
+        """A trace or a capture as a transaction: one that ends early has not happened, but for what :meth:`_run_traced`
+        says.
+        """
         with ExitStack() as undo:
             generators = line.plan.generators if line.plan is not None else ()
             changed = line.plan.changed_tensors(walk) if line.plan is not None else []
@@ -111,8 +115,7 @@ class Stages:
         rates = lambda: self._managed.rates.storages  # noqa: E731
         body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
         with self._stats.timed("trace"):
-            with uncompiled() if self._managed.runs_compiled else nullcontext():
-                result, _ = self._runner.run(lambda: self._managed.discover(body), traced=True)
+            result, _ = self._run_traced(entry, line, body, undo)
             rehearsal = self._undo_rehearsal(result, facts, snapshot)
             if rehearsal is not None:
                 result = self._runner.run(lambda: self._runner.call(feed))
@@ -133,6 +136,21 @@ class Stages:
         self._stats.traced += 1
         self._stats.end_call("traced")
         return result
+
+    def _run_traced(self, entry: Entry, line: Line, body: Callable[[], Any], undo: ExitStack) -> Any:
+        """Run a trace. It is a real step: an error of the step's own leaves what it leaves in an eager one."""
+        rehearses = self._managed.runs_compiled
+        try:
+            with uncompiled() if rehearses else nullcontext():
+                return self._runner.run(lambda: self._managed.discover(body), traced=True)
+        except BaseException as error:
+            if not rehearses and not isinstance(error, RefusalError) and not is_out_of_memory(error):
+                undo.pop_all()
+                torch.clear_autocast_cache()
+                # What it left half done, the next step makes good or trips over: traces come after that.
+                line.traces = []
+                entry.warm = min(entry.warm, self._options.warmup_steps - 1)
+            raise
 
     def _undo_rehearsal(self, result: Any, facts: Trace, snapshot: Snapshot) -> Rehearsal | None:
         """Put everything back after a trace of compiled code, which ran uncompiled; None if there is no such code."""

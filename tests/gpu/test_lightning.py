@@ -93,6 +93,18 @@ def test_checkpoints_are_interchangeable(first: str, tmp_path: Path) -> None:
     assert graphed.callback.stats.replayed == REPLAYED
 
 
+@pytest.mark.parametrize("first", ["host", "device"])
+def test_a_checkpoint_of_the_other_device(first: str, tmp_path: Path) -> None:
+    """Moments and step counters come from a host's fit into a device's, or the reverse: it goes on as the eager fit."""
+    host = {**ON_DEVICE, "accelerator": "cpu"}
+    here, there = (host, ON_DEVICE) if first == "host" else (ON_DEVICE, host)
+    begun = fit(LitDigits, tmp_path / "begun", GraphPlanCallback(), **here)
+    expected = fit(LitDigits, tmp_path / "eager", resume=begun.last, **{**there, "max_epochs": 4})
+    found = fit(LitDigits, tmp_path / "graphed", GraphPlanCallback(), resume=begun.last, **{**there, "max_epochs": 4})
+    assert_same_fits(expected, found)
+    assert begun.callback.stats.replayed == found.callback.stats.replayed == REPLAYED, found.callback.report()
+
+
 @pytest.mark.parametrize("number", [0, 20, 40])
 def test_a_capture_that_runs_out_of_memory(number: int, tmp_path: Path) -> None:
     """The fit goes on eagerly, with one warning: weights, progress, logs and checkpoints are the eager fit's."""

@@ -123,7 +123,8 @@ class Fit:
     @property
     def rows(self) -> str:
         """The logger's CSV file."""
-        path = Path(self.trainer.logger.log_dir or self.folder) / "metrics.csv"
+        logger = self.trainer.logger
+        path = Path(logger.log_dir or self.folder if logger is not None else self.folder) / "metrics.csv"
         return path.read_text() if path.exists() else ""
 
     @property
@@ -177,7 +178,9 @@ def sized_loader(sizes: Iterable[int]) -> DataLoader[Any]:
 
 
 def trainer_of(folder: Path, callbacks: list[Callback], **options: Any) -> L.Trainer:
-    """A trainer with CSV rows for every step and a checkpoint for every epoch."""
+    """A trainer with CSV rows for every step and a checkpoint for every epoch; a barebones one has neither."""
+    if options.get("barebones"):
+        return L.Trainer(callbacks=callbacks, **{"accelerator": "cpu", **options})
     save = ModelCheckpoint(folder, monitor="val_loss", save_last=True, save_top_k=1)
     defaults: dict[str, Any] = {
         "accelerator": "cpu",

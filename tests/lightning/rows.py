@@ -123,16 +123,28 @@ class Side:
         return train_loader, DataLoader(validation, 50)
 
     def fit(
-        self, part: str = "", *, callback: Any = True, resume: Path | None = None, more: Any = (), **options: Any
+        self,
+        part: str = "",
+        *,
+        callback: Any = True,
+        module: Any = None,
+        resume: Path | None = None,
+        more: Any = (),
+        first: Callable[[Fit], object] = lambda fit: None,
+        **options: Any,
     ) -> Fit:
-        """Fit once: with the side's callback, with the one given, or without one if that is None."""
+        """Fit once: with the side's callback, with the one given, or without one if that is None. ``first`` is done
+        before that with the Trainer.
+        """
         callback = self.callback() if callback is True else callback if self.graphed else None
-        module, watcher, own = self.module(), Watcher(), self.row.callbacks()
+        module, watcher, own = module or self.module(), Watcher(), self.row.callbacks()
         # Before the row's callbacks: they may step on what an ordinary callback would see.
         callbacks = [watcher, *own, *more, *([callback] if callback else [])]
         given = self.row.trainer() if callable(self.row.trainer) else self.row.trainer
         trainer = trainer_of(self.folder / part, callbacks, **{"max_epochs": EPOCHS, **given, **options})
         fit = Fit(module, trainer, watcher, callback, self.folder / part)
+        with self.listening():
+            first(fit)
         self.go_on(fit, *self.data(), ckpt_path=resume, weights_only=False)
         self.seen.append(self.row.seen(own))
         return fit

@@ -31,6 +31,7 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
     WeightAveraging,
 )
+from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
@@ -136,6 +137,18 @@ def with_its_own_loaders(side: Side) -> Any:
     return side.fit()
 
 
+def found_rate(side: Side) -> Any:
+    """A fit with a learning rate that ``Tuner.lr_find`` sets, with the same Trainer."""
+    return side.fit(first=lambda fit: Tuner(fit.trainer).lr_find(fit.module, *side.data(), num_training=30))
+
+
+def found_size(side: Side) -> Any:
+    """A fit with a batch size that ``Tuner.scale_batch_size`` sets, with the same Trainer."""
+    side.data = lambda: ()  # type: ignore[method-assign, assignment, return-value]
+    sizes = {"mode": "power", "steps_per_trial": 7, "init_val": 6, "max_trials": 2}
+    return side.fit(first=lambda fit: Tuner(fit.trainer).scale_batch_size(fit.module, **sizes))
+
+
 def log_norm(trainer: Any, module: Any, optimizer: Any) -> None:
     module.log("norm", module.net[0].weight.grad.norm(), on_step=True, on_epoch=True)
 
@@ -186,7 +199,13 @@ STOCK = {
         callbacks=lambda: [BatchSizeFinder("power", steps_per_trial=1, init_val=6, max_trials=2)],
         run=with_its_own_loaders, shows=lambda fit: fit.module.batch_size == 12,
     ),
-    "LearningRateFinder": added(partial(LearningRateFinder, num_training_steps=8), make=Tuned),
+    "LearningRateFinder": added(
+        partial(LearningRateFinder, num_training_steps=30), make=Tuned, shows=lambda fit: fit.module.lr != 1e-3
+    ),
+    "Tuner.lr_find": Row(Tuned, run=found_rate, shows=lambda fit: fit.module.lr != 1e-3),
+    "Tuner.scale_batch_size": Row(
+        Sized, trainer={"limit_train_batches": 6}, run=found_size, shows=lambda fit: fit.module.batch_size == 12
+    ),
     "BackboneFinetuning": added(partial(BackboneFinetuning, 1, lambda epoch: 1.5), FULL - 4, make=Tuned),
     "EMAWeightAveraging": added(partial(EMAWeightAveraging, decay=0.9), seen=_averaged),
     "WeightAveraging": added(WeightAveraging, seen=_averaged),

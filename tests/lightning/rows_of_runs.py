@@ -41,6 +41,32 @@ def twice(side: Side) -> Fit:
     return side.fit("second", callback=callback)
 
 
+def again(renewed: bool) -> Any:
+    """A fit, and another of the same module by a new Trainer, with the same callback or with a new one."""
+
+    def run(side: Side) -> Fit:
+        first = side.fit("first")
+        return side.fit("second", callback=True if renewed else first.callback, module=first.module)
+
+    return run
+
+
+def same_trainer(renewed: bool) -> Any:
+    """The same Trainer fits another module from the start, with the same callback or with a new one."""
+
+    def run(side: Side) -> Fit:
+        fit = side.fit()
+        if renewed and side.graphed:
+            old, fit.callback = fit.callback, side.callback()
+            fit.trainer.callbacks[fit.trainer.callbacks.index(old)] = fit.callback
+        fit.module = side.module()
+        fit.trainer.fit_loop.epoch_progress.reset()
+        side.go_on(fit, *side.data())
+        return fit
+
+    return run
+
+
 def going_on(side: Side) -> Fit:
     """The same Trainer goes on for another epoch."""
     fit = side.fit()
@@ -135,6 +161,10 @@ RUNS: dict[str, Row] = {
     "resumed with the callback": Row(run=resumed(False, True), replayed=4, **_MIDDLE),
     "resumed after an epoch": Row(run=resumed(True, True, "last.ckpt"), replayed=8 + 2),
     "two fits with one callback": Row(run=twice, replayed=2 * FULL),
+    "two fits of one module with one callback": Row(run=again(False), replayed=2 * FULL),
+    "two fits of one module with two callbacks": Row(run=again(True), replayed=2 * FULL),
+    "two fits by one Trainer": Row(run=same_trainer(False), replayed=2 * FULL),
+    "two fits by one Trainer with two callbacks": Row(run=same_trainer(True), replayed=2 * FULL),
     "a fit that goes on": Row(run=going_on, replayed=FULL + PER_EPOCH - 4),
     "a fit that fails and is resumed": Row(run=broken_off, replayed=4 + 5),
     "LightningCLI": Row(run=through_the_cli, needs=("jsonargparse",)),

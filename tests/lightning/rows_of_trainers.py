@@ -153,6 +153,7 @@ TRAINERS: dict[str, Row] = {
     "limit_train_batches": _short({"limit_train_batches": 4, "max_epochs": 4}, 12),
     "overfit_batches": _short({"overfit_batches": 2, "max_epochs": 7}, 8),
     "fast_dev_run": _short({"fast_dev_run": 12}, 2, shows=lambda fit: len(fit.observer.batches) == 6),
+    "barebones": _short({"barebones": True}, FULL, shows=lambda fit: fit.trainer.logger is None and not fit.rows),
     "validation twice an epoch": _short({"val_check_interval": 0.5}, 13),
     "validation after a third of an epoch": _short({"val_check_interval": 1 / 3}, 12),
     "validation across epochs": _short({"val_check_interval": 4, "check_val_every_n_epoch": None}, FULL),

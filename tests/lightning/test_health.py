@@ -81,28 +81,48 @@ def test_a_failed_capture_goes_on_eagerly(phase: str, form: str, tmp_path: Path)
     assert len(failed) > 3
 
 
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
+@pytest.mark.parametrize("phase", ["first trace", "second trace"])
+def test_an_error_of_the_users_in_a_trace(phase: str, hook: str, tmp_path: Path) -> None:
+    """It leaves what it leaves without the callback: running statistics, gradients, random numbers, progress."""
+
+    def end(folder: Path, callbacks: list[Callback]) -> dict[str, Any]:
+        armed: list[Any] = []
+
+        def fail(*args: Any) -> None:
+            if armed:
+                raise Planted("in the batch")
+
+        arming = Raising(PHASES[phase], armed.append)
+        return ended_by(Planted, folder, [arming, *callbacks], "in the batch", lambda: keeping(**{hook: fail}))
+
+    assert_same(end(tmp_path / "eager", []), end(tmp_path / "graphed", [tape()]))
+
+
 @pytest.mark.parametrize("number", [5, 40, 70])
-@pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
-def test_an_error_of_the_users_ends_the_fit(phase: str, number: int, tmp_path: Path) -> None:
+def test_an_error_of_the_users_in_the_capture(number: int, tmp_path: Path) -> None:
     """What its call had done is undone: module and optimizer are as before the batch. That it was begun shows."""
-    expected = ended_by(
-        Planted, tmp_path / "eager", [Raising(PHASES[phase], Planted("before the batch"))], "before the batch"
-    )
-    failing = Failing(PHASES[phase], number, Planted("in the batch"))
+    at = PHASES["capture"]
+    expected = ended_by(Planted, tmp_path / "eager", [Raising(at, Planted("before the batch"))], "before the batch")
+    failing = Failing(at, number, Planted("in the batch"))
     found = ended_by(Planted, tmp_path / "graphed", [failing, tape()], "in the batch")
     begun, completed = found.pop(_STEPS.format("ready")), found.pop(_STEPS.format("completed"))
-    assert completed == PHASES[phase] and begun - completed == (number > 5)  # Sooner it falls into our own copies.
+    assert completed == at and begun - completed == (number > 5)  # Sooner it falls into our own copies.
     progress = {name for name in expected if name.startswith("progress")}
     assert_same(*({name: facts[name] for name in expected.keys() - progress} for facts in (expected, found)))
 
 
 def ended_by(
-    error: type[BaseException], folder: Path, callbacks: list[Callback], match: str | None = None
+    error: type[BaseException],
+    folder: Path,
+    callbacks: list[Callback],
+    match: str | None = None,
+    make: Callable[[], LitDigits] = keeping,
 ) -> dict[str, Any]:
     """A fit that ends in ``error`` and leaves nothing installed: module, optimizers, progress, generator."""
     facts, handlers = process_facts(), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     torch.manual_seed(0)
-    module = keeping()
+    module = make()
     trainer = trainer_of(folder, callbacks)
     torch.manual_seed(1)
     with warnings.catch_warnings(), pytest.raises(error, match=match):
