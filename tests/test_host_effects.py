@@ -73,6 +73,27 @@ def test_understood_host_effects_are_repeated(name: str) -> None:
     assert_equals_eager(partial(updating_rig, update, prepare))
 
 
+def _append_results(model: Any, x: Tensor, loss: Tensor) -> Any:
+    pair = {"loss": loss.detach(), "mean": x.mean(0)}
+    model.outs.append(pair["loss"])
+    model.means += [x.sum(0), pair]
+    return pair
+
+
+def _clear(model: Any, index: int) -> None:
+    if index % 5 == 4:
+        model.outs.clear()
+        model.means.clear()
+
+
+@pytest.mark.parametrize("verify", ["off", "geometric"])
+@pytest.mark.parametrize("clear", [_clear, lambda model, index: None])
+def test_results_that_are_appended_too(clear: Callable[..., None], verify: str) -> None:
+    """What the step returns is this call's, wherever in the list it was when the step was traced."""
+    make = partial(updating_rig, _append_results, attributes(outs=list, means=list), clear)
+    assert_equals_eager(make, verify=verify)
+
+
 def test_a_list_cleared_between_calls() -> None:
     """An epoch's end clears the list of outputs; later replays append to the cleared or replaced list."""
 

@@ -80,6 +80,24 @@ def test_fused_optimizers_are_replayed_under_any_schedule(name: str, scheduled: 
     assert any("fused" in change for change in step.prepared)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(ON_DEVICE))
+def test_what_is_prepared_in_half_precision_still_trains(name: str, dtype: torch.dtype) -> None:
+    """One step by the prepared kernel is one by the stock kernel, up to roundings: no element is left out, as torch's
+    fused SGD leaves out most on the CPU.
+    """
+    after = []
+    for prepared in (False, True):
+        weight = torch.linspace(-1, 1, 70, dtype=dtype).requires_grad_()
+        weight.grad = torch.ones_like(weight)
+        optimizer = MAKERS[name]([weight], lr=0.25)
+        if prepared:
+            prepare_optimizer(optimizer)
+        optimizer.step()
+        after.append(weight.detach())
+    torch.testing.assert_close(*after, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("name", sorted(CONSTANT))
 def test_optimizers_without_a_device_lr_are_replayed_while_it_stays(name: str) -> None:
     """A constant learning rate is a constant of the program; a schedule is refused by name."""

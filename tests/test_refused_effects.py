@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import cycle
@@ -39,6 +40,17 @@ def appending_numbers(model: Any, x: Tensor, loss: Tensor) -> None:
 
 def renaming(model: Any, x: Tensor, loss: Tensor) -> None:
     model.weird = model.weird + "x"
+
+
+def keeping_the_last(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.weird.append(loss.detach())
+
+
+def test_a_deque_is_refused_in_words() -> None:
+    """How many items it had, rather than where they lie."""
+    make = partial(updating_rig, keeping_the_last, attributes(weird=deque))
+    text = r"model\.weird in Python \(a deque of 3 items to a deque of 4 items, then .*or a list that grows"
+    assert_refused(make, HostEffectError, text, done=SECOND_TRACE)
 
 
 EFFECTS: dict[Callable[..., None], Any] = {doubling: 3, irregular: dict, appending_numbers: list, renaming: "x"}

@@ -65,8 +65,8 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         if delta is None or plain:
             raise HostEffectError(
                 f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
-                "Python. Expected a number that `+=` raises by the same amount each time. Keep it in a tensor, update "
-                f"it outside the step, or, if replays may leave it alone, pass allow=({path!r},)"
+                "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. Keep "
+                f"it in a tensor, update it outside the step, or, if replays may leave it alone, pass allow=({path!r},)"
             )
         counters.append(Counter(path, delta))
     return tuple(counters)

@@ -24,6 +24,10 @@ _REFUSED = {
     "SparseAdam": "its update has the shape of the sparse gradient's indices; use dense embeddings with AdamW",
 }
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_FUSED_ON_CPU_IN_HALF = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+"""torch's fused SGD leaves most elements of float16 and bfloat16 parameters on the CPU as they were, without a word
+(pytorch/pytorch#191763).
+"""
 _FUSED_ON_CUDA = (torch.optim.SGD,)
 _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels that take DTensors."""
@@ -57,7 +61,9 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
         return {}
     device = device_of(group).type
     on_cuda = _FUSED_IF_SCALED if scaled else _FUSED_ON_CUDA
-    fusable: tuple[type, ...] = _FUSED_ON_CPU if device == "cpu" else on_cuda if device == "cuda" else ()
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in group["params"])
+    on_cpu = _FUSED_ON_CPU if exact else _FUSED_ON_CPU_IN_HALF
+    fusable: tuple[type, ...] = on_cpu if device == "cpu" else on_cuda if device == "cuda" else ()
     if any(map(is_sharded, group["params"])):
         fusable = tuple(kind for kind in fusable if kind in _FUSED_IF_SHARDED)
     flags: dict[str, Any] = {}

@@ -109,6 +109,13 @@ class Extent:
         return len(self.items)
 
 
+class _Identities(tuple[int, ...]):
+    """Whose items they are, not what: the same objects in the same order are the same contents."""
+
+    def __repr__(self) -> str:
+        return f"a deque of {len(self)} items"
+
+
 class Contents:
     """What a set or deque holds, as one value to compare: read and guarded, never written."""
 
@@ -116,7 +123,7 @@ class Contents:
         self.items = items
 
     def __getitem__(self, key: str) -> Any:
-        return frozenset(self.items) if isinstance(self.items, AbstractSet) else tuple(map(id, self.items))
+        return frozenset(self.items) if isinstance(self.items, AbstractSet) else _Identities(map(id, self.items))
 
 
 class Cell:

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import HostEffectError, HostSyncError
-from graphplan.owners import come_to_rest, host_generators, storage_id
+from graphplan.owners import Walk, come_to_rest, host_generators, storage_id
 from graphplan.signature import Feed
-from graphplan.tracer.changes import Recorder
+from graphplan.tracer.changes import Changes, Recorder
 from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.rates import RateWatch
@@ -81,15 +81,26 @@ def trace(
     record.ran = profile.ran
     changes, after = recorder.changes()
     record.changes = changes
+    paths = _lasting_paths(after, changes)
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
-    paths = {id(tensor): path for path, slot in after.slots.items() for tensor in (*slot.tensors(), slot.get())}
     leaves, record.output_structure = pytree.tree_flatten(result)
     watch.finish(after, leaves)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     return result, record
+
+
+def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
+    """Where each tensor lies that a later step may leave in the same place: not the items that this one appended."""
+    new = tuple(
+        f"{path}[{len(after.lists[path]) - number}]"
+        for path, items in changes.appended.items()
+        for number in range(1, len(items) + 1)
+    )
+    slots = {path: slot for path, slot in after.slots.items() if not path.startswith(new)}
+    return {id(tensor): path for path, slot in slots.items() for tensor in (*slot.tensors(), slot.get())}
 
 
 def _describe_item(item: Any) -> Any:

@@ -251,3 +251,30 @@ def test_evaluation_is_left_alone_by_default(tmp_path: Path) -> None:
     assert callback.eval_stats.calls == 0
     assert issubclass(HostSyncError, RefusalError)
     assert isinstance(trainer, L.Trainer)
+
+
+class Keeping(Evaluated):
+    """Keeps what its steps return until the end of the epoch, as Lightning's guide to hooks has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.append(self.evaluate(batch, "val"))
+        return self.kept[-1]
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("largest", torch.cat(self.kept).max())
+        self.kept.clear()
+
+
+def test_outputs_that_are_kept_for_the_end_of_the_epoch(tmp_path: Path) -> None:
+    """Hooks get the batch's own output, though it lay elsewhere in the list when the step was traced."""
+    seen = [Outputs(), Outputs()]
+    callback = tape(eval=True, warmup_steps=1, verify="off")
+    expected = fit(Keeping, tmp_path / "eager", more=[seen[0]], max_epochs=5)
+    found = fit(Keeping, tmp_path / "graphed", callback, more=[seen[1]], max_epochs=5)
+    assert_same_fits(expected, found)
+    assert_same(flatten(kept=seen[0].kept), flatten(kept=seen[1].kept))
+    assert callback.eval_stats.replayed > 0

@@ -175,3 +175,10 @@ def test_a_scripted_part(tmp_path: Path) -> None:
     expected = fit(_scripted, tmp_path / "eager")
     found = fit(_scripted, tmp_path / "graphed", tape(on_failure="eager"))
     assert_same_fits(expected, found)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_sgd_in_half_precision_is_lightnings_own(precision: Any, tmp_path: Path) -> None:
+    """The twin's optimizer is not prepared: torch's fused SGD for the CPU would leave most elements as they were."""
+    make = partial(LitDigits, partial(SGD, lr=0.05, momentum=0.9), schedule=None)
+    assert_fit_equals_eager(make, tmp_path, replayed=FULL, precision=precision)
