@@ -26,7 +26,10 @@ _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
     "pass eager_if="
 )
-_METRIC_FIX = "If a metric checks its values there, turn that off (nan_strategy='disable', validate_args=False)."
+_METRIC_FIX = (
+    "If a metric checks its values there, turn that off (nan_strategy='disable', validate_args=False); if it counts "
+    "with bincount, use average='micro' or torch.use_deterministic_algorithms(True), with which it compares instead."
+)
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 IGNORED = ("profiler.", "prim.")
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")

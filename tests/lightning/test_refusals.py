@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 from torchmetrics import MeanMetric
-from torchmetrics.classification import BinaryAccuracy
+from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
 from graphplan import CaptureError, GeneratorSeekError, HostSyncError
-from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
+from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 from tests.lightning.rows_of_parts import Checkpointed, Network
 
 
@@ -40,8 +40,14 @@ def _checking(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return self.loss_of(batch)
 
 
+def _counting(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self.by_class(self(batch[0]), batch[1])  # culprit
+    return self.loss_of(batch)
+
+
 def _with_metrics(step: Any) -> LitDigits:
     module: Any = with_step(step)()
+    module.by_class = MulticlassAccuracy(10, validate_args=False)
     module.mean, module.accuracy = MeanMetric(), BinaryAccuracy()
     return module
 
@@ -51,15 +57,26 @@ def _with_metrics(step: Any) -> LitDigits:
     [
         (_averaging, r"aggregation\.py:\d+ in _cast_and_nan_check_input: `if nans\.any\(\)"),
         (_checking, r"stat_scores\.py:\d+ in _binary_stat_scores_tensor_validation"),
+        (_counting, r"data\.py:\d+ in _bincount: `.*average='micro' or torch\.use_deterministic_algorithms\(True\)"),
     ],
 )
 def test_a_metric_that_checks_its_values(step: Any, check: str, tmp_path: Path) -> None:
     """torchmetrics' aggregation and classification look for wrong values on the host unless they are told not to; the
     line that does is named beside the user's own.
     """
-    text = rf"in {step.__name__}: `.*# culprit` \(by {check}.*nan_strategy='disable', validate_args=False"
+    text = "nan_strategy='disable', validate_args=False"
+    text = rf"in {step.__name__}: `.*# culprit` \(by (?=.*{text}){check}"
     with pytest.raises(HostSyncError, match=text):
         fit(partial(_with_metrics, step), tmp_path, tape(), max_epochs=1)
+
+
+def test_a_metric_that_counts_classes_without_bincount(tmp_path: Path) -> None:
+    """Which is what torchmetrics does where results have to be reproducible."""
+    make = partial(_with_metrics, _counting)
+    try:
+        assert_fit_equals_eager(make, tmp_path, replayed=21, deterministic=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def _rounded(graph: Any, examples: Any) -> Any:
