@@ -236,9 +236,9 @@ class Decaying(SGD):
     """Multiplies its own learning rates in each step."""
 
     def step(self, closure: Any = None) -> Any:
-        super().step(closure)
         for group in self.param_groups:
             group["lr"] *= 0.9
+        super().step(closure)
 
 
 def grouped_rig() -> Rig:

@@ -146,7 +146,6 @@ class Stages:
         except BaseException as error:
             if not rehearses and not isinstance(error, RefusalError) and not is_out_of_memory(error):
                 undo.pop_all()
-                torch.clear_autocast_cache()
                 # What it left half done, the next step makes good or trips over: traces come after that.
                 line.traces = []
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
