@@ -34,7 +34,6 @@ class SkipReason(Enum):
     GUARD = "state moved in a way that a replay cannot follow"
     RECAPTURE = "captures follow each other without paying"
     VERIFY = "a replay differed from the eager step"
-    WATCHED = "a TorchDispatchMode or TorchFunctionMode around the call sees every operator"
     UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
     PEERS = "other ranks are not ready to capture yet"
     PEER = "another rank cannot capture the step"

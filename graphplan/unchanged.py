@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -117,14 +116,6 @@ class Modes:
             self._known, self._settings = (*_read_modes(), *settings), settings
             self._state = _guards.GlobalStateGuard() if hasattr(_guards, "GlobalStateGuard") else None
         return self._known
-
-
-def is_watched() -> bool:
-    """Whether a mode of the caller's is to see every operator. The mode behind ``torch.set_default_device`` is none."""
-    if torch._C._len_torch_dispatch_stack():
-        return True
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 def _read_modes() -> tuple[Any, ...]:

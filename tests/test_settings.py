@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan import SkipReason
 from tests.twins import Rig, assert_same_runs, build, drive, managed
 from tests.zoo import Mlp, float_batches
 
@@ -148,32 +146,6 @@ def test_a_change_reaches_the_next_step(change: Callable[[Any], None], monkeypat
     assert_same_runs(records[0], records[1])
     with pytest.raises(AssertionError, match="differences"):
         assert_same_runs(records[0], records[2])
-
-
-class Counting(TorchDispatchMode):
-    """Counts operators, as torch's flop counter does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_mode_around_a_call_sees_an_eager_step() -> None:
-    counts = []
-    for graphed in (False, True):
-        rig = build(partial(_rig, lambda model: None))
-        step = managed(rig) if graphed else rig.step
-        for args in rig.calls[:8]:
-            step(*args)
-        with Counting() as mode:
-            step(*rig.calls[8])
-        counts.append(mode.count)
-    assert counts[0] == counts[1] > 0
-    assert step.stats.skipped[SkipReason.WATCHED] == 1
 
 
 def test_a_default_device_is_no_reason_to_stay_eager() -> None:

@@ -30,7 +30,7 @@ from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Runner
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive
-from graphplan.unchanged import Modes, is_watched
+from graphplan.unchanged import Modes
 
 
 class GraphedStep(Exclusive):
@@ -96,9 +96,8 @@ class GraphedStep(Exclusive):
         except FeedError as error:
             self._refusals.refuse(error)
             return self._runner.plain(args, kwargs, error)
-        asked = self._options.eager_if is not None and self._asks_eager(args, kwargs)
-        if asked or is_watched():
-            return self._runner.eager(self._moved(feed), SkipReason.EAGER_IF if asked else SkipReason.WATCHED)
+        if self._options.eager_if is not None and self._asks_eager(args, kwargs):
+            return self._runner.eager(self._moved(feed), SkipReason.EAGER_IF)
         if self._demoted is None and self._managed.refusal is not None:
             self._demote(self._managed.refusal)
         if self._demoted is not None:
@@ -112,7 +111,7 @@ class GraphedStep(Exclusive):
             return self._refused(feed, entry.refusal)
         if program is not None:
             if not program.takes(feed):
-                detail = "an input that the step changes shares memory with another one"
+                detail = "memory that the step changes is fed, or fed twice"
                 return self._runner.eager(self._moved(feed), SkipReason.FEED, detail)
             if program.replays + 1 == program.next_check:
                 return self._check(program, self._moved(feed))
