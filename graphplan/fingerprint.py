@@ -18,7 +18,6 @@ from graphplan.owners import Sharding, Walk
 from graphplan.tracer import same_value
 from graphplan.unchanged import GEOMETRY, Geometries, geometry, hooks_registered
 
-_get_forward = attrgetter("forward")
 _get_hooks = attrgetter("_backward_hooks")
 _get_late_hooks = attrgetter("_post_accumulate_grad_hooks")
 _MODULE_PARTS = (
@@ -72,6 +71,7 @@ class Fingerprint:
                 self._add_size(getattr(optimizer, part), f"{path}.{part}")
             self._add_size(optimizer.param_groups, f"{path}.param_groups")
             for index, group in enumerate(optimizer.param_groups):
+                self._add_size(group, f"{path}.param_groups[{index}]")
                 self._add_size(group["params"], f"{path}.param_groups[{index}]['params']")
                 for key, value in group.items():
                     if key == "params" or isinstance(value, Tensor) or (key == "lr" and id(group) in shadowed):
@@ -96,7 +96,7 @@ class Fingerprint:
             *map(getitem, self._containers, self._keys),
             *map(dict.get, self._dicts, repeat("training")),
             tuple(map(type, self._modules)),
-            tuple(map(_get_forward, self._kinds)),
+            tuple(map(_forward_of, self._kinds)),
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
@@ -164,6 +164,11 @@ class Fingerprint:
         """Descriptions of everything that differs."""
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
+
+
+def _forward_of(kind: type) -> Any:
+    """What the class holds as its ``forward``, unbound: a scripted module's is no method."""
+    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
 
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:

@@ -7,10 +7,9 @@ memory lies.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, getitem, is_not
+from operator import attrgetter, contains, getitem, is_not
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.owners import Contents, Extent, Slot, Walk, tensor_leaves
+from graphplan.owners import Slot, Walk, home, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Containers, Geometries, geometry
@@ -64,6 +63,8 @@ class Guards:
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
         self._dicts, self._dict_keys, self._dict_items = _columns(place for place in places if _is_dict(place[0]))
         self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
+        absent = [(inner, name) for inner in walk.attributes for name in plan.asked if name not in inner]
+        self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]
         tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
         by_path = dict(walk.parameters.values())
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
@@ -97,6 +98,8 @@ class Guards:
             if any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
                 return False
             if any(map(is_not, map(getitem, self._others, self._keys), self._items)):
+                return False
+            if any(map(contains, self._lacking, self._absent)):
                 return False
             if any(map(is_not, map(getitem, self._spaces, self._names), self._values)) and not self._equal():
                 return False
@@ -142,6 +145,9 @@ class Guards:
         for parts, name in self._missing:
             if parts.get(name) is not None:
                 return f"{name!r} was None at capture and is there now"
+        for inner, name in zip(self._lacking, self._absent, strict=True):
+            if name in inner:
+                return f"an attribute {name!r} that the step's code asks for was not there at capture and is there now"
         return None
 
     @property
@@ -174,22 +180,16 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
 
     Others may come and go: a scheduler's list of rates is another one after each step.
     """
-    used = {id(_home(container)) for group in containers for container in group}
+    used = {id(home(container)) for group in containers for container in group}
     paths = [*plan.carries, *plan.rebinds, *(c.path for c in plan.counters), *(a.path for a in plan.assignments)]
     used |= {id(place.container) for path in paths if (place := walk.place(path)) is not None}
     used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
     kept: list[Place] = []
     for container, key, child in reversed(walk.links):
-        inner = child if isinstance(child, Tensor | Module | dict | list | set | deque) else vars(child)
-        if isinstance(child, Tensor | Module) or id(inner) in used:
-            used.add(id(container))
+        if isinstance(child, Tensor | Module) or id(child) in used or id(getattr(child, "__dict__", None)) in used:
+            used.add(id(home(container)))
             kept.append((container, key, child))
     return kept[::-1]
-
-
-def _home(container: Any) -> Any:
-    """What has to stay for a place in ``container`` to be where it is."""
-    return container.items if isinstance(container, Contents | Extent) else container
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Any], list[Place]]:

@@ -93,6 +93,7 @@ class Plan:
         launches: operators that one eager step launches.
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
+        asked: attributes that the step's code asks for although they may not exist
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         device: where the step computes.
@@ -115,6 +116,7 @@ class Plan:
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
+    asked: tuple[str, ...]
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]

@@ -36,7 +36,7 @@ from tests.twins import (
     managed,
     state_of,
 )
-from tests.zoo import float_batches, training_rig
+from tests.zoo import Box, float_batches, training_rig
 
 make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * 12)
 
@@ -297,11 +297,11 @@ def test_an_error_of_the_step_itself() -> None:
 
     for failing in range(WARMUP + 3):
         rig = build(make_rig)
-        model, count = rig.owners["model"], [0]
+        model, count = rig.owners["model"], Box(0)
 
-        def fragile(x: Tensor, y: Tensor, rig: Rig = rig, count: list[int] = count, bad: int = failing) -> Tensor:
-            count[0] += 1
-            if count[0] == bad + 1:
+        def fragile(x: Tensor, y: Tensor, rig: Rig = rig, count: Box = count, bad: int = failing) -> Tensor:
+            count.item += 1
+            if count.item == bad + 1:
                 raise Mine("from the step")
             return rig.step(x, y)
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import graph_step
+from graphplan import SkipReason, graph_step
 from tests.facts import assert_same, flatten
-from tests.twins import Rig, assert_equals_eager, build, managed
+from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, managed
 from tests.zoo import CALLS, Mlp, float_batches
 
 
@@ -112,6 +112,30 @@ def test_the_model_s_own_tensor_as_feed() -> None:
         return rig
 
     assert_equals_eager(make)
+
+
+def test_an_owner_s_tensor_in_the_place_of_a_batch() -> None:
+    """The step writes to it before it reads its batch, which is the same memory in that one call only."""
+
+    def make() -> Rig:
+        model = nn.Linear(8, 4)
+        model.register_buffer("total", torch.zeros(6, 8))
+        optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+        def train_step(x: Tensor, y: Tensor) -> Tensor:
+            model.total.add_(1.0)  # type: ignore[operator]
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        calls = list(float_batches(CALLS))
+        calls[15] = (model.total, calls[15][1])
+        return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
+
+    step = assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - 1)
+    assert step.stats.skipped[SkipReason.FEED] == 1
 
 
 LAYOUTS: dict[str, Callable[[int], Tensor]] = {

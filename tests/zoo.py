@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -144,10 +145,24 @@ class Memory:
         vars(self).update(values)
 
 
-class Box:
-    """An object without a dictionary, so that nobody can look for tensors in it, named ``item``."""
+_HIDDEN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
-    __slots__ = ("item",)
+
+class Hidden:
+    """An object that keeps its attributes where nobody looks for them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _HIDDEN.setdefault(self, {})[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return _HIDDEN[self][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Box(Hidden):
+    """One thing, named ``item``, that nobody can look at."""
 
     def __init__(self, item: Any) -> None:
         self.item = item

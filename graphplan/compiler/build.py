@@ -86,6 +86,7 @@ def build_plan(
         generators=tuple(second.generators),
         device=second.device,
         reads=find_reads(first, second, walk, counters, allow),
+        asked=tuple(sorted(first.reads.asked | second.reads.asked)),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from io import IOBase
+from reprlib import Repr
 from typing import Any
 
 from torch.amp.grad_scaler import OptState
@@ -15,6 +17,9 @@ from graphplan.owners import Contents, Numbers, Walk
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 def is_allowed(path: str, allow: Iterable[str]) -> bool:
@@ -98,7 +103,7 @@ def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) ->
 
 
 def _change(pair: tuple[Any, Any] | None) -> str:
-    return "unchanged" if pair is None else f"{pair[0]!r} to {pair[1]!r}"
+    return "unchanged" if pair is None else f"{_SHORT.repr(pair[0])} to {_SHORT.repr(pair[1])}"
 
 
 def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Append, ...]:
@@ -198,13 +203,21 @@ def find_reads(
     for path, scalar in {**walk.scalars, **walk.objects}.items():
         if path in own or path in grown or is_allowed(path, allow):
             continue
-        if not any(trace.reads.covers(scalar) for trace in (first, second)):
+        sure = any(trace.reads.covers(scalar) for trace in (first, second))
+        if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
             continue
         if path not in first.entry_scalars or path not in second.entry_scalars:
             continue
         old, new = first.entry_scalars[path], second.entry_scalars[path]
-        if path in walk.objects and not same_value(old, new):
-            # An object that is another one each time, or a container that grows, says nothing by itself.
+        if sure and isinstance(new, Iterator) and not isinstance(new, IOBase):
+            raise HostEffectError(
+                f"the step's code reads {path}, a {type(new).__name__}: each eager step may take its next item, and a "
+                f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "
+                f"allow=({path!r},)"
+            )
+        if (path in walk.objects or not sure) and not same_value(old, new):
+            # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
+            # value that perhaps nobody read.
             continue
         if not same_value(old, new):
             raise HostScalarError(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, MutableMapping, Sized
-from collections.abc import Set as AbstractSet
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from types import CellType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphplan.dtensors import local
+from graphplan.owners.spaces import Cell, Members
 
 Container = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]
 
@@ -53,9 +51,7 @@ def tensor_leaves(value: Any) -> list[Tensor]:
     """Tensors in ``value``: itself, or the leaves of a (nested) tuple; of a DTensor its shard."""
     if isinstance(value, Tensor):
         return [local(value)]
-    if isinstance(value, tuple):
-        return [local(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return []
+    return [leaf for item in value for leaf in tensor_leaves(item)] if isinstance(value, tuple) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,83 +72,12 @@ class Scalar:
         return self.container[self.key]
 
 
-class Numbers:
-    """Python values that some object shows as attributes, properties included: read, guarded, never written.
-
-    ``via`` is an attribute on the way to the object.
-    """
-
-    def __init__(self, thing: Any, names: Iterable[str], *, via: str | None = None) -> None:
-        self.thing = thing
-        self.names = tuple(names)
-        self.via = via
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.thing, name)
-
-
 class Via:
     """An owner that code reaches through an attribute called ``name`` and not otherwise."""
 
     def __init__(self, thing: Any, name: str) -> None:
         self.thing = thing
         self.name = name
-
-
-class Extent:
-    """How many items a list or dictionary has, shown as an item of it: read and guarded, never written."""
-
-    def __init__(self, items: Sized) -> None:
-        self.items = items
-
-    def __getitem__(self, key: str) -> int:
-        return len(self.items)
-
-
-class _Identities(tuple[int, ...]):
-    """Whose items they are, not what: the same objects in the same order are the same contents."""
-
-    def __repr__(self) -> str:
-        return f"a deque of {len(self)} items"
-
-
-class Contents:
-    """What a set or deque holds, as one value to compare: read and guarded, never written."""
-
-    def __init__(self, items: Collection[Any]) -> None:
-        self.items = items
-
-    def __getitem__(self, key: str) -> Any:
-        return frozenset(self.items) if isinstance(self.items, AbstractSet) else _Identities(map(id, self.items))
-
-
-class Cell:
-    """A closure's variable, used like a dictionary of one item."""
-
-    def __init__(self, cell: CellType) -> None:
-        self.cell = cell
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.cell.cell_contents = value
-
-
-class Members:
-    """What a class holds, used like a dictionary: other than ``vars`` of the class it can be written to."""
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self.kind)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self.kind, name, value)
 
 
 class Namespace:
@@ -197,7 +122,7 @@ class Walk:
 
     ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
-    only known by a name in the step's code.
+    only known by a name in the step's code. ``attributes`` are the dictionaries of modules and objects.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -208,6 +133,7 @@ class Walk:
     lists: dict[str, list[Any]] = field(default_factory=dict)
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
+    attributes: list[dict[str, Any]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)

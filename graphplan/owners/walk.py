@@ -10,48 +10,26 @@ objects of torch or Lightning that it was not given by name.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
-from enum import Enum
 from functools import partial
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
-from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.owners.records import (
-    Contents,
-    Extent,
-    Namespace,
-    Numbers,
-    Scalar,
-    Slot,
-    Via,
-    Walk,
-    tensor_leaves,
-)
+from graphplan.owners.records import Namespace, Scalar, Slot, Via, Walk
+from graphplan.owners.spaces import Numbers
+from graphplan.owners.values import SCALARS, Values, is_user_object
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
-_FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - {"argparse", "types", "__main__"}
-"""Packages whose objects are not walked; plain namespaces of the standard library are the user's own."""
-_ATOMS = (type, ModuleType, Enum, partial)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
-_MAX_DEPTH = 6
-_MAX_ITEMS = 4096
 
 
-class _Walker:
-    def __init__(self) -> None:
-        self.walk = Walk()
-        self._seen: set[int] = set()
-
+class _Walker(Values):
     def enter(self, owner: Any, path: str) -> None:
         """Walk a named owner, whatever its type."""
         if isinstance(owner, Numbers):
@@ -74,8 +52,10 @@ class _Walker:
             self._items(owner, path, 0, (owner, path))
         elif isinstance(owner, set | deque):
             self._contents(owner, path, (owner, path))
-        elif hasattr(owner, "__dict__"):
+        elif hasattr(owner, "__dict__") or is_user_object(owner):
             self._object(owner, path, 0)
+        else:
+            self._behind(owner, path, 0, (owner, path))
 
     def _names(self, names: Namespace) -> None:
         known = set(self.walk.slots)
@@ -93,12 +73,6 @@ class _Walker:
         modules = [part for module in self.walk.modules for part in module._buffers.values()]
         self.walk.found.difference_update(map(id, modules))
 
-    def _first_visit(self, thing: Any) -> bool:
-        if id(thing) in self._seen:
-            return False
-        self._seen.add(id(thing))
-        return True
-
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
         if not self._first_visit(module):
             return
@@ -108,12 +82,16 @@ class _Walker:
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
         self.walk.containers += [items for items in kinds if isinstance(items, MutableMapping)]
         self.walk.containers.append(inner)
+        self.walk.attributes.append(inner)
         for name, param in module._parameters.items():
             if param is not None:
                 self._parameter(param, f"{path}.{name}", module._parameters, name)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 self._slot(f"{path}.{name}", module._buffers, name)
+        for kind in _HOOKS:
+            for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), Mapping) else ():
+                self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
         for name, value in list(inner.items()):
             if name not in _MODULE_INTERNALS and name != "training":
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
@@ -123,19 +101,15 @@ class _Walker:
                 self.walk.links.append((module._modules, name, child))
                 self._module(child, f"{path}.{name}")
 
-    def _class_values(self, thing: Any, path: str) -> None:
-        """Python values that the user's classes hold for ``thing``, unless it has its own."""
-        for kind in type(thing).__mro__:
-            if kind.__module__.split(".")[0] in _FOREIGN:
-                continue
-            for name, value in vars(kind).items():
-                known = f"{path}.{name}" in self.walk.scalars or name in vars(thing)
-                if isinstance(value, SCALARS) and not name.startswith("__") and not known:
-                    self.walk.scalars[f"{path}.{name}"] = Scalar(Numbers(kind, (name,)), name, thing, name)
+    def _hook(self, hook: Any, path: str, hooks: Any, number: int, depth: int) -> None:
+        """What a hook has that is no plain function: a partial's arguments, an object's attributes."""
+        if isinstance(hook, partial) or is_user_object(hook):
+            self._value(hook, path, hooks, number, depth + 1, (hooks, "hook"))
 
     def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key, is_parameter=True)
         if id(param) not in self.walk.parameters:
+            self._marks(param, path)
             self.walk.parameters[id(param)] = (path, param)
             if param.requires_grad or param.grad is not None:
                 self.walk.slots[f"{path}.grad"] = Slot(f"{path}.grad", None, None, param=param)
@@ -153,13 +127,23 @@ class _Walker:
         for owner, values in state.items():
             known = self.walk.parameters.get(id(owner))
             name = known[0] if known else str(owner)
-            self.walk.links.append((state, owner, values))
             if isinstance(values, MutableMapping):
+                self.walk.links.append((state, owner, values))
                 self._items(values, f"{path}.state[{name}]", 1, (optimizer, "state"))
+            else:
+                self._value(values, f"{path}.state[{name}]", state, owner, 1, (optimizer, "state"))
         for name, value in list(inner.items()):
             own = name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_")
             if isinstance(value, (Tensor, list, dict, *SCALARS)) and not own:
                 self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
+
+    def take_numbers(self) -> None:
+        """Hyper-parameters of optimizers that no owner is, but the step's code can come to."""
+        for path, optimizer in self._named:
+            for index, group in enumerate([] if optimizer in self.walk.optimizers.values() else optimizer.param_groups):
+                for key in group.keys() - {"params"}:
+                    place = f"{path}.param_groups[{index}].{key}"
+                    self.walk.scalars[place] = Scalar(group, key, optimizer, "param_groups")
 
     def _group(self, group: dict[str, Any], path: str, groups: list[Any], index: int) -> None:
         params = group["params"]
@@ -191,96 +175,6 @@ class _Walker:
             stage = f"{path}.stage[{names.get(number, 'optimizer')}]"
             self.walk.scalars[stage] = Scalar(note, "stage", scaler, "stage")
 
-    def _slot(self, path: str, container: Any, key: Any) -> None:
-        self.walk.slots[path] = Slot(path, container, key)
-
-    def _items(
-        self, items: MutableMapping[Any, Any] | list[Any], path: str, depth: int, source: tuple[Any, str]
-    ) -> None:
-        if not self._first_visit(items):
-            return
-        self.walk.containers.append(items)
-        if not isinstance(source[0], torch.optim.Optimizer):
-            self.walk.objects[f"len({path})"] = Scalar(Extent(items), "len", *source)
-        dotted = isinstance(items, MutableMapping)
-        if isinstance(items, list):
-            self.walk.lists[path] = items
-        pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MutableMapping) else enumerate(items)
-        for count, (key, value) in enumerate(list(pairs)):
-            if count >= _MAX_ITEMS:
-                break
-            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key)}]"
-            self._value(value, name, items, key, depth + 1, source)
-
-    def _contents(self, items: set[Any] | deque[Any], path: str, source: tuple[Any, str]) -> None:
-        self.walk.containers.append(items)
-        self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
-
-    def _object(self, thing: Any, path: str, depth: int) -> None:
-        if not self._first_visit(thing):
-            return
-        inner = vars(thing)
-        self.walk.containers.append(inner)
-        for name, value in list(inner.items()):
-            self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
-        self._class_values(thing, path)
-
-    def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: tuple[Any, str]) -> None:
-        if _is_gone(value):
-            return
-        if isinstance(value, nn.Parameter):
-            self._parameter(value, path, container, key)
-        elif isinstance(value, Tensor) or (isinstance(value, tuple) and tensor_leaves(value)):
-            self._slot(path, container, key)
-        elif depth > _MAX_DEPTH:
-            return
-        elif isinstance(value, nn.Module):
-            self.walk.links.append((container, key, value))
-            self._module(value, path, depth)
-        elif isinstance(value, dict | list):
-            self.walk.links.append((container, key, value))
-            self._items(value, path, depth, source)
-        elif isinstance(value, set | deque):
-            self.walk.links.append((container, key, value))
-            self._contents(value, path, source)
-        elif isinstance(value, tuple):
-            self.walk.scalars[path] = Scalar(container, key, *source)
-            for number, item in enumerate(value):
-                if not isinstance(item, SCALARS):
-                    self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
-        elif is_user_object(value):
-            self.walk.links.append((container, key, value))
-            self.walk.objects[path] = Scalar(container, key, *source)
-            self._object(value, path, depth)
-        else:
-            # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
-            self.walk.scalars[path] = Scalar(container, key, *source)
-
-
-def _is_gone(value: Any) -> bool:
-    """Whether ``value`` stands for something that is no longer there."""
-    try:
-        return type(value) in ProxyTypes and value.__class__ is None
-    except ReferenceError:
-        return True
-
-
-def _key_name(key: Any) -> str:
-    return repr(key) if isinstance(key, str | int) else type(key).__name__
-
-
-def is_user_object(value: Any) -> bool:
-    """Whether ``value``'s attributes are walked: an instance of a class that is not a library's."""
-    if isinstance(value, LRScheduler):
-        return True
-    if isinstance(value, torch.optim.Optimizer):
-        # It is walked as an optimizer where it is an owner, whoever wrote it.
-        return False
-    root = type(value).__module__.split(".")[0]
-    # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
-    inner = getattr(value, "__dict__", None)
-    return isinstance(inner, dict) and root not in _FOREIGN and not isinstance(value, _ATOMS)
-
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:
     """Walk ``owners``: modules first, so that optimizers can name their state after the modules' parameters."""
@@ -292,6 +186,7 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
             walker._value(owner, name, owners, name, 0, (owners, name))
         else:
             walker.enter(owner, name)
+    walker.take_numbers()
     return walker.walk
 
 

@@ -15,6 +15,7 @@ from graphplan.guards import Guards
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
 from graphplan.roles import TensorSpec
+from graphplan.tracer import same_value
 from graphplan.unchanged import geometry
 
 _get_version = attrgetter("_version")
@@ -24,6 +25,12 @@ _OWN_REFERENCES = 3
 
 def _geometries(held: Any) -> list[tuple[Any, ...]]:
     return list(map(geometry, tensor_leaves(held)))
+
+
+def _others(held: Any) -> tuple[Any, ...]:
+    """What a tuple holds beside tensors."""
+    items = held if isinstance(held, tuple) else ()
+    return tuple(_others(item) if isinstance(item, tuple) else item for item in items if not isinstance(item, Tensor))
 
 
 def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
@@ -66,6 +73,8 @@ class Adopted:
         self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
         self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
         self._geometries = {path: _geometries(held) for path, held in self._held.items()}
+        changed = {e.path for e in self._plan.externals if e.mutated}
+        self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
         unowned = [e.tensor for e in self._plan.externals if e.path is None and e.tensor is not None]
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 
@@ -133,6 +142,8 @@ class Adopted:
                     f"{TensorSpec.of(static)} "
                     f"with {static.stride()}"
                 )
+        if not same_value(_others(held), _others(slot.get())):
+            return f"{path} holds other values beside its tensors"
         if [facts[-1] for facts in _geometries(slot.get())] != [facts[-1] for facts in self._geometries[path]]:
             return f"requires_grad of {path} changed"
         return None

@@ -13,7 +13,7 @@ from graphplan.backend import Recording
 from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, GuardError
 from graphplan.guards import Guards
-from graphplan.owners import Walk, walk_owners
+from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.adopted import Adopted
@@ -63,6 +63,7 @@ class Program:
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
         self.replays = 0
+        self._owned: set[int] = set()
         self.next_check = NO_CHECK
 
     @property
@@ -78,9 +79,16 @@ class Program:
 
     def takes(self, feed: Feed) -> bool:
         """Whether static copies can stand for the feed's tensors: not where the step writes to one that another one
-        shares memory with.
+        shares memory with, or to an owner's tensor that is fed and was not when the step was recorded.
         """
+        if not self._owned_leaves(feed.leaves) <= self._owned:
+            return False
         return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
+
+    def _owned_leaves(self, leaves: Sequence[Any]) -> set[int]:
+        """Which leaves share memory with owners' tensors that the step writes to."""
+        written = self._adopted.written
+        return {i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_id(leaf) in written}
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs, in one call."""
@@ -128,6 +136,7 @@ class Program:
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
         assert self._recording is not None
+        self._owned = self._owned_leaves(leaves)
         if not executed:
             self._recording.replay()
         self._copied.give_back()

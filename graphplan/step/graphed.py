@@ -111,7 +111,7 @@ class GraphedStep(Exclusive):
             return self._refused(feed, entry.refusal)
         if program is not None:
             if not program.takes(feed):
-                detail = "an input that the step changes shares memory with another one"
+                detail = "memory that the step changes is fed, or fed twice"
                 return self._runner.eager(self._moved(feed), SkipReason.FEED, detail)
             if program.replays + 1 == program.next_check:
                 return self._check(program, self._moved(feed))
@@ -245,12 +245,14 @@ class GraphedStep(Exclusive):
         if entry.warm >= self._options.warmup_steps:
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
+            self._programs.count_attempt()
             if self.stats.captured > captured:
                 self._programs.count_capture(entry, self._geometry(feed))
                 programs = self._programs.all()
                 self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
             return result
         result = self._stages.warm_up(entry, feed)
+        self._programs.count_attempt()
         if entry.warm <= 1:
             # The first steps made the owners known, on which the key depends.
             key = self._key(feed, self._managed.fingerprint())

@@ -49,6 +49,7 @@ class Managed:
         self._taken = 0
         self._churn = 0
         self._names = Namespace()
+        self._root = {"step": fn}
         self._notices = Notices()
         self._before: tuple[Any, ...] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -118,6 +119,8 @@ class Managed:
             return asked[number]
 
         grown = ran.name_all(self._fn, self._names, has_met)
+        # Its defaults, and what a partial function holds for it.
+        self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
         known = {id(container) for container in self.walk().containers}
         for thing in ran.objects():

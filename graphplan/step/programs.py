@@ -30,7 +30,7 @@ class Programs:
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
-        self._asked = 0
+        self._attempts = 0
         self._said = False
 
     def get(self, key: Key) -> Entry | None:
@@ -105,14 +105,17 @@ class Programs:
                 f"it, or raise max_recaptures (now {self._options.max_recaptures})"
             )
 
+    def count_attempt(self) -> None:
+        """A call on the way to a program has returned; one that was broken off has not happened."""
+        self._attempts += 1
+
     def check_due(self) -> NotCapturedError | None:
         """What to say, once, if a capture should have come by now: eager for ever is no help to anybody."""
         if self._latest or self._said:
             return None
-        self._asked += 1
         needed = self._options.warmup_steps + 3
         repeats = max(known.eager_calls for known in self._entries) > 1
-        if self._asked <= _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
+        if self._attempts < _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
             return None
         self._said = True
         signatures = sum(1 for _ in self._entries)

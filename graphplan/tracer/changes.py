@@ -121,8 +121,10 @@ def same_value(first: Any, second: Any) -> bool:
     """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN."""
     if first is second:
         return True
-    if type(first) is not type(second):
+    if type(first) is not type(second) or isinstance(first, Tensor):
         return False
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(same_value, first, second))
     if isinstance(first, float) and first == 0.0 == second:
         return math.copysign(1.0, first) == math.copysign(1.0, second)
     try:

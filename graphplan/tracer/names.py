@@ -16,6 +16,9 @@ _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
 _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+_BY_NAME = ("getattr", "hasattr")
+_WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__")
+_CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
 
 
@@ -26,15 +29,18 @@ class Names:
     ``attributes`` are loaded attributes but for those that only ``+=`` loads (``self.n += 1``, ``self.counts[k] += 1``)
     and for methods that are called, which are in ``methods``. ``stored`` are attributes that are stored, ``assigned``
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
-    or stored, ``read`` those that something else than ``+=`` loads.
+    or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there;
+    ``dynamic`` code takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
     """
 
+    dynamic: bool
     attributes: frozenset[str]
     methods: frozenset[str]
     stored: frozenset[str]
     assigned: frozenset[str]
     variables: frozenset[str]
     read: frozenset[str]
+    asked: frozenset[str]
 
 
 @cache
@@ -66,8 +72,35 @@ def names_of(code: CodeType) -> Names:
         # getattr(self, "temperature")
         attributes.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
     read = {name for name, count in reads.items() if count > counted[name]}
-    groups = (attributes, methods, set(stores), assigned, variables, read)
-    return Names(*map(frozenset, groups))
+    asked, dynamic = _by_name(steps)
+    groups = (attributes, methods, set(stores), assigned, variables, read, asked)
+    return Names(dynamic, *map(frozenset, groups))
+
+
+def _by_name(steps: list[dis.Instruction]) -> tuple[set[str], bool]:
+    """Attributes that ``hasattr`` and ``getattr`` ask for, and whether some have names that the code does not spell."""
+    asked: set[str] = set()
+    dynamic = False
+    for index, step in enumerate(steps):
+        if step.opname == "MATCH_CLASS" or (step.opname.startswith("LOAD") and step.argval in _WHOLE):
+            dynamic = True
+        elif step.opname in _LOADS and step.argval in _BY_NAME:
+            name = _second_argument(steps[index + 1 :])
+            if name is None:
+                dynamic = True
+            else:
+                asked.add(name)
+    return asked, dynamic
+
+
+def _second_argument(steps: list[dis.Instruction]) -> str | None:
+    """The literal that a call of two or three simple arguments has in second place."""
+    end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
+    if end is None:
+        return None
+    last = steps[end - (steps[end].arg or 0) + 1 : end][:1]
+    found = last[0].argval if last and last[0].opname == "LOAD_CONST" else None
+    return found if isinstance(found, str) and found.isidentifier() else None
 
 
 def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:

@@ -21,8 +21,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
-from graphplan.owners import Namespace, Scalar
+from graphplan.owners import Namespace, Scalar, is_user_object
 from graphplan.tracer.names import names_of
 from graphplan.tracer.source import file_of, is_library
 from graphplan.tracer.spaces import Ran
@@ -35,7 +36,8 @@ _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 class Reads:
     """Names that code may have read: attributes by any user code, or by methods of one object (its id), and variables;
     attributes that user code called; and attributes that methods of one object may have stored, or that user code
-    assigned by other means than ``+=``.
+    assigned by other means than ``+=``. ``asked`` are attributes that need not exist, ``dynamic`` says that some have
+    names that the code computes.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -44,6 +46,13 @@ class Reads:
     variables: set[str] = field(default_factory=set)
     stored: dict[int, set[str]] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
+    asked: set[str] = field(default_factory=set)
+    dynamic: bool = False
+
+    def may_cover(self, scalar: Scalar) -> bool:
+        """Whether code that takes attributes by computed names may have come to ``scalar``."""
+        owner = scalar.owner
+        return self.dynamic and scalar.via is None and (isinstance(owner, Module) or is_user_object(owner))
 
     def covers(self, scalar: Scalar) -> bool:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
@@ -139,4 +148,6 @@ class Profile:
                 found.called.update(names.methods)
                 found.assigned.update(names.assigned)
                 found.variables.update(names.read)
+                found.asked.update(names.asked)
+                found.dynamic |= names.dynamic
         return found

@@ -6,6 +6,7 @@ A replay runs none of that code, so whatever it found behind these names must st
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -99,11 +100,16 @@ class Ran:
         kind = type(thing)
         if issubclass(kind, ModuleType):
             inner = vars(thing)
-            for attribute in sorted((found.attributes | found.methods | found.stored) & inner.keys()):
+            names = found.attributes | found.methods | found.stored
+            if thing is os and "getenv" in names:
+                names |= {"environ"}
+            for attribute in sorted(names & inner.keys()):
                 if isinstance(inner[attribute], type):
                     self._classes[inner[attribute]] = None
                 if not isinstance(inner[attribute], ModuleType):
                     yield f"{name}.{attribute}", inner, attribute
+                elif f".{attribute}" not in name:
+                    yield from self._within(f"{name}.{attribute}", inner[attribute], found)
         elif issubclass(kind, type):
             self._classes[thing] = None
 

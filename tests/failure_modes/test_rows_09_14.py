@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphplan import NotCapturedError, UnownedTensorError
 from tests.failure_modes.naive import WHEN, Normless, assert_handled, changing_rig, loss_of, naive, stay
 from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, build, drive, managed
-from tests.zoo import Memory, float_batches
+from tests.zoo import Hidden, Memory, float_batches
 
 
 def sized(last: int) -> list[Any]:
@@ -76,12 +76,6 @@ def test_row_13_python_value_that_never_repeats() -> None:
         drive(rig, managed(rig))
 
 
-class Batch:
-    """A batch in an object without a dictionary."""
-
-    __slots__ = ("x", "y")
-
-
 def held_rig(held: Any) -> Rig:
     """A step that finds its batch on an object, where the caller puts a new tensor before each call."""
     rig = changing_rig(stay)
@@ -106,6 +100,6 @@ def test_row_14_a_batch_that_comes_in_a_new_tensor() -> None:
     """Cast after the copy, the batch is another tensor in each step: handled where graphplan can see the object that
     holds it, refused where it cannot.
     """
-    hidden = lambda: held_rig(Batch())  # noqa: E731
+    hidden = lambda: held_rig(Hidden())  # noqa: E731
     assert_refused(hidden, UnownedTensorError, r"another\s+tensor in each step", "Feed it", done=SECOND_TRACE)
     assert_handled(lambda: held_rig(Memory()))

@@ -145,13 +145,13 @@ def test_python_values() -> None:
     ]
 
 
-NOISE = np.random.default_rng(7)
+NOISE = Box(np.random.default_rng(7))
 
 
 @torch.library.custom_op("graphplan_tests::noisy", mutates_args=())
 def noisy(x: Tensor) -> Tensor:
     """``x`` with rounding noise from a generator that nobody knows, as atomic additions would make it."""
-    return x + 1e-6 * torch.from_numpy(NOISE.standard_normal(x.shape, dtype=np.float32))
+    return x + 1e-6 * torch.from_numpy(NOISE.item.standard_normal(x.shape, dtype=np.float32))
 
 
 def noisy_rig(hidden: Box, begin: int) -> Any:

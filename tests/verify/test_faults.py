@@ -38,34 +38,34 @@ def decaying_float(begin: int) -> Rig:
 
 
 def decaying_item(begin: int) -> Rig:
-    """The same in an array whose items no walk sees, though an owner holds it."""
+    """The same in an array that is too long for a walk to compare its items, though an owner holds it."""
 
     def each(model: Any, optimizer: Any, index: int) -> None:
         model.weights[0] = 0.5 ** max(0, index + 2 - begin)
 
-    prepare = lambda model: setattr(model, "weights", array("d", [1.0]))  # noqa: E731
+    prepare = lambda model: setattr(model, "weights", array("d", [1.0] * 1000))  # noqa: E731
     return changing_rig(stay, lambda model, x, y: loss_of(model, x, y) * model.weights[0], prepare=prepare, each=each)
 
 
 def branching_on_a_count(begin: int) -> Rig:
     """A branch on the number of the step, which an iterator keeps."""
-    count = itertools.count()
+    count = Box(itertools.count())
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         value = loss_of(model, x, y)
-        return value * 3 if next(count) >= begin else value
+        return value * 3 if next(count.item) >= begin else value
 
     return changing_rig(stay, loss)
 
 
 def drawing_from_numpy(begin: int) -> Rig:
     """NumPy noise in memory that a tensor shares: the operators are the same ones on the same tensor each time."""
-    memory, noise, count = np.zeros((6, 8), np.float32), np.random.default_rng(1), itertools.count()
-    shared = torch.from_numpy(memory)
+    memory, noise, count = Box(np.zeros((6, 8), np.float32)), Box(np.random.default_rng(1)), Box(itertools.count())
+    shared = torch.from_numpy(memory.item)
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        if next(count) >= begin:
-            noise.standard_normal(dtype=np.float32, out=memory)
+        if next(count.item) >= begin:
+            noise.item.standard_normal(dtype=np.float32, out=memory.item)
         return loss_of(model, x + shared, y)
 
     return changing_rig(stay, loss)
@@ -73,12 +73,12 @@ def drawing_from_numpy(begin: int) -> Rig:
 
 def writing_behind_the_dispatcher(begin: int) -> Rig:
     """A buffer that other code than torch's raises through a view of its memory."""
-    total, count = torch.ones(4), itertools.count()
-    memory = total.numpy()
+    total, count = torch.ones(4), Box(itertools.count())
+    memory = Box(total.numpy())
 
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        if next(count) >= begin:
-            np.add(memory, 1.0, out=memory)
+        if next(count.item) >= begin:
+            np.add(memory.item, 1.0, out=memory.item)
         return loss_of(model, x, y) * model.total.mean()
 
     return changing_rig(stay, loss, prepare=lambda model: model.register_buffer("total", total))

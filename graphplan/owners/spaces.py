@@ -1,0 +1,208 @@
+"""Views of what cannot be used like a dictionary: one item of each is one thing that a step may read."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Set as AbstractSet
+from contextvars import ContextVar
+from itertools import islice
+from operator import is_
+from types import CellType
+from typing import Any
+
+_WIDEST = 4096
+"""Bytes of the largest buffer whose contents are compared before each replay."""
+
+
+class Numbers:
+    """Python values that some object shows as attributes, properties included: read, guarded, never written.
+
+    ``via`` is an attribute on the way to the object.
+    """
+
+    def __init__(self, thing: Any, names: Iterable[str], *, via: str | None = None) -> None:
+        self.thing = thing
+        self.names = tuple(names)
+        self.via = via
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.thing, name)
+
+
+class Current:
+    """What a context variable holds here and now: read and guarded, never written."""
+
+    def __init__(self, variable: ContextVar[Any]) -> None:
+        self.variable = variable
+
+    def __getitem__(self, key: str) -> Any:
+        return self.variable.get(None)
+
+
+class Attributes(MutableMapping[str, Any]):
+    """Attributes of an object that keeps them in ``__slots__``."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+        self._names = slots_of(type(thing))
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self.thing, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # A frozen dataclass refuses to be assigned to.
+        object.__setattr__(self.thing, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        object.__delattr__(self.thing, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if hasattr(self.thing, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names that ``kind`` and its bases have in ``__slots__``."""
+    names: list[str] = []
+    for base in kind.__mro__:
+        own = vars(base).get("__slots__", ())
+        names += [own] if isinstance(own, str) else own
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+class _Seen:
+    """A value that is made anew for each look, and is the same object while it did not change."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def same(self, now: Any) -> Any:
+        last = self._last
+        if not isinstance(now, tuple) or type(last) is not type(now):
+            unchanged = type(now) is type(last) and now == last
+        else:
+            unchanged = len(now) == len(last) and all(map(is_, now, last))
+        if not unchanged:
+            self._last = now
+        return self._last
+
+
+class Extent(_Seen):
+    """How many items a list has, or a dictionary's keys in order, as an item of it: read and guarded, never written."""
+
+    def __init__(self, items: Sized) -> None:
+        super().__init__()
+        self.items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.same(tuple(self.items)) if isinstance(self.items, dict) else len(self.items)
+
+
+class _Items(tuple[Any, ...]):
+    """What a deque holds."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"a deque of {len(self)} items"
+
+
+class Contents(_Seen):
+    """What a set, deque, buffer or random generator holds, as one value to compare: read and guarded, never written."""
+
+    def __init__(self, items: Any) -> None:
+        super().__init__()
+        self.items = items
+
+    def __getitem__(self, key: str) -> Any:
+        items = self.items
+        if isinstance(items, AbstractSet):
+            return self.same(frozenset(items))
+        if isinstance(items, deque):
+            return self.same(_Items(items))
+        return self.same(_state_of(items))
+
+
+class Rest(_Seen):
+    """The items of a long list or dictionary from ``start`` on: read and guarded, never written."""
+
+    def __init__(self, items: Collection[Any], start: int) -> None:
+        super().__init__()
+        self.items = items
+        self._start = start
+
+    def __getitem__(self, key: str) -> Any:
+        values = self.items.values() if isinstance(self.items, dict) else self.items
+        return self.same(tuple(islice(values, self._start, None)))
+
+
+def has_contents(value: Any) -> bool:
+    """Whether ``value`` is a small buffer or a random generator of the host's, whose state can be compared."""
+    if isinstance(value, random.Random) or _bits_of(value) is not None:
+        return True
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return False
+    return not view.readonly and view.nbytes <= _WIDEST
+
+
+def _bits_of(value: Any) -> Any:
+    """The bit generator of one of NumPy's generators."""
+    if type(value).__module__.partition(".")[0] != "numpy":
+        return None
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+    return bits if hasattr(bits, "state") else None
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    bits = _bits_of(value)
+    if bits is None:
+        return memoryview(value).tobytes()
+    state = bits.state
+    return repr({**state, "state": {k: getattr(v, "tolist", lambda v=v: v)() for k, v in state["state"].items()}})
+
+
+class Cell:
+    """A closure's variable, used like a dictionary of one item."""
+
+    def __init__(self, cell: CellType) -> None:
+        self.cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+
+class Members:
+    """What a class holds, used like a dictionary: other than ``vars`` of the class it can be written to."""
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.kind)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.kind, name, value)
+
+
+def home(container: Any) -> Any:
+    """What has to stay for a place in ``container`` to be where it is."""
+    if isinstance(container, Contents | Extent | Rest):
+        return container.items
+    return container.thing if isinstance(container, Attributes) else container

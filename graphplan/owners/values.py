@@ -1,0 +1,277 @@
+"""Walking whatever lies in a place: tensors, numbers, containers, objects; and what functions and classes lead to."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, MutableMapping
+from contextvars import ContextVar
+from enum import Enum
+from functools import partial
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+from weakref import ProxyTypes
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from graphplan.owners.records import Namespace, Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.spaces import (
+    Attributes,
+    Contents,
+    Current,
+    Extent,
+    Members,
+    Numbers,
+    Rest,
+    has_contents,
+    slots_of,
+)
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
+_HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
+_FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
+"""Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
+_ATOMS = (type, ModuleType, Enum, partial)
+_MAX_DEPTH = 24
+_MAX_ITEMS = 4096
+_MOST_ITEMS = 65536
+
+Source = tuple[Any, str]
+"""The object and attribute that lead to a place."""
+
+
+class Values:
+    """Walks values into ``walk``. Modules and parameters are the subclass's affair."""
+
+    def __init__(self) -> None:
+        self.walk = Walk()
+        self._seen: set[int] = set()
+        self._named: list[tuple[str, torch.optim.Optimizer]] = []
+
+    def _first_visit(self, thing: Any) -> bool:
+        if id(thing) in self._seen:
+            return False
+        self._seen.add(id(thing))
+        return True
+
+    def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
+        raise NotImplementedError
+
+    def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any) -> None:
+        raise NotImplementedError
+
+    def _slot(self, path: str, container: Any, key: Any) -> None:
+        self.walk.slots[path] = Slot(path, container, key)
+
+    def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        if _is_gone(value):
+            return
+        if isinstance(value, nn.Parameter):
+            self._parameter(value, path, container, key)
+        elif isinstance(value, Tensor):
+            self._slot(path, container, key)
+            self._marks(value, path)
+        elif isinstance(value, tuple):
+            self._tuple(value, path, container, key, depth, source)
+        elif depth > _MAX_DEPTH:
+            return
+        elif isinstance(value, nn.Module):
+            self.walk.links.append((container, key, value))
+            self._module(value, path, depth)
+        elif isinstance(value, dict | list):
+            self.walk.links.append((container, key, value))
+            self._items(value, path, depth, source)
+        elif isinstance(value, set | deque):
+            self.walk.links.append((container, key, value))
+            self._contents(value, path, source, depth)
+        elif is_user_object(value):
+            self.walk.links.append((container, key, value))
+            self.walk.objects[path] = Scalar(container, key, *source)
+            self._object(value, path, depth)
+        else:
+            # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            if not isinstance(value, SCALARS):
+                self._behind(value, path, depth, source)
+
+    def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """A tuple with tensors is a slot of theirs, one without a value; in either there may be objects."""
+        if not tensor_leaves(value):
+            self.walk.scalars[path] = Scalar(container, key, *source)
+        elif not isinstance(container, tuple):
+            self._slot(path, container, key)
+        for number, item in enumerate(value):
+            if isinstance(item, Tensor):
+                self._marks(item, f"{path}[{number}]")
+            elif not isinstance(item, SCALARS):
+                self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
+
+    def _items(self, items: MutableMapping[Any, Any] | list[Any], path: str, depth: int, source: Source) -> None:
+        if not self._first_visit(items):
+            return
+        self.walk.containers.append(items)
+        if not isinstance(source[0], torch.optim.Optimizer):
+            self.walk.objects[f"len({path})"] = Scalar(Extent(items), "len", *source)
+        dotted = isinstance(items, MutableMapping)
+        if isinstance(items, list):
+            self.walk.lists[path] = items
+        pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MutableMapping) else enumerate(items)
+        for count, (key, value) in enumerate(list(pairs)):
+            if count >= _MAX_ITEMS:
+                if len(items) <= _MOST_ITEMS:
+                    self.walk.objects[f"{path}[{count}:]"] = Scalar(Rest(items, count), "rest", *source)
+                break
+            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key)}]"
+            self._value(value, name, items, key, depth + 1, source)
+        if type(items) not in (dict, list) and is_user_object(items):
+            self._object(items, path, depth, visited=True)
+
+    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
+        if isinstance(items, set | deque):
+            self.walk.containers.append(items)
+            self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
+        else:
+            self.walk.scalars[f"{path}[:]"] = Scalar(Contents(items), "contents", *source)
+        if isinstance(items, deque) and len(items) <= _MAX_ITEMS and self._first_visit(items):
+            for number, item in enumerate(list(items)):
+                if not isinstance(item, (Tensor, tuple, *SCALARS)):
+                    self._value(item, f"{path}[{number}]", items, number, depth + 1, source)
+
+    def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
+        if not visited and not self._first_visit(thing):
+            return
+        inner = getattr(thing, "__dict__", None)
+        # An attribute dictionary may be its own ``__dict__``.
+        if isinstance(inner, dict) and inner is not thing:
+            self.walk.containers.append(inner)
+            self.walk.attributes.append(inner)
+            for name, value in list(inner.items()):
+                self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+        if slots_of(type(thing)):
+            slots = Attributes(thing)
+            self.walk.containers.append(slots)
+            for name, value in list(slots.items()):
+                self._value(value, f"{path}.{name}", slots, name, depth + 1, (thing, name))
+        self._class_values(thing, path, depth)
+
+    def _marks(self, tensor: Tensor, path: str) -> None:
+        """What the user's code hung on a tensor."""
+        inner = vars(tensor)
+        for name, value in list(inner.items()) if inner else ():
+            if not name.startswith("_") and not isinstance(value, Tensor):
+                self._value(value, f"{path}.{name}", inner, name, 1, (tensor, name))
+
+    def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
+        """What the user's classes hold for ``thing``, unless it has its own."""
+        own = getattr(thing, "__dict__", {})
+        for kind in type(thing).__mro__:
+            if kind.__module__.split(".")[0] in _FOREIGN:
+                continue
+            for name, value in list(vars(kind).items()):
+                place = f"{path}.{name}"
+                if name.startswith("__") or name in own or self._knows(place):
+                    continue
+                if isinstance(value, SCALARS):
+                    # Seen through the object: it may get one of its own.
+                    self.walk.scalars[place] = Scalar(Numbers(thing, (name,)), name, thing, name)
+                elif _is_plain(value):
+                    self._value(value, place, Members(kind), name, depth + 1, (thing, name))
+
+    def _knows(self, path: str) -> bool:
+        return path in self.walk.scalars or path in self.walk.objects or path in self.walk.slots
+
+    def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
+        """What a function, method, class, module, variable or buffer leads to."""
+        if isinstance(value, torch.optim.Optimizer):
+            if not isinstance(source[0], LRScheduler):
+                self._named.append((path, value))
+        elif isinstance(value, partial):
+            self._behind(value.func, f"{path}.func", depth, source)
+            self._tuple(value.args, f"{path}.args", Numbers(value, ("args",)), "args", depth, source)
+            self._items(value.keywords, f"{path}.keywords", depth, source)
+        elif isinstance(value, MethodType | BuiltinMethodType):
+            bound = value.__self__
+            if isinstance(bound, nn.Module | dict | list) or is_user_object(bound):
+                self._value(bound, f"{path}.__self__", Numbers(value, ()), "__self__", depth + 1, source)
+            self._behind(getattr(value, "__func__", None), f"{path}.__func__", depth, source)
+        elif isinstance(value, FunctionType):
+            if not _is_foreign(value) and self._first_visit(value):
+                self._function(value, path, depth, source)
+        elif isinstance(value, type):
+            if not _is_foreign(value) and not issubclass(value, Enum) and self._first_visit(value):
+                self._class(value, path, depth)
+        elif isinstance(value, ModuleType):
+            # One that code names is looked at by the names that the code takes from it.
+            if not isinstance(source[0], Namespace) and self._first_visit(value):
+                for name, item in list(vars(value).items()):
+                    if isinstance(item, SCALARS) and not name.startswith("__"):
+                        self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, name))
+        elif isinstance(value, ContextVar):
+            self._value(value.get(None), f"{path}.get()", Current(value), "get", depth + 1, source)
+        elif isinstance(value, MappingProxyType):
+            for key, item in value.items():
+                self._value(item, f"{path}[{_key_name(key)}]", value, key, depth + 1, source)
+        elif has_contents(value):
+            self._contents(value, path, source)
+
+    def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
+        """Its code, defaults and attributes: what its closure and its globals hold are names."""
+        space = Numbers(function, ())
+        self.walk.scalars[f"{path}.__code__"] = Scalar(space, "__code__", *source)
+        self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
+        if function.__kwdefaults__:
+            self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
+        for name, value in list(vars(function).items()):
+            self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
+
+    def _class(self, kind: type, path: str, depth: int) -> None:
+        """Values in a class that lies in a place of its own."""
+        members = Members(kind)
+        for base in reversed(kind.__mro__):
+            for name, value in [] if _is_foreign(base) else list(vars(base).items()):
+                if name.startswith("__") or not _is_plain(value):
+                    continue
+                if base is kind:
+                    self.walk.places.append((members, name))
+                    self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+                else:
+                    self._value(value, f"{path}.{name}", Numbers(kind, ()), name, depth + 1, (kind, name))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a class's or module's member is a value rather than code."""
+    code = isinstance(value, FunctionType | ModuleType | staticmethod | classmethod | property)
+    return not code and not hasattr(type(value), "__get__")
+
+
+def _is_foreign(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", None)).split(".")[0] in _FOREIGN
+
+
+def _is_gone(value: Any) -> bool:
+    """Whether ``value`` stands for something that is no longer there."""
+    try:
+        return type(value) in ProxyTypes and value.__class__ is None
+    except ReferenceError:
+        return True
+
+
+def _key_name(key: Any) -> str:
+    return repr(key) if isinstance(key, str | int) else type(key).__name__
+
+
+def is_user_object(value: Any) -> bool:
+    """Whether ``value``'s attributes are walked: an instance of a class that is not a library's."""
+    if isinstance(value, LRScheduler):
+        return True
+    if isinstance(value, torch.optim.Optimizer):
+        # It is walked as an optimizer where it is an owner, whoever wrote it.
+        return False
+    root = type(value).__module__.split(".")[0]
+    if root in _FOREIGN or isinstance(value, (*_ATOMS, *SCALARS)):
+        return False
+    # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))

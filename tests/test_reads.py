@@ -1,0 +1,395 @@
+"""Whatever Python value a step reads, wherever it lies: a change reaches the next step, or the step is refused."""
+
+from __future__ import annotations
+
+import array
+import collections
+import contextvars
+import os
+import threading
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from graphplan import HostEffectError
+from tests.twins import Rig, assert_refused, assert_same_runs, build, drive, managed
+from tests.zoo import float_batches
+
+CALLS, WHEN = 24, 12
+Case = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], object]]
+"""What holds a value, how the step reads it, and how the host changes it."""
+
+
+@dataclass(slots=True)
+class Slotted:
+    """A record without a dictionary."""
+
+    scale: float = 0.5
+
+
+@dataclass
+class Record:
+    """A plain record."""
+
+    scale: float = 0.5
+
+
+def _nested() -> Any:
+    class Nested:
+        """Settings as classes within classes."""
+
+        class Loss:
+            """Settings of the loss."""
+
+            scale = 0.5
+
+    return Nested
+
+
+def _tables() -> Any:
+    class Tables:
+        """An object whose class holds what it reads."""
+
+        scale = 0.5
+        table = [0.5]  # noqa: RUF012
+
+    return Tables()
+
+
+class Extended(dict[str, float]):
+    """A dictionary with attributes."""
+
+    scale: float
+
+
+class Named(Record):
+    """Takes attributes by names that the code does not spell."""
+
+    which = "scale"
+
+
+def _scaled(by: float = 0.5) -> float:
+    return by
+
+
+def _from_record(record: Record) -> float:
+    return record.scale
+
+
+def _with_attribute() -> Any:
+    def function() -> float:
+        return function.scale  # type: ignore[attr-defined]
+
+    function.scale = 0.5  # type: ignore[attr-defined]
+    return function
+
+
+def _package() -> Any:
+    package, inner = types.ModuleType("package"), types.ModuleType("package.inner")
+    inner.scale, package.inner = 0.5, inner  # type: ignore[attr-defined]
+    return package
+
+
+def _deep() -> Any:
+    tree: Any = {"scale": 0.5}
+    for _ in range(12):
+        tree = {"more": tree}
+    return tree
+
+
+def _leaf(tree: Any) -> Any:
+    while "more" in tree:
+        tree = tree["more"]
+    return tree
+
+
+def _matched(record: Any) -> float:
+    return record.scale if record is None else astuple(record)[0]
+
+
+def _extended() -> Any:
+    table = Extended()
+    table.scale = 0.5
+    return table
+
+
+def _marked() -> Any:
+    tensor = torch.ones(1)
+    tensor.scale = 0.5  # type: ignore[attr-defined]
+    return tensor
+
+
+def _local() -> Any:
+    here = threading.local()
+    here.scale = 0.5
+    return here
+
+
+def _variable() -> Any:
+    variable = contextvars.ContextVar("scale", default=0.5)
+    variable.set(0.5)
+    return variable
+
+
+def _environment() -> Any:
+    os.environ["GRAPHPLAN_TEST_SCALE"] = "0.5"
+    return None
+
+
+def _set(name: str) -> Callable[[Any], object]:
+    return lambda thing: setattr(thing, name, 0.25)
+
+
+def _put(key: Any) -> Callable[[Any], object]:
+    return lambda thing: thing.__setitem__(key, 0.25)
+
+
+def _reorder(table: dict[str, float]) -> None:
+    table["first"] = table.pop("first")
+
+
+def _by_order(table: dict[str, float]) -> float:
+    total = 0.0
+    for value in table.values():
+        total = 2 * total + value
+    return total
+
+
+CASES: dict[str, Case] = {
+    "slots": (Slotted, lambda thing: thing.scale, _set("scale")),
+    "a class in a class": (
+        _nested,
+        lambda thing: thing.Loss.scale,
+        lambda thing: setattr(thing.Loss, "scale", 0.25),
+    ),
+    "a class's list": (_tables, lambda thing: thing.table[0], lambda thing: thing.table.__setitem__(0, 0.25)),
+    "one's own in place of the class's": (_tables, lambda thing: thing.scale, _set("scale")),
+    "attributes of a dictionary": (_extended, lambda thing: thing.scale, _set("scale")),
+    "attributes of a tensor": (_marked, lambda thing: thing.scale, _set("scale")),
+    "attributes of a function": (_with_attribute, lambda thing: thing(), _set("scale")),
+    "a deep dictionary": (_deep, lambda thing: _leaf(thing)["scale"], lambda thing: _leaf(thing).update(scale=0.25)),
+    "a long list": (lambda: [0.5] * 6000, lambda thing: thing[5500], _put(5500)),
+    "a dictionary in a deque": (
+        lambda: collections.deque([{"scale": 0.5}]),
+        lambda thing: thing[0]["scale"],
+        lambda thing: thing[0].update(scale=0.25),
+    ),
+    "the order of a dictionary": (lambda: {"first": 0.1, "second": 0.7}, _by_order, _reorder),
+    "a NumPy array": (lambda: np.array([0.5]), lambda thing: float(thing[0]), _put(0)),
+    "an array": (lambda: array.array("d", [0.5]), lambda thing: thing[0], _put(0)),
+    "bytes": (lambda: bytearray(b"\x02"), lambda thing: thing[0], lambda thing: thing.__setitem__(0, 3)),
+    "a UserDict": (lambda: collections.UserDict(scale=0.5), lambda thing: thing["scale"], _put("scale")),
+    "a ChainMap": (lambda: collections.ChainMap({}, {"scale": 0.5}), lambda thing: thing["scale"], _put("scale")),
+    "a thread's own": (_local, lambda thing: thing.scale, _set("scale")),
+    "a context variable": (_variable, lambda thing: thing.get(), lambda thing: thing.set(0.25)),
+    "keywords of a partial": (
+        lambda: partial(_scaled, by=0.5),
+        lambda thing: thing(),
+        lambda thing: thing.keywords.update(by=0.25),
+    ),
+    "an object in a partial": (
+        lambda: partial(_from_record, Record()),
+        lambda thing: thing(),
+        lambda thing: setattr(thing.args[0], "scale", 0.25),
+    ),
+    "a number beside a tensor": (
+        lambda: [(torch.ones(1), 0.5)],
+        lambda thing: thing[0][0].sum() * thing[0][1],
+        lambda thing: thing.__setitem__(0, (thing[0][0], 0.25)),
+    ),
+    "an object beside a tensor": (
+        lambda: (torch.ones(1), Record()),
+        lambda thing: thing[0].sum() * thing[1].scale,
+        lambda thing: setattr(thing[1], "scale", 0.25),
+    ),
+    "the type of a number": (
+        lambda: [(2,)],
+        lambda thing: 1 + (torch.arange(2) * thing[0][0]).is_floating_point(),
+        lambda thing: thing.__setitem__(0, (2.0,)),
+    ),
+    "all fields at once": (Record, _matched, _set("scale")),
+    "a computed name": (Named, lambda thing: getattr(thing, thing.which), _set("scale")),
+    "the attributes' dictionary": (Record, lambda thing: sum(vars(thing).values()), _set("scale")),
+    "an attribute that comes": (
+        lambda: types.SimpleNamespace(),
+        lambda thing: getattr(thing, "scale", 0.5),
+        _set("scale"),
+    ),
+    "the environment": (
+        _environment,
+        lambda thing: float(os.environ["GRAPHPLAN_TEST_SCALE"]),
+        lambda thing: os.environ.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
+    ),
+    "the environment by getenv": (
+        _environment,
+        lambda thing: float(os.getenv("GRAPHPLAN_TEST_SCALE") or 0),
+        lambda thing: os.environ.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """What the cases change for all."""
+    yield
+    os.environ.pop("GRAPHPLAN_TEST_SCALE", None)
+
+
+def _rig(case: Case, held: str, change: bool = True) -> Rig:
+    """A step that scales its loss by what it reads from a closure, from an attribute, or from a default."""
+    make, read, write = case
+    thing = make()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+    holder = types.SimpleNamespace(thing=thing)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        return scaled_step(x, y, thing)
+
+    def attribute_step(x: Tensor, y: Tensor) -> Tensor:
+        return scaled_step(x, y, holder.thing)
+
+    def default_step(x: Tensor, y: Tensor, default: Any = thing) -> Tensor:
+        return scaled_step(x, y, default)
+
+    def scaled_step(x: Tensor, y: Tensor, thing: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) * read(thing)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def after(index: int) -> None:
+        if index == WHEN and change:
+            write(thing)
+
+    step = {"closure": train_step, "attribute": attribute_step, "default": default_step}[held]
+    return Rig(step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
+
+
+@pytest.mark.parametrize("held", ["closure", "attribute", "default"])
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+def test_a_change_reaches_the_next_step(case: Case, held: str) -> None:
+    """Replays before and after it, and no check that could have found it."""
+    rig = build(lambda: _rig(case, held))
+    expected = drive(rig, rig.step)
+    rig = build(lambda: _rig(case, held, change=False))
+    unchanged = drive(rig, rig.step)
+    rig = build(lambda: _rig(case, held))
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert (step.stats.captured, step.stats.replayed) == (2, CALLS - 6 - 4)
+    with pytest.raises(AssertionError, match="differences"):
+        assert_same_runs(expected, unchanged)
+
+
+def test_a_module_in_a_module() -> None:
+    """The step names both."""
+    package = _package()
+
+    def make() -> Rig:
+        package.inner.scale = 0.5
+        return _rig(
+            (lambda: package, lambda thing: package.inner.scale, lambda thing: setattr(package.inner, "scale", 2)),
+            "closure",
+        )
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.captured == 2
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], object], str]] = {
+    "the next item": (count, next, r"reads thing.*, a count: each eager step may take its next item"),
+    "a number in an array": (lambda: np.zeros(1), lambda thing: thing.__iadd__(1), r"changes thing\[:\] in Python"),
+    "a draw of its own": (
+        lambda: np.random.default_rng(0),
+        lambda thing: thing.random(),
+        r"changes thing.*\[:\] in Python",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "use", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_what_a_replay_would_leave_out(make: Callable[[], Any], use: Callable[[Any], object], message: str) -> None:
+    """Named and refused, though no operator gets it."""
+
+    def read(thing: Any) -> float:
+        use(thing)
+        return 0.5
+
+    assert_refused(lambda: _rig((make, read, print), "closure", False), HostEffectError, message, done=4)
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its state, beside what belongs to parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+        self.state["steps"] = 0  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """A step of gradient descent."""
+        self.state["steps"] += 1  # type: ignore[index]
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-0.05)
+
+
+def test_a_count_in_an_optimizers_state() -> None:
+    """It goes on in replays."""
+    model = nn.Linear(8, 4)
+    optimizer = Counting(model.parameters())
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    rig = Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)))
+    step = managed(rig)
+    drive(rig, step)
+    assert step.stats.replayed == CALLS - 6
+    assert optimizer.state["steps"] == CALLS  # type: ignore[index]
+
+
+def test_numbers_of_an_optimizer_that_nobody_named() -> None:
+    """The step only reads them; who steps the optimizer is another affair."""
+
+    def make() -> Rig:
+        model = nn.Linear(8, 4)
+        optimizer = SGD(model.parameters(), lr=0.05)
+
+        def train_step(x: Tensor, y: Tensor) -> Tensor:
+            loss = F.cross_entropy(model(x), y) * optimizer.param_groups[0]["lr"]
+            loss.backward()
+            return loss
+
+        def after(index: int) -> None:
+            if index == WHEN:
+                optimizer.param_groups[0]["lr"] = 0.5
+
+        return Rig(train_step, {"model": model}, list(float_batches(CALLS)), after)
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.captured == 2
