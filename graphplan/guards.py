@@ -186,7 +186,8 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
     used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
     kept: list[Place] = []
     for container, key, child in reversed(walk.links):
-        if isinstance(child, Tensor | Module) or id(child) in used or id(getattr(child, "__dict__", None)) in used:
+        inner = getattr(child, "__dict__", child)
+        if isinstance(child, Tensor | Module) or id(child) in used or id(inner) in used:
             used.add(id(home(container)))
             kept.append((container, key, child))
     return kept[::-1]

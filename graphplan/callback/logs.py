@@ -150,16 +150,20 @@ class LogNotes:
                 results.log(call.fx, call.name, value, **dict(call.options))
             connector._current_fx = self._last_hook = call.fx
         if self._sums_in_step and not all(call.is_plain for call, _ in notes):
-            self._learn([call for call, _ in notes], results)
+            self._learn(notes, results)
 
-    def _learn(self, calls: list[LogCall], results: Any) -> None:
+    def _learn(self, notes: list[tuple[LogCall, Any]], results: Any) -> None:
         """Which of a step's calls may be plain from now on."""
+        calls = [call for call, _ in notes]
         hooks = [fx for fx, _ in groupby(calls, lambda call: call.fx)]
         if len(hooks) > len(set(hooks)):
             return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
-        for call in calls:
+        rates = [group["lr"] for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        for call, value in notes:
             metric = results.get(call.key)
-            if metric is not None and call.key not in self._plain and self._may_be_plain(metric):
+            # Nobody but the optimizer computes with a learning rate, not even to sum what is logged of it.
+            is_rate = isinstance(value, Tensor) and any(bool(value == rate) for rate in map(value.new_tensor, rates))
+            if metric is not None and call.key not in self._plain and not is_rate and self._may_be_plain(metric):
                 self._plain[call.key], self._metrics[call.key] = call, metric
         means = [call.key for call in calls if call.key in self._plain and self._metrics[call.key].meta.on_epoch]
         self.sums.form(dict.fromkeys(means), self._metrics)
