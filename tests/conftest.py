@@ -13,12 +13,9 @@ from torch.optim import optimizer as optimizers
 
 
 def pytest_collection_finish() -> None:
-    """Leave everything that was imported out of collections of garbage, and have few come by themselves: many tests ask
-    for one, and traces make many objects.
-    """
+    """Leave everything that was imported out of collections of garbage: many tests ask for one."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 50, 50)
 
 
 def _installed() -> dict[str, object]:

@@ -82,6 +82,9 @@ class LogNotes:
                 f"the step reads logged metrics at {find_source()}; a replay would not read them again. Move that code "
                 "to on_train_batch_end",
             )
+            # Whoever looks finds what Lightning would have there: nothing is summed elsewhere any more.
+            self._sums_in_step = False
+            self._plain.clear()
             results.__class__ = _ResultCollection
             try:
                 self.carry_out(notes)
@@ -162,7 +165,7 @@ class LogNotes:
         for call, value in notes:
             metric = results.get(call.key)
             # Nobody but the optimizer computes with a learning rate, not even to sum what is logged of it.
-            is_rate = isinstance(value, Tensor) and any(bool(value == rate) for rate in map(value.new_tensor, rates))
+            is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             if metric is not None and call.key not in self._plain and not is_rate and self._may_be_plain(metric):
                 self._plain[call.key], self._metrics[call.key] = call, metric
         means = [call.key for call in calls if call.key in self._plain and self._metrics[call.key].meta.on_epoch]
@@ -180,6 +183,11 @@ class LogNotes:
         kind = (metric.value.dtype, metric.value.device)
         self._kind = self._kind or kind
         return meta.is_mean_reduction and kind == self._kind and kind[0] in _DTYPES
+
+
+def _is_rate(value: Tensor, rate: Any) -> bool:
+    """Whether one number was logged, and it is this learning rate in the dtype that it was logged in."""
+    return value.numel() == 1 and bool(value == torch.as_tensor(rate, dtype=value.dtype, device=value.device))
 
 
 def _show(metric: Any, value: Tensor) -> None:
