@@ -82,12 +82,9 @@ class LogNotes:
                 f"the step reads logged metrics at {find_source()}; a replay would not read them again. Move that code "
                 "to on_train_batch_end",
             )
-            # Whoever looks finds what Lightning would have there: nothing is summed elsewhere any more.
-            self._sums_in_step = False
-            self._plain.clear()
             results.__class__ = _ResultCollection
             try:
-                self.carry_out(notes)
+                self._carry_out(notes)
             finally:
                 results.__class__ = _NotingResults
             notes.clear()
@@ -139,7 +136,13 @@ class LogNotes:
         held = self._metrics[call.key].value
         return value.ndim == 0 and (value.dtype, value.device) == (held.dtype, held.device)
 
-    def carry_out(self, notes: list[tuple[LogCall, Any]]) -> None:
+    def finish(self, notes: list[tuple[LogCall, Any]]) -> None:
+        """After a step: log what it noted. What may be plain from now on is asked here, where no trace is looking."""
+        self._carry_out(notes)
+        if self._sums_in_step and not all(call.is_plain for call, _ in notes):
+            self._learn(notes)
+
+    def _carry_out(self, notes: list[tuple[LogCall, Any]]) -> None:
         """Log for real, with the resets that ``LightningModule.log`` would have made."""
         connector: Any = self._trainer._logger_connector
         results: Any = self._trainer._results
@@ -152,12 +155,11 @@ class LogNotes:
                     results.reset(metrics=False, fx=call.fx)
                 results.log(call.fx, call.name, value, **dict(call.options))
             connector._current_fx = self._last_hook = call.fx
-        if self._sums_in_step and not all(call.is_plain for call, _ in notes):
-            self._learn(notes, results)
 
-    def _learn(self, notes: list[tuple[LogCall, Any]], results: Any) -> None:
+    def _learn(self, notes: list[tuple[LogCall, Any]]) -> None:
         """Which of a step's calls may be plain from now on."""
-        calls = [call for call, _ in notes]
+        calls, results = [call for call, _ in notes], self._trainer._results
+        assert results is not None
         hooks = [fx for fx, _ in groupby(calls, lambda call: call.fx)]
         if len(hooks) > len(set(hooks)):
             return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.

@@ -164,7 +164,7 @@ class Seam(ABC):
             raise
         self._wrapped.note(out["notes"])
         if out["logs"]:
-            self._logs.carry_out(out["logs"])
+            self._logs.finish(out["logs"])
         return out["result"]
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:

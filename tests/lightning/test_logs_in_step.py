@@ -158,3 +158,22 @@ def test_a_second_fit_of_the_same_trainer(tmp_path: Path) -> None:
     assert callback is not None
     assert callback.stats.replayed >= 2
     assert {name: value.item() for name, value in expected.items()} == {n: v.item() for n, v in found.items()}
+
+
+def _reads_in_the_end(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.log("value", loss, on_step=True, on_epoch=True)
+    if batch_idx % 5 == 4:
+        self.seen.append(float(self.trainer.callback_metrics["value"]))
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:graphplan")
+def test_some_steps_read_what_others_sum(tmp_path: Path) -> None:
+    """The sums are Lightning's whichever way a step goes: one that reads logs them for real, in the middle."""
+    make = lambda: with_step(_reads_in_the_end, seen=[])()  # noqa: E731
+    options = {"variant": lambda batch, index: index % 5 == 4, "allow": ["batch_idx"], "on_failure": "eager"}
+    expected = fit(make, tmp_path / "eager")
+    found = fit(make, tmp_path / "graphed", tape(**options))
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed >= 8, found.callback.report()
