@@ -26,7 +26,9 @@ from graphplan.signature import flatten
 _REPEATS, _ROUNDS = 200, 15
 
 
-def _step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    """A step with next to nothing in it but the model."""
+
     def train_step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         loss = model(x).square().mean()
@@ -52,7 +54,7 @@ def measure(layers: int, kind: type[torch.optim.Optimizer], width: int = 4) -> d
     """Cost of the checks for a chain of ``layers`` linear layers: counts, and microseconds per call."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
     optimizer = kind(model.parameters(), lr=0.01, fused=True)  # type: ignore[call-arg]
-    step = graph_step(_step_of(model, optimizer), owners={"model": model, "optimizer": optimizer}, verify="off")
+    step = graph_step(step_of(model, optimizer), owners={"model": model, "optimizer": optimizer}, verify="off")
     x = torch.randn(2, width)
     for _ in range(8):
         step(x)

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from recipes.guard_cost import step_of
+
 WARMUP, STEPS = 30, 400
 """Batches of a fit: the first lead to a program; the time of the others is what counts."""
 
@@ -62,23 +64,12 @@ def _loop(call: Callable[[Tensor], Any]) -> float:
     return batches.us()
 
 
-def _step(model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
-    def train_step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return train_step
-
-
 def replay() -> float:
     """The program alone: inputs copied in, operators run, outputs cloned."""
     from graphplan import capture, compile_plan
 
     model, optimizer = _make()
-    train_step, x = _step(model, optimizer), torch.randn(4, 8)
+    train_step, x = step_of(model, optimizer), torch.randn(4, 8)
     plan = compile_plan(train_step, x, owners={"model": model, "optimizer": optimizer})
     program = capture(plan, feed=(x,), backend="tape")
     return _loop(lambda batch: program.replay((batch,)))
@@ -90,7 +81,7 @@ def graphed() -> float:
 
     model, optimizer = _make()
     owners = {"model": model, "optimizer": optimizer}
-    return _loop(graph_step(_step(model, optimizer), owners=owners, backend="tape"))
+    return _loop(graph_step(step_of(model, optimizer), owners=owners, backend="tape"))
 
 
 def trainer(*, typical: bool, callback: bool, folder: Path, options: dict[str, Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, MutableMapping
 from contextvars import ContextVar
@@ -43,7 +44,7 @@ Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
 
 
-class Values:
+class Values(ABC):
     """Walks values into ``walk``. Modules and parameters are the subclass's affair."""
 
     def __init__(self) -> None:
@@ -57,11 +58,13 @@ class Values:
         self._seen.add(id(thing))
         return True
 
+    @abstractmethod
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
-        raise NotImplementedError
+        """Walk a module that lies there."""
 
+    @abstractmethod
     def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any) -> None:
-        raise NotImplementedError
+        """Walk a parameter that lies there."""
 
     def _slot(self, path: str, container: Any, key: Any) -> None:
         self.walk.slots[path] = Slot(path, container, key)
