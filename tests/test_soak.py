@@ -144,8 +144,9 @@ def test_a_long_run_with_random_events() -> None:
     assert step.stats.recaptured > 20
     keys = growth.pop("Entry")
     assert 0 <= keys <= KEYS
-    assert growth.pop("Tensor") <= expected_growth["Tensor"]
-    assert growth.pop("others") <= expected_growth["others"] + PARTS_OF_A_KEY * keys
+    # Eager may end with less than it had settled on (what its first steps left was collected later): that is no bound.
+    assert growth.pop("Tensor") <= max(expected_growth["Tensor"], 0)
+    assert growth.pop("others") <= max(expected_growth["others"], 0) + PARTS_OF_A_KEY * keys
     assert max(growth.values()) <= 0, f"more objects than after {SETTLED} steps: {growth}"
     long = {name: length for name, length in tables(step).items() if length > LIMITS.get(name, 64)}
     assert not long, f"tables that have grown: {long}"
