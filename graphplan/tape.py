@@ -23,7 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
 from graphplan.owners import is_freed, same_bits, storage_id
-from graphplan.tracer import Profile, find_source, finish, is_allocation, is_collective, wait_for, written_tensors
+from graphplan.tracer import (
+    Aside,
+    Profile,
+    find_source,
+    finish,
+    is_allocation,
+    is_collective,
+    wait_for,
+    written_tensors,
+)
 from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
 
 _CONSTANT = (
@@ -103,11 +112,12 @@ class _TapeMode(TorchDispatchMode):
         if name in LIFTS:
             self._record_constant(args[0])
             return func(*args, **kwargs)
-        taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
-        out = finish(name, func(*args, **kwargs))
-        if torch.Tag.data_dependent_output in func.tags:
-            self.fail(f"{name} reads values on the host")
-        self._record(func, name, args, kwargs, out, taken)
+        with Aside() as aside:
+            taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
+            out = finish(name, aside.run(func, args, kwargs))
+            if torch.Tag.data_dependent_output in func.tags:
+                self.fail(f"{name} reads values on the host")
+            self._record(func, name, args, kwargs, out, taken)
         return out
 
     def _record(

@@ -16,6 +16,7 @@ from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
+from graphplan.tracer.profile import Aside
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix
@@ -102,6 +103,11 @@ class TraceMode(TorchDispatchMode):
         name = str(func)
         if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
+        with Aside() as aside:
+            return self._note(aside, func, name, args, kwargs)
+
+    def _note(self, aside: Aside, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and write it down."""
         source = find_source()
         constant = self._lift(args) if name in LIFTS else None
         tensors = list(tensors_in([args, list(kwargs.values())]))
@@ -117,7 +123,7 @@ class TraceMode(TorchDispatchMode):
         if random:
             self._check_seek(source)
             self._note_generator(kwargs.get("generator"))
-        out = finish(name, func(*args, **kwargs))
+        out = finish(name, aside.run(func, args, kwargs))
         if random:
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
         self._watch.check(name, tensors, tensors_in(out), source)
