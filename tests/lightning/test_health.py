@@ -6,7 +6,7 @@ import copy
 import pickle
 import signal
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,15 @@ ENDS = {
 }
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """An interrupt raises KeyboardInterrupt, also in a process that a shell started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("within", [False, True])
