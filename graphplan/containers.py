@@ -19,7 +19,8 @@ class Literals(tuple[Any, ...]):
     __slots__ = ()
 
 
-_PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals})
+PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals})
+"""Types of tensors and of immutable literals."""
 _MAX_STRUCTURES = 1024
 _structures: dict[Hashable, pytree.TreeSpec] = {}
 """Structures of plain containers, by what :func:`_sketch` says of them."""
@@ -32,7 +33,7 @@ def _sketch(tree: Any, leaves: list[Any]) -> Hashable:
         TypeError: where there is anything else, which is pytree's affair.
     """
     kind = type(tree)
-    if kind in _PLAIN_LEAVES:
+    if kind in PLAIN_LEAVES:
         leaves.append(tree)
         return None
     if kind is tuple or kind is list:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import repeat
-from operator import attrgetter, getitem
+from operator import attrgetter, contains, getitem, is_not
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,7 @@ _MODULE_PARTS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules", "_parameters",
     "_buffers",
 )  # fmt: skip
+_get_forward = attrgetter("forward")
 _OPTIMIZER_PARTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = {
     name: getattr(space, name)
@@ -62,10 +64,11 @@ class Fingerprint:
             self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
         self._sharding = Sharding(walk.modules)
-        self._geometries = Geometries([])
+        self._geometries: Geometries | None = None
         self._flags: tuple[Any, ...] = ()
         self._registered: int | None = None
         self._hooks: list[tuple[str, Any]] = []
+        self._held: tuple[Any, ...] = ()
         for path, optimizer in walk.optimizers.items():
             for part in _OPTIMIZER_PARTS:
                 self._add_size(getattr(optimizer, part), f"{path}.{part}")
@@ -90,6 +93,43 @@ class Fingerprint:
         else:
             self._empty.append(items)
 
+    def unchanged(self) -> bool:
+        """Whether everything is as it was at :meth:`hold`. False also where only a closer look would tell."""
+        if not self._held:
+            return False
+        assert self._geometries is not None
+        hypers, flags, kinds, forwards, lengths, hooks = self._held
+        return (
+            not any(map(is_not, map(getitem, self._containers, self._keys), hypers))
+            and not any(map(is_not, map(dict.get, self._dicts, repeat("training")), flags))
+            and not any(map(is_not, map(type, self._modules), kinds))
+            and not any(map(is_not, map(_get_forward, self._kinds), forwards))
+            and list(map(len, self._sized)) == lengths
+            and not any(self._empty)
+            and not any(map(contains, self._dicts, repeat("forward")))
+            and hooks_registered() == self._registered
+            and [tuple(hooked) for _, hooked in self._hooks] == hooks
+            and self._geometries.fit(self._parameters)
+        )
+
+    def hold(self) -> None:
+        """After :meth:`values`: keep what :meth:`unchanged` compares with, where that says enough."""
+        own = any(self._empty) or any(map(contains, self._dicts, repeat("forward"))) or self._sharding.is_there
+        # What scripted classes have instead of a function says nothing when it is asked of the class.
+        forwards = [] if own else [_forward_of(kind) for kind in self._kinds]
+        self._held = (
+            ()
+            if own or not all(isinstance(forward, FunctionType) for forward in forwards)
+            else (
+                list(map(getitem, self._containers, self._keys)),
+                list(map(dict.get, self._dicts, repeat("training"))),
+                list(map(type, self._modules)),
+                forwards,
+                list(map(len, self._sized)),
+                [tuple(hooked) for _, hooked in self._hooks],
+            )
+        )
+
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
         return (
@@ -107,7 +147,7 @@ class Fingerprint:
 
     def _parameter_flags(self) -> tuple[Any, ...]:
         """The geometry of every parameter: a frozen one, or one in another memory format."""
-        if not self._geometries.unchanged():
+        if self._geometries is None or not self._geometries.fit(self._parameters):
             self._geometries = Geometries(self._parameters)
             columns = zip(*map(geometry, self._parameters), strict=True)
             self._flags = tuple(fact for column in columns for fact in column)

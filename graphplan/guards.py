@@ -110,7 +110,7 @@ class Guards:
             return False
         if any(map(is_not, map(local, self._sharded), self._shards)) or not self._in_place():
             return False
-        return self._geometries.unchanged() or list(map(geometry, self._shaped)) == self._shapes
+        return self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes
 
     def _look_closely(self) -> bool:
         """Whether containers that are guarded as a whole hold what they held."""

@@ -80,11 +80,14 @@ def _close_records(tree: Any) -> Any:
     return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, _Record))
 
 
+def alignment_unit(tensor: Tensor) -> int:
+    """Bytes of the widest vector that kernels of the tensor's device load."""
+    return 16 if tensor.is_cuda else WIDEST_LOAD
+
+
 def alignment(tensor: Tensor) -> int:
     """How many bytes ``tensor`` begins after a multiple of the widest vector that its device's kernels load."""
-    if tensor.layout is not torch.strided:
-        return 0
-    return tensor.data_ptr() % (16 if tensor.is_cuda else WIDEST_LOAD)
+    return tensor.data_ptr() % alignment_unit(tensor) if tensor.layout is torch.strided else 0
 
 
 class Feed:
@@ -123,7 +126,12 @@ class Feed:
         return tuple([alignment(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)])
 
 
-def _leaf_key(leaf: Any) -> Hashable:
+def leaf_key(leaf: Any) -> Hashable:
+    """What a leaf contributes to a feed's key.
+
+    Raises:
+        FeedError: for what is neither a tensor nor a literal.
+    """
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided:
             return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
@@ -141,16 +149,16 @@ def _leaf_key(leaf: Any) -> Hashable:
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     """Flatten a call. Tensors and literals in plain containers take a path without pytree."""
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return Feed(list(args), None, (len(args), *map(_leaf_key, args)))
+        return Feed(list(args), None, (len(args), *map(leaf_key, args)))
     try:
         sketch, leaves, structure = flatten_plain((args, dict(kwargs)))
-        return Feed(leaves, structure, (sketch, *map(_leaf_key, leaves)))
+        return Feed(leaves, structure, (sketch, *map(leaf_key, leaves)))
     except TypeError:
         pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
     if any(map(_is_record, leaves)):
         leaves, structure = pytree.tree_flatten(_open_records((args, dict(kwargs))))
-    return Feed(leaves, structure, (structure, *map(_leaf_key, leaves)))
+    return Feed(leaves, structure, (structure, *map(leaf_key, leaves)))
 
 
 def check_feed(feed: Feed, device: torch.device | None) -> None:

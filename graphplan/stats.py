@@ -79,6 +79,19 @@ class Stats:
         self.phases[phase] += seconds
         self.phase_counts[phase] += 1
 
+    def count_replay(self, start: float, now: float, nbytes: int, *, first: bool) -> None:
+        """Count a replay that took from ``start`` to ``now`` on the host, and copied ``nbytes`` in."""
+        phase = "first_replay" if first else "steady"
+        self.phases[phase] += now - start
+        self.phase_counts[phase] += 1
+        self.replayed += 1
+        self.launches_replayed += 1
+        self.bytes_copied += nbytes
+        if self.last_kind == "replayed":
+            self.step_seconds["replayed"] += now - self.last_end
+            self.step_counts["replayed"] += 1
+        self.last_end, self.last_kind = now, "replayed"
+
     def end_call(self, kind: str) -> None:
         """Note that a call of ``kind`` has ended now."""
         now = perf_counter()

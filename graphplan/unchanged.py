@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ def _add(add: Any, *facts: Any) -> None:
         add(*facts, [""])
 
 
+_wants_grad = attrgetter("requires_grad")
 GEOMETRY = ("shape", "stride()", "dtype", "requires_grad")
 """What a tensor can change where it lies."""
 
@@ -86,19 +88,23 @@ def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Geometries:
-    """Shapes, strides, dtypes, devices and ``requires_grad`` of tensors."""
+    """Shapes, strides, dtypes, devices, types and ``requires_grad`` of some tensors, which are not kept."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
         self._guard: Any = None
+        self._is_empty = not tensors
         # Without gradient mode torch's guard takes no notice of requires_grad.
-        if hasattr(_guards, "TensorGuards") and tensors and torch.is_grad_enabled():
+        self._grad = torch.is_grad_enabled()
+        self._wants_grad = list(map(_wants_grad, tensors))
+        if hasattr(_guards, "TensorGuards") and tensors:
             with suppress(RuntimeError, TypeError):
                 self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
-    def unchanged(self) -> bool:
-        """Whether all of them are what they were."""
-        return self._guard is not None and torch.is_grad_enabled() and self._guard.check(*self._tensors)
+    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these, which must be as many, have them."""
+        if self._guard is None or torch.is_grad_enabled() is not self._grad:
+            return self._is_empty
+        return self._guard.check(*tensors) and (self._grad or list(map(_wants_grad, tensors)) == self._wants_grad)
 
 
 class Modes:
@@ -109,11 +115,24 @@ class Modes:
         self._settings: tuple[Any, ...] = ()
         self._known: tuple[Any, ...] = ()
 
+    def unchanged(self) -> bool:
+        """Whether all are what :meth:`now` said last."""
+        return (
+            self._state is not None
+            and tuple([setting() for setting in _SETTINGS]) == self._settings
+            and self._state.check()
+        )
+
+    def are_at(self, known: tuple[Any, ...]) -> bool:
+        """Whether they still are what :meth:`now` said when it gave ``known``."""
+        return known is self._known and self.unchanged()
+
     def now(self) -> tuple[Any, ...]:
         """Gradient and inference mode, autocast by device, the default dtype, and which kernels torch may choose."""
-        settings = tuple([setting() for setting in _SETTINGS])
-        if self._state is None or settings != self._settings or not self._state.check():
-            self._known, self._settings = (*_read_modes(), *settings), settings
+        if not self.unchanged():
+            self._settings = tuple([setting() for setting in _SETTINGS])
+            known = (*_read_modes(), *self._settings)
+            self._known = known if known != self._known else self._known
             self._state = _guards.GlobalStateGuard() if hasattr(_guards, "GlobalStateGuard") else None
         return self._known
 

@@ -126,21 +126,28 @@ GEOMETRIES: dict[str, Callable[[nn.Parameter], Any]] = {
 def test_geometries_notice_every_change(change: Callable[[nn.Parameter], Any]) -> None:
     params = [nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(2))]
     geometries = Geometries(params)
-    assert geometries.unchanged()
+    assert geometries.fit(params)
     change(params[0])
-    assert not geometries.unchanged()
+    assert not geometries.fit(params)
 
 
-def test_geometries_say_nothing_without_gradient_mode() -> None:
-    """There torch's guard overlooks ``requires_grad``."""
+def test_geometries_without_gradient_mode() -> None:
+    """There torch's guard overlooks ``requires_grad``; and what was noted in one mode says nothing in the other."""
     params = [nn.Parameter(torch.ones(3, 3))]
-    with torch.no_grad():
-        made_without = Geometries(params)
-    assert not made_without.unchanged()
     geometries = Geometries(params)
     with torch.no_grad():
+        assert not geometries.fit(params)
+        made_without = Geometries(params)
+        assert made_without.fit(params)
         params[0].requires_grad_(False)
-        assert not geometries.unchanged()
+        assert not made_without.fit(params)
+        params[0].requires_grad_(True)
+    assert geometries.fit(params)
+    assert not made_without.fit(params)
+
+
+def test_geometries_of_nothing() -> None:
+    assert Geometries([]).fit([])
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "found"])

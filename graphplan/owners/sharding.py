@@ -37,6 +37,11 @@ class Sharding:
         things = (*self._states, *self._groups)
         return [(t, [name for name, value in vars(t).items() if isinstance(value, _PLAIN)]) for t in things]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether any module is sharded."""
+        return bool(self._modules)
+
     def settle(self) -> None:
         """Come to rest. What was gathered outside a training step, by a validation for instance, goes: the next step
         gathers the same values again.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from graphplan.program.statics import CopiedOwned
 from graphplan.roles import Role
 from graphplan.signature import Feed, check_match, flatten, shared_leaf
 
+_wants_grad = attrgetter("requires_grad")
+_NOTHING = nullcontext()
 NO_CHECK = -1
 """No replay has this number."""
 
@@ -73,6 +77,11 @@ class Program:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     @property
+    def is_open(self) -> bool:
+        """Whether it can be replayed."""
+        return self._recording is not None
+
+    @property
     def guards(self) -> Guards:
         """The checks of what the program adopted."""
         return self._adopted.guards
@@ -85,6 +94,13 @@ class Program:
             return False
         return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
 
+    def is_written(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the step writes to the memory of any of ``tensors``, dense ones that are fed."""
+        if self._write_back:
+            return True
+        written = self._adopted.written
+        return any(tensor.untyped_storage()._cdata in written for tensor in tensors)
+
     def _owned_leaves(self, leaves: Sequence[Any]) -> set[int]:
         """Which leaves share memory with owners' tensors that the step writes to."""
         written = self._adopted.written
@@ -96,7 +112,7 @@ class Program:
         if self._shared:
             pairs = zip(sources, self._indices, strict=True)
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
-        with torch.no_grad():
+        with torch.no_grad() if any(map(_wants_grad, sources)) else _NOTHING:
             if len(sources) == 1:
                 self._targets[0].copy_(sources[0], non_blocking=True)
             elif sources:
@@ -146,10 +162,11 @@ class Program:
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
         self._give_back(leaves)
-        with torch.no_grad():
-            return self._outputs.build(leaves, self._walk)
+        return self._outputs.build(leaves, self._walk)
 
     def _give_back(self, leaves: Sequence[Any]) -> None:
+        if not self._write_back and not self._wants_grad:
+            return
         with torch.no_grad():
             for index, static in self._write_back:
                 leaves[index].copy_(static)

@@ -92,9 +92,13 @@ class Entries:
         """The entry of ``key``."""
         entry = self._entries.get(key)
         if entry is not None:
-            self._lookups += 1
-            entry.used = self._lookups
+            self.touch(entry)
         return entry
+
+    def touch(self, entry: Entry) -> None:
+        """Count ``entry`` as the one used last."""
+        self._lookups += 1
+        entry.used = self._lookups
 
     def put(self, key: Key, entry: Entry) -> None:
         """Keep ``entry`` under ``key``, and under no other."""

@@ -165,6 +165,17 @@ class Managed:
             self._last, self._last_id = values, self._number(values)
         return self._last_id
 
+    def held_fingerprint(self) -> int:
+        """:meth:`fingerprint`, about which :meth:`is_at` will be asked."""
+        number = self.fingerprint()
+        if self._fingerprint is not None:
+            self._fingerprint.hold()
+        return number
+
+    def is_at(self, fingerprint: int) -> bool:
+        """Whether the fingerprint still has this number. False also where only a closer look would tell."""
+        return fingerprint == self._last_id and self._fingerprint is not None and self._fingerprint.unchanged()
+
     def _number(self, values: tuple[Any, ...]) -> int:
         number = self._seen.pop(values, self._taken)
         self._seen[values] = number

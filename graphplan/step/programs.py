@@ -37,6 +37,10 @@ class Programs:
         """The entry of ``key``."""
         return self._entries.find(key)
 
+    def touch(self, entry: Entry) -> None:
+        """Count ``entry`` among those used of late."""
+        self._entries.touch(entry)
+
     def add(self, key: Key, entry: Entry) -> Entry:
         """Keep ``entry`` under ``key``, and under no other."""
         self._entries.put(key, entry)

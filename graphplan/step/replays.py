@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -27,25 +28,19 @@ class Replays:
         self._options = options
         self._stats = runner.stats
 
-    def replay(self, program: Program, feed: Feed) -> Any:
+    def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
         start = perf_counter()
         if self._options.debug_eager:
-            result = self._runner.run(lambda: program.run_eagerly(feed.leaves))
+            result = self._runner.run(lambda: program.run_eagerly(leaves))
         else:
-            result = program.run(feed.leaves)
-        self._stats.add_time("steady" if program.replays else "first_replay", perf_counter() - start)
+            result = program.run(leaves)
+        end = perf_counter()
         if self._options.debug and not program.replays:
             wait_for_device(program, "its first replay")
-        self._count(program)
-        self._stats.end_call("replayed")
-        return result
-
-    def _count(self, program: Program) -> None:
+        self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
         program.replays += 1
-        self._stats.replayed += 1
-        self._stats.launches_replayed += 1
-        self._stats.bytes_copied += program.bytes_per_replay
+        return result
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager, where there is room for that; then eager's outcome stands."""
@@ -69,7 +64,10 @@ class Replays:
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
         program.next_check = self._options.schedule.after(number)
-        self._count(program)
+        program.replays += 1
+        self._stats.replayed += 1
+        self._stats.launches_replayed += 1
+        self._stats.bytes_copied += program.bytes_per_replay
         self._stats.launches_eager += program.plan.launches
         if verdict.open:
             self._stop_checks(program, verdict.open)
@@ -95,7 +93,7 @@ class Replays:
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         self._stop_checks(program, reason)
-        return self.replay(program, feed), None
+        return self.replay(program, feed.leaves), None
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         """Go on without checks of this program, and say so."""

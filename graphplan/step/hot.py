@@ -1,0 +1,113 @@
+"""The short way to a replay: a call that is like an earlier one, in a step in which nothing has changed.
+
+The first replay of a kind of call goes the long way, by its key. What the long way would find again is afterwards asked
+with a few comparisons. Each of them is exact in one direction: where one fails, the long way decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_not, mod
+from typing import Any
+
+from torch import Tensor
+
+from graphplan.containers import PLAIN_LEAVES
+from graphplan.program import Program
+from graphplan.signature import Feed, alignment_unit, leaf_key
+from graphplan.step.entry import Entry, Variant
+from graphplan.unchanged import Geometries
+
+_KINDS = 4
+"""Kinds of calls that are remembered: as many as a step that accumulates gradients has programs."""
+
+
+class Call:
+    """One kind of call: positional arguments, each a tensor, a literal, or a tuple, list or dict of those.
+
+    Attributes:
+        entry, program: what the long way found for it.
+        facts: what else it found: the modes and the fingerprint of that call.
+        variant: the gradients that were there on entry; None if the program serves whatever there is.
+    """
+
+    def __init__(
+        self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program, facts: Any, variant: Variant | None
+    ) -> None:
+        self.entry = entry
+        self.program = program
+        self.facts = facts
+        self.variant = variant
+        self._shapes = [(type(arg), _shape(arg)) for arg in args]
+        self._kinds = list(map(type, feed.leaves))
+        # Only facts of the tensors are kept, not the tensors: they are a batch.
+        self._tensors = [index for index, _ in feed.tensors()]
+        tensors = [leaf for _, leaf in feed.tensors()]
+        self._geometries = Geometries(tensors)
+        self._units = list(map(alignment_unit, tensors))
+        self._alignments = list(feed.alignments())
+        others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
+        self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
+
+    def leaves(self, args: Sequence[Any]) -> list[Any] | None:
+        """The leaves of ``args``, if they are of this kind."""
+        if len(args) != len(self._shapes):
+            return None
+        leaves: list[Any] = []
+        for arg, (kind, shape) in zip(args, self._shapes, strict=True):
+            if type(arg) is not kind:
+                return None
+            if shape is None:
+                leaves.append(arg)
+            elif kind is dict:
+                if tuple(arg) != shape:
+                    return None
+                leaves += arg.values()
+            else:
+                if len(arg) != shape:
+                    return None
+                leaves += arg
+        if list(map(type, leaves)) != self._kinds:
+            return None
+        for index, literal, key in self._literals:
+            if leaves[index] is not literal and leaf_key(leaves[index]) != key:
+                return None
+        tensors = [leaves[index] for index in self._tensors]
+        if not self._geometries.fit(tensors):
+            return None
+        if list(map(mod, map(Tensor.data_ptr, tensors), self._units)) != self._alignments:
+            return None
+        return None if self.program.is_written(tensors) else leaves
+
+
+def _shape(arg: Any) -> Any:
+    """The keys of a dictionary, the length of another container, None for a leaf."""
+    if type(arg) is dict:
+        return tuple(arg)
+    return len(arg) if type(arg) in (list, tuple) else None
+
+
+class Calls:
+    """The kinds of calls that were replayed of late."""
+
+    def __init__(self) -> None:
+        self._known: list[Call] = []
+
+    def find(self, args: Sequence[Any]) -> tuple[Call, list[Any]] | None:
+        """What is known of calls like this, and the leaves of this one."""
+        for call in self._known:
+            leaves = call.leaves(args)
+            if leaves is not None:
+                return call, leaves
+        return None
+
+    def add(self, call: Call, args: Sequence[Any], feed: Feed) -> None:
+        """Remember a kind of call, if its arguments are plain and nothing but tensors have to be looked at."""
+        leaves = call.leaves(args) if PLAIN_LEAVES.issuperset(map(type, feed.leaves)) else None
+        if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
+            others = [known for known in self._known if known.leaves(args) is None]
+            self._known = [call, *others][:_KINDS]
+
+    def forget(self) -> None:
+        """Let go of programs that were closed."""
+        self._known = [call for call in self._known if call.program.is_open]
