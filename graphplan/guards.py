@@ -95,20 +95,22 @@ class Guards:
         try:
             if not self._containers.unchanged() and not self._look_closely():
                 return False
-            if any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
+            if self._dicts and any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
                 return False
-            if any(map(is_not, map(getitem, self._others, self._keys), self._items)):
+            if self._others and any(map(is_not, map(getitem, self._others, self._keys), self._items)):
                 return False
-            if any(map(contains, self._lacking, self._absent)):
+            if self._lacking and any(map(contains, self._lacking, self._absent)):
                 return False
             if any(map(is_not, map(getitem, self._spaces, self._names), self._values)) and not self._equal():
                 return False
         except (KeyError, IndexError, RuntimeError):
             # A key that is gone, or a Python value that became a tensor.
             return False
-        if any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
+        if self._grads and any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
             return False
-        if any(map(is_not, map(local, self._sharded), self._shards)) or not self._in_place():
+        if self._sharded and any(map(is_not, map(local, self._sharded), self._shards)):
+            return False
+        if not self._in_place():
             return False
         return self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes
 

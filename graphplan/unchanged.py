@@ -112,15 +112,18 @@ class Modes:
 
     def __init__(self) -> None:
         self._state: Any = None
-        self._settings: tuple[Any, ...] = ()
+        self._settings: list[Any] = []
+        self._device: Any = None
         self._known: tuple[Any, ...] = ()
 
     def unchanged(self) -> bool:
         """Whether all are what :meth:`now` said last."""
         return (
             self._state is not None
-            and tuple([setting() for setting in _SETTINGS]) == self._settings
+            and [setting() for setting in _SETTINGS] == self._settings
             and self._state.check()
+            # A default device is a mode on this stack.
+            and (not torch._C._len_torch_function_stack() or torch.get_default_device() == self._device)
         )
 
     def are_at(self, known: tuple[Any, ...]) -> bool:
@@ -130,8 +133,9 @@ class Modes:
     def now(self) -> tuple[Any, ...]:
         """Gradient and inference mode, autocast by device, the default dtype, and which kernels torch may choose."""
         if not self.unchanged():
-            self._settings = tuple([setting() for setting in _SETTINGS])
-            known = (*_read_modes(), *self._settings)
+            self._settings = [setting() for setting in _SETTINGS]
+            self._device = _default_device()
+            known = (*_read_modes(), self._device, *self._settings)
             self._known = known if known != self._known else self._known
             self._state = _guards.GlobalStateGuard() if hasattr(_guards, "GlobalStateGuard") else None
         return self._known
@@ -159,9 +163,9 @@ def _default_device() -> Any:
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 
-def _saved_tensor_hooks() -> Any:
+def _saved_tensor_hooks() -> list[Callable[[], Any]]:
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(False)
+    return [] if top is None else [partial(top, False)]
 
 
 def _precisions() -> list[Callable[[], Any]]:
@@ -174,8 +178,7 @@ def _precisions() -> list[Callable[[], Any]]:
 _SETTINGS: list[Callable[[], Any]] = [
     torch.is_inference_mode_enabled,
     torch.is_anomaly_enabled,
-    _default_device,
-    _saved_tensor_hooks,
+    *_saved_tensor_hooks(),
     *_settings_of("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_mkldnn_enabled"),
     *_settings_of("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
     *_settings_of("_get_cudnn_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction"),
