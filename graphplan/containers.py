@@ -6,7 +6,7 @@ A replay of a small step takes less time than pytree does for its arguments and 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from operator import is_not, itemgetter
+from operator import is_not
 from typing import Any
 
 from torch import Tensor
@@ -64,23 +64,32 @@ def flatten_plain(tree: Any) -> tuple[Hashable, list[Any], pytree.TreeSpec]:
 
 def rebuilder(structure: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
     """A function that makes a tree of ``structure`` from its leaves, without pytree where the containers are plain."""
+    keys: list[Any] = []
     try:
-        return _builder(pytree.tree_unflatten(list(range(structure.num_leaves)), structure))
+        source = _source(pytree.tree_unflatten(list(range(structure.num_leaves)), structure), keys)
     except TypeError:
         return lambda leaves: pytree.tree_unflatten(list(leaves), structure)
+    # One display of the whole tree, as named tuples make their methods: a function call per container takes longer.
+    built: Callable[[Sequence[Any]], Any] = eval(f"lambda leaves: {source}", {"keys": keys})
+    return built
 
 
-def _builder(tree: Any) -> Callable[[Sequence[Any]], Any]:
-    """``tree`` has the indices of leaves in their places."""
+def _source(tree: Any, keys: list[Any]) -> str:
+    """An expression for ``tree``, which has the indices of leaves in their places. Keys of dicts go to ``keys``.
+
+    Raises:
+        TypeError: where there is anything but tuples, lists and dicts.
+    """
     kind = type(tree)
     if kind is int:
-        return itemgetter(tree)
+        return f"leaves[{tree}]"
     if kind is dict:
-        pairs = [(key, _builder(item)) for key, item in tree.items()]
-        return lambda leaves: {key: part(leaves) for key, part in pairs}
+        items = []
+        for key, item in tree.items():
+            keys.append(key)
+            items.append(f"keys[{len(keys) - 1}]: {_source(item, keys)}")
+        return "{" + ", ".join(items) + "}"
     if kind is not tuple and kind is not list:
         raise TypeError(kind)
-    parts = [_builder(item) for item in tree]
-    if kind is list:
-        return lambda leaves: [part(leaves) for part in parts]
-    return lambda leaves: tuple([part(leaves) for part in parts])
+    parts = "".join(_source(item, keys) + ", " for item in tree)
+    return f"[{parts}]" if kind is list else f"({parts})"

@@ -80,9 +80,9 @@ class AutomaticSeam(Seam):
         trainer = self._trainer
         divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         is_first = self._context[1] % divisor == 0
-        accumulates = trainer.fit_loop._should_accumulate()
+        accumulates = divisor != 1 and trainer.fit_loop._should_accumulate()
         epoch = trainer.current_epoch if self._uses_epoch else None
-        return is_first, accumulates, divisor, clip, str(trainer.gradient_clip_algorithm), epoch
+        return is_first, accumulates, divisor, clip, clip and str(trainer.gradient_clip_algorithm), epoch
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that tell when they are used."""

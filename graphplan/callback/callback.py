@@ -16,7 +16,8 @@ from graphplan.callback.automatic import AutomaticSeam
 from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
-from graphplan.callback.loop import LoopSeam, closed_loop
+from graphplan.callback.loop import LoopSeam
+from graphplan.callback.loop_gates import closed_loop
 from graphplan.callback.manual import ManualSeam
 from graphplan.callback.metrics import LazyNumbers
 from graphplan.callback.seam import Figures, Seam

@@ -98,7 +98,8 @@ class OwnHooks:
     def __init__(self, trainer: Any, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
         self._callbacks: list[Any] = []
-        self._places: list[tuple[dict[str, Any], str]] = []
+        self._spaces: list[dict[str, Any]] = []
+        self._names: list[str] = []
         self._hooks: list[Any] = []
         self._changes = 0
 
@@ -107,12 +108,12 @@ class OwnHooks:
         callbacks = self._trainer.callbacks
         if callbacks != self._callbacks:
             self._callbacks = list(callbacks)
-            self._places = [(vars(self._module), name) for name in (*_METHODS, *STEP_HOOKS)]
-            self._places += [(vars(callback), name) for callback in callbacks for name in STEP_HOOKS]
-            self._changes += 1
-        hooks = [inner[name] for inner, name in self._places if name in inner]
-        if len(hooks) != len(self._hooks) or any(map(is_not, hooks, self._hooks)):
-            self._hooks = hooks
+            places = [(vars(self._module), name) for name in (*_METHODS, *STEP_HOOKS)]
+            places += [(vars(callback), name) for callback in callbacks for name in STEP_HOOKS]
+            self._spaces, self._names = [space for space, _ in places], [name for _, name in places]
+            self._hooks = []
+        if not self._hooks or any(map(is_not, map(dict.get, self._spaces, self._names), self._hooks)):
+            self._hooks = list(map(dict.get, self._spaces, self._names))
             self._changes += 1
         return self._changes
 

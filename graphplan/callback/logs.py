@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
+from operator import is_not
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ class LogCall:
     options: tuple[tuple[str, Any], ...]
     is_plain: bool = False
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Lightning's key for its metric in training, where batches come from one loader."""
         return f"{self.fx}.{self.name}"
@@ -56,6 +58,9 @@ class LogNotes:
         self._sums_in_step = sums_in_step
         self._plain: dict[str, LogCall] = {}
         self._metrics: dict[str, Any] = {}
+        self._shows: dict[str, tuple[dict[str, Any], bool, bool]] = {}
+        self._usual: list[LogCall] = []
+        self._shown: list[tuple[dict[str, Any], bool, bool]] = []
         self.sums = Sums()
         self._dtypes: dict[str, torch.dtype] = {}
         self._kind: tuple[torch.dtype, torch.device] | None = None
@@ -138,19 +143,29 @@ class LogNotes:
 
     def finish(self, notes: list[tuple[LogCall, Any]]) -> None:
         """After a step: log what it noted. What may be plain from now on is asked here, where no trace is looking."""
+        calls = [call for call, _ in notes]
+        if len(calls) == len(self._usual) and not any(map(is_not, calls, self._usual)):
+            for shown, (_, value) in zip(self._shown, notes, strict=True):
+                _show(*shown, value)
+            self._trainer._logger_connector._current_fx = self._last_hook = calls[-1].fx
+            return
         self._carry_out(notes)
-        if self._sums_in_step and not all(call.is_plain for call, _ in notes):
+        if all(call.is_plain for call in calls):
+            # A program gives the same calls again each time.
+            self._usual, self._shown = calls, [self._shows[call.key] for call in calls]
+        elif self._sums_in_step:
             self._learn(notes)
 
     def _carry_out(self, notes: list[tuple[LogCall, Any]]) -> None:
         """Log for real, with the resets that ``LightningModule.log`` would have made."""
         connector: Any = self._trainer._logger_connector
-        results: Any = self._trainer._results
+        results: Any = None
         connector._current_fx = self._last_hook
         for call, value in notes:
             if call.is_plain:
-                _show(self._metrics[call.key], value)
+                _show(*self._shows[call.key], value)
             else:
+                results = results if results is not None else self._trainer._results
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
                 results.log(call.fx, call.name, value, **dict(call.options))
@@ -170,6 +185,7 @@ class LogNotes:
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             if metric is not None and call.key not in self._plain and not is_rate and self._may_be_plain(metric):
                 self._plain[call.key], self._metrics[call.key] = call, metric
+                self._shows[call.key] = (vars(metric), metric.meta.on_step, metric.meta.on_epoch)
         means = [call.key for call in calls if call.key in self._plain and self._metrics[call.key].meta.on_epoch]
         self.sums.form(dict.fromkeys(means), self._metrics)
 
@@ -192,12 +208,11 @@ def _is_rate(value: Tensor, rate: Any) -> bool:
     return value.numel() == 1 and bool(value == torch.as_tensor(rate, dtype=value.dtype, device=value.device))
 
 
-def _show(metric: Any, value: Tensor) -> None:
-    """What a metric's ``update`` does besides the sums."""
-    inner = vars(metric)
-    if metric.meta.on_step:
+def _show(inner: dict[str, Any], on_step: bool, on_epoch: bool, value: Tensor) -> None:
+    """What ``update`` of the metric with these attributes does besides the sums."""
+    if on_step:
         inner["_forward_cache"] = value
-        if not metric.meta.on_epoch:
+        if not on_epoch:
             inner["value"] = value
     inner["has_reset"], inner["_computed"] = False, None
     inner["_update_count"] += 1

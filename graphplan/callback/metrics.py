@@ -16,27 +16,59 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 
+def _settled(name: str) -> Any:
+    """A property for one of the connector's dictionaries: up to date when somebody asks for it."""
+
+    def read(self: LazyConnector) -> dict[str, Any]:
+        self.settle()
+        found: dict[str, Any] = vars(self)[name]
+        return found
+
+    def write(self: LazyConnector, value: dict[str, Any]) -> None:
+        self.settle()
+        vars(self)[name] = value
+
+    return property(read, write)
+
+
 class LazyConnector(_LoggerConnector):
     """The class of a Trainer's logger connector while a fit goes through graphplan."""
+
+    _owed: Any = None
+
+    def postpone(self, results: Any) -> None:
+        """A batch has ended: what it logged goes into the dictionaries when somebody asks for one of them. What the
+        next batch logs takes its place anyway.
+        """
+        vars(self)["_owed"] = results
+
+    def settle(self) -> None:
+        """Make good for :meth:`postpone`."""
+        if self._owed is not None:
+            inner = vars(self)
+            metrics = _metrics_of(inner.pop("_owed"), on_step=True)
+            inner["_progress_bar_metrics"].update(metrics["pbar"])
+            inner["_callback_metrics"].update(metrics["callback"])
+            inner["_logged_metrics"].update(metrics["log"])
+
+    _progress_bar_metrics = _settled("_progress_bar_metrics")
+    _callback_metrics = _settled("_callback_metrics")
+    _logged_metrics = _settled("_logged_metrics")
+
+    def epoch_end_reached(self) -> None:
+        """Values of the last batch, before those of the epoch come."""
+        self.settle()
+        super().epoch_end_reached()
+
+    def reset_results(self) -> None:
+        """Values of the last batch, before they are gone."""
+        self.settle()
+        super().reset_results()
 
     @property
     def metrics(self) -> _METRICS:
         """As Lightning's, but that values for the bar are tensors."""
-        results: Any = self.trainer._results
-        on_step = self._first_loop_iter is not None
-        found: Any = _METRICS(callback={}, log={}, pbar={})
-        for _, metric in results.valid_items():
-            value = results._get_cache(metric, on_step)
-            if not isinstance(value, Tensor):
-                continue
-            name, forked_name = results._forked_name(metric, on_step)
-            if metric.meta.logger:
-                found["log"][forked_name] = value
-            if results.training or (metric.meta.on_epoch and not on_step):
-                found["callback"][name] = found["callback"][forked_name] = value
-            if metric.meta.prog_bar:
-                found["pbar"][forked_name] = value if value.numel() == 1 else convert_tensors_to_scalars(value)
-        return found
+        return _metrics_of(self.trainer._results, on_step=self._first_loop_iter is not None)
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -46,6 +78,22 @@ class LazyConnector(_LoggerConnector):
             if isinstance(value, Tensor):
                 values[name] = value.item()
         return values
+
+
+def _metrics_of(results: Any, *, on_step: bool) -> _METRICS:
+    found: Any = _METRICS(callback={}, log={}, pbar={})
+    for _, metric in results.valid_items():
+        value = results._get_cache(metric, on_step)
+        if not isinstance(value, Tensor):
+            continue
+        name, forked_name = results._forked_name(metric, on_step)
+        if metric.meta.logger:
+            found["log"][forked_name] = value
+        if results.training or (metric.meta.on_epoch and not on_step):
+            found["callback"][name] = found["callback"][forked_name] = value
+        if metric.meta.prog_bar:
+            found["pbar"][forked_name] = value if value.numel() == 1 else convert_tensors_to_scalars(value)
+    return found
 
 
 class LazyNumbers:
@@ -62,5 +110,6 @@ class LazyNumbers:
     def remove(self) -> None:
         """Read what nobody has asked for yet, and take it off."""
         if isinstance(self._connector, LazyConnector):
+            self._connector.settle()
             self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
             self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from graphplan.callback import loop as loops
+from graphplan.callback import loop_gates as gates
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, trainer_of, with_step
 
 OTHER = "Lightning's own loop: "
@@ -126,14 +126,16 @@ def test_what_needs_the_stock_loop(name: str, tmp_path: Path) -> None:
     assert callback.stats.replayed >= (0 if name == "iterator" else 3), callback.report()
 
 
-@pytest.mark.parametrize("method", ["advance", "on_advance_end"])
-def test_a_loop_that_does_more_than_is_known(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "name"), gates._NAMES)
+def test_a_loop_that_does_more_than_is_known(
+    kind: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another release of Lightning may do something in its loop that the seam would leave out."""
-    known = loops._NAMES[method].replace("_should_check_val_fx", "")
-    monkeypatch.setitem(loops._NAMES, method, known)
-    found = fit(LitDigits, tmp_path, tape(), max_epochs=1)
-    text = "this Lightning's training loop does more than is known here: _should_check_val_fx"
-    assert reasons(found.callback) == [OTHER + text]
+    first, *others = gates._NAMES[kind, name].split()
+    monkeypatch.setitem(gates._NAMES, (kind, name), " ".join(others))
+    trainer = trainer_of(tmp_path, [], max_epochs=1)
+    reason = gates.closed_loop(trainer, LitDigits())
+    assert reason == f"this Lightning's {kind.__name__}.{name} does more than is known here: {first}"
 
 
 class _Guest(Callback):
