@@ -1,8 +1,9 @@
 """What a Trainer's step costs on the host beside the replay: ``python -m recipes.host_path [--json PATH]``.
 
 A model with next to nothing in it, a linear layer of eight inputs and one output, on the CPU and one thread: what is
-left of a step is Python. Compared are the bare replay of its program, ``graph_step``, and Trainers with and without the
-callback: bare, and typical (five values logged for step and epoch, a CSV logger, checkpoints).
+left of a step is Python. Compared are a program's replay, ``graph_step``, and Trainers with and without the callback:
+bare, and typical (five values logged for step and epoch, a CSV logger, checkpoints). Of each, the time that the work
+itself takes is told apart: a replay with its copies in and out, or the same step in a plain eager loop.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import platform
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +54,30 @@ class Batches:
         return median(end - start for start, end in pairwise(marks)) * 1e6
 
 
+@contextmanager
+def replays_timed() -> Iterator[list[float]]:
+    """Seconds of every replay of a program, copies in and out included."""
+    from graphplan.program import Program
+
+    run, times = Program.run, []
+
+    def timed(self: Program, *args: Any) -> Any:
+        start = perf_counter()
+        result = run(self, *args)
+        times.append(perf_counter() - start)
+        return result
+
+    with patch.object(Program, "run", timed):
+        yield times
+
+
+class Figures(NamedTuple):
+    """Microseconds of a step, and of the work in it: a replay, or the step in a plain loop."""
+
+    us: float
+    work: float
+
+
 def _make() -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
@@ -64,7 +91,22 @@ def _loop(call: Callable[[Tensor], Any]) -> float:
     return batches.us()
 
 
-def replay() -> float:
+def eager(*, typical: bool) -> float:
+    """The step of the Trainers in a plain loop: nothing is logged, but what would be is computed."""
+    model, optimizer = _make()
+
+    def step(batch: Tensor) -> None:
+        loss = model(batch).square().mean()
+        values = [loss * index for index in range(5 if typical else 0)]
+        del values
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return _loop(step)
+
+
+def replay() -> Figures:
     """The program alone: inputs copied in, operators run, outputs cloned."""
     from graphplan import capture, compile_plan
 
@@ -72,19 +114,22 @@ def replay() -> float:
     train_step, x = step_of(model, optimizer), torch.randn(4, 8)
     plan = compile_plan(train_step, x, owners={"model": model, "optimizer": optimizer})
     program = capture(plan, feed=(x,), backend="tape")
-    return _loop(lambda batch: program.replay((batch,)))
+    us = _loop(lambda batch: program.run([batch]))
+    return Figures(us, us)
 
 
-def graphed() -> float:
+def graphed() -> Figures:
     """The same through ``graph_step``, with its checks."""
     from graphplan import graph_step
 
     model, optimizer = _make()
-    owners = {"model": model, "optimizer": optimizer}
-    return _loop(graph_step(step_of(model, optimizer), owners=owners, backend="tape"))
+    step = graph_step(step_of(model, optimizer), owners={"model": model, "optimizer": optimizer}, backend="tape")
+    with replays_timed() as times:
+        us = _loop(step)
+    return Figures(us, median(times) * 1e6)
 
 
-def trainer(*, typical: bool, callback: bool, folder: Path, options: dict[str, Any]) -> float:
+def trainer(*, typical: bool, callback: bool, folder: Path) -> Figures:
     """A Trainer's step."""
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -108,7 +153,7 @@ def trainer(*, typical: bool, callback: bool, folder: Path, options: dict[str, A
         def configure_optimizers(self) -> Any:
             return optimizer
 
-    callbacks: list[Any] = [GraphPlanCallback(backend="tape", **options)] if callback else []
+    callbacks: list[Any] = [GraphPlanCallback(backend="tape")] if callback else []
     run = pl.Trainer(
         accelerator="cpu",
         max_epochs=1,
@@ -120,34 +165,34 @@ def trainer(*, typical: bool, callback: bool, folder: Path, options: dict[str, A
         enable_model_summary=False,
     )
     batches = Batches()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), replays_timed() as times:
         warnings.simplefilter("ignore")
         run.fit(Module(), batches)
-    assert not callback or callbacks[0].stats.replayed > STEPS, callbacks[0].report()
-    return batches.us()
+    assert not callback or len(times) > STEPS, callbacks[0].report()
+    return Figures(batches.us(), median(times) * 1e6 if callback else eager(typical=typical))
 
 
 def measure(folder: Path, rounds: int) -> list[dict[str, Any]]:
-    """All contenders in turns; for each the median of its rounds, and what it is above the replay of the same round."""
-    contenders: dict[str, Callable[[], float]] = {"replay": replay, "graph_step": graphed}
+    """All contenders in turns; for each the medians of its rounds."""
+    contenders: dict[str, Callable[[], Figures]] = {"program": replay, "graph_step": graphed}
     for typical in (False, True):
         kind = "typical" if typical else "bare"
         for name, callback in {f"Trainer, {kind}": False, f"Trainer with the callback, {kind}": True}.items():
             contenders[name] = lambda typical=typical, callback=callback: trainer(  # type: ignore[misc]
-                typical=typical, callback=callback, folder=folder, options={}
+                typical=typical, callback=callback, folder=folder
             )
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[Figures]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
-            times[name].append(run())
-    floor = times["replay"]
+            found[name].append(run())
     return [
         {
             "contender": name,
-            "us": round(median(own), 1),
-            "above_replay_us": round(median(a - b for a, b in zip(own, floor, strict=True)), 1),
+            "us": round(median(figures.us for figures in own), 1),
+            "work_us": round(median(figures.work for figures in own), 1),
+            "host_us": round(median(figures.us - figures.work for figures in own), 1),
         }
-        for name, own in times.items()
+        for name, own in found.items()
     ]
 
 
@@ -162,7 +207,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), arguments.rounds)
     for row in rows:
-        print(f"{row['contender']:<36} {row['us']:>8.1f} µs/step {row['above_replay_us']:>8.1f} above the replay")
+        print(
+            f"{row['contender']:<36} {row['us']:>8.1f} µs/step, {row['work_us']:>7.1f} of them work, "
+            f"{row['host_us']:>7.1f} beside it"
+        )
     if arguments.json is not None:
         facts = {"torch": torch.__version__, "machine": platform.machine(), "date": date.today().isoformat()}
         facts["command"] = f"python -m recipes.host_path --rounds {arguments.rounds}"

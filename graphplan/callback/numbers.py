@@ -20,17 +20,17 @@ _TRAINER = (
     "accumulate_grad_batches",
     "gradient_clip_val",
     "gradient_clip_algorithm",
-    "sanity_checking",
 )
 _LOOP = ("batch_idx", "total_batch_idx", "global_step")
 _PROGRESS = ("ready", "started", "processed", "completed")
 
 
-def trainer_numbers(trainer: Trainer) -> dict[str, Any]:
+def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
     """Owners that stand for the numbers of the Trainer, its loops, schedulers and callbacks."""
     loop: Any = trainer.fit_loop
     owners: dict[str, Any] = {
-        "trainer": Numbers(trainer, _TRAINER),
+        # Only evaluation is done to see whether it works.
+        "trainer": Numbers(trainer, _TRAINER if trains else (*_TRAINER, "sanity_checking")),
         "trainer.fit_loop.epoch_loop": Numbers(loop.epoch_loop, _LOOP),
     }
     for holder, name in ((loop, "epoch_progress"), (loop.epoch_loop, "batch_progress")):

@@ -111,7 +111,8 @@ class Seam(ABC):
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             owners["scaler"] = scaler
-        return owners | trainer_numbers(self._trainer) | hooked_callbacks(self._trainer)
+        trains = self._options.mode == "train"
+        return owners | trainer_numbers(self._trainer, trains=trains) | hooked_callbacks(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
         step = GraphedStep(body, owners, self._options, self._backends, find_peers())
