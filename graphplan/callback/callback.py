@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from graphplan.callback.automatic import AutomaticSeam
+from graphplan.callback.bars import ThrottledBar
 from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
@@ -126,7 +127,8 @@ class GraphPlanCallback(Callback):
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
-        self._stand_ins: list[FusedClipping | LaggingSigterm | LazyNumbers | LoopSeam] = []
+        self._stand_ins: list[FusedClipping | LaggingSigterm | LazyNumbers | ThrottledBar | LoopSeam] = []
+        self._bar: ThrottledBar | None = None
 
     def _of(self, part: str) -> Figures:
         """Figures of training or evaluation, in the current run or the last one."""
@@ -165,7 +167,8 @@ class GraphPlanCallback(Callback):
             self._refuse(_TRAINING, reason)
             return
         kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
-        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), LazyNumbers(trainer)]
+        self._bar = ThrottledBar(trainer)
+        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), LazyNumbers(trainer), self._bar]
         for stand_in in self._stand_ins:
             stand_in.install()
         seam = kind(trainer, pl_module, self.options, self.variant, self._backends)
@@ -176,6 +179,12 @@ class GraphPlanCallback(Callback):
         elif self.options.backend != "eager":
             self._stand_ins.append(LoopSeam(trainer, pl_module))
             self._stand_ins[-1].install()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Have the progress bar show where the epoch ended."""
+        if self._bar is not None:
+            self._bar.catch_up()
 
     def _install(self, part: str, seam: Seam) -> None:
         self._seams[part] = seam
@@ -240,6 +249,7 @@ class GraphPlanCallback(Callback):
         """Take the seams off and keep their figures."""
         while self._stand_ins:
             self._stand_ins.pop().remove()
+        self._bar = None
         seams, self._seams = self._seams, {}
         for part, seam in seams.items():
             seam.remove()
@@ -279,4 +289,4 @@ class GraphPlanCallback(Callback):
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in _LIGHTNINGS_OWN}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_stand_ins": []}
+        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_stand_ins": [], "_bar": None}

@@ -27,6 +27,8 @@ from graphplan.callback.loop_gates import END, START
 from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.standins import StandIn
 
+_SCHEDULE = "lr_scheduler_step"
+
 
 class _Again(Iterator[Any]):
     """A fetcher whose next item is one that was taken from it already."""
@@ -52,6 +54,7 @@ class LoopSeam:
         self._is_cpu = self._device.type == "cpu"
         self._is_one_of_many = trainer.world_size > 1
         self._validates = is_overridden("validation_step", module)
+        self._own_schedule = not module.automatic_optimization or is_overridden(_SCHEDULE, module)
         self._standins = [StandIn(self._loop, "advance", self._advance)]
         self._standins.append(StandIn(self._loop, "on_advance_end", self._advance_end))
         self._standins += [StandIn(self._loop, name, _nothing) for name in ("_on_before_fetch", "_on_after_fetch")]
@@ -139,10 +142,25 @@ class LoopSeam:
     def _count_step(self) -> None:
         """What is left of ``on_advance_end`` where nobody validates or stops."""
         loop = self._loop
-        if self._trainer.strategy.lr_scheduler_configs:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-        if not self._accumulates():
+        accumulates = self._accumulates()
+        if not accumulates and self._trainer.strategy.lr_scheduler_configs:
+            self._step_schedulers(plateau=True)
+        if not accumulates:
             loop._batches_that_stepped += 1
+
+    def _step_schedulers(self, *, plateau: bool) -> None:
+        """Lightning's ``update_lr_schedulers("step", ...)`` after a step, without what looks for the module's hook."""
+        loop, configs = self._loop, self._trainer.strategy.lr_scheduler_configs
+        own = self._own_schedule or _SCHEDULE in vars(self._module)
+        if own or (plateau and any(config.reduce_on_plateau for config in configs)):
+            loop.update_lr_schedulers("step", update_plateau_schedulers=plateau)
+            return
+        for config in configs:
+            due = config.interval == "step" and loop.batch_progress.current.ready % config.frequency == 0
+            if due and not plateau and not config.reduce_on_plateau:
+                loop.scheduler_progress.increment_ready()
+                config.scheduler.step()
+                loop.scheduler_progress.increment_completed()
 
     def _accumulates(self) -> bool:
         return self._trainer.accumulate_grad_batches != 1 and self._loop._should_accumulate()
@@ -176,7 +194,8 @@ class LoopSeam:
         total.processed += 1
         current.processed += 1
         if trainer.strategy.lr_scheduler_configs:
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            if not self._accumulates():
+                self._step_schedulers(plateau=False)
             if loop._num_ready_batches_reached():
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self._call_callbacks(END, outputs, batch, batch_idx)

@@ -48,6 +48,13 @@ _NAMES: dict[tuple[type, str], str] = {
         call _call_lightning_module_hook lightning_module zero_grad val_loop run training update_lr_schedulers
         _batches_that_stepped _save_loggers_on_train_batch_end _is_training_done received_sigterm SIGTERMException
     """,
+    (_TrainingEpochLoop, "update_lr_schedulers"): "_should_accumulate _update_learning_rates",
+    (_TrainingEpochLoop, "_update_learning_rates"): """
+        trainer lr_scheduler_configs lightning_module automatic_optimization reduce_on_plateau batch_idx current_epoch
+        interval frequency monitor _get_monitor_value strict list callback_metrics MisconfigurationException
+        rank_zero_warn RuntimeWarning scheduler_progress increment_ready call _call_lightning_module_hook scheduler
+        increment_completed
+    """,
     (_TrainingEpochLoop, "on_iteration_done"): """
         _restarting _loaded_from_state_dict _resuming_from_checkpoint reset_restart_stage
     """,

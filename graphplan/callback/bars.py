@@ -1,0 +1,64 @@
+"""Progress bars that are drawn as often as somebody can see it, not once per step.
+
+Lightning's ``TQDMProgressBar`` writes two lines to the terminal after every ``refresh_rate`` batches, one by default:
+more time than a small replay takes. While steps are that fast, a bar is drawn some twenty times a second.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+
+from graphplan.callback.standins import StandIn
+
+_INTERVAL = 0.05
+"""Seconds between two pictures."""
+_SLOW_START = 64
+"""So many updates of a bar are drawn in any case: those of short runs, which are looked at one by one."""
+
+
+class ThrottledBar:
+    """Stands where a Trainer's bar asks whether to draw itself."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        bar: Any = trainer.progress_bar_callback
+        known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
+        self._bar = bar if known else None
+        self._standins = [StandIn(bar, "_should_update", self._should_update)] if known else []
+        self._asked = 0
+        self._drawn = 0.0
+        self._is_behind = False
+
+    def install(self) -> None:
+        """Put it in, unless the bar decides for itself."""
+        for standin in self._standins:
+            standin.put()
+
+    def remove(self) -> None:
+        """Take it off."""
+        for standin in self._standins:
+            standin.take_off()
+
+    def _should_update(self, current: int, total: int | None) -> bool:
+        assert self._bar is not None
+        if not TQDMProgressBar._should_update(self._bar, current, total):  # type: ignore[arg-type]
+            return False
+        self._asked += 1
+        now = perf_counter()
+        if self._asked > _SLOW_START and current != total and now - self._drawn < _INTERVAL:
+            self._is_behind = True
+            return False
+        self._drawn, self._is_behind = now, False
+        return True
+
+    def catch_up(self) -> None:
+        """At the end of an epoch, which may have ended early: show how far it went."""
+        if self._is_behind and self._bar is not None:
+            self._is_behind = False
+            bar = self._bar.train_progress_bar
+            bar.n = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            bar.refresh()
