@@ -2,7 +2,7 @@
 
 Two chains of linear layers on the CPU: one with 60 parameters, one with 1,000 parameters in 500 modules; each with SGD,
 whose step has no other tensors, and with AdamW, which adds three per parameter. Measured is what a call does before it
-copies its inputs: the key of the feed, modes, flags, hyper-parameters, slots, addresses and Python values.
+copies its inputs: it compares the feed, modes, flags, hyper-parameters, slots, addresses and Python values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.signature import flatten
 
 _REPEATS, _ROUNDS = 200, 15
 
@@ -59,12 +58,9 @@ def measure(layers: int, kind: type[torch.optim.Optimizer], width: int = 4) -> d
     for _ in range(8):
         step(x)
     assert step.stats.replayed, step.report()
-    feed = flatten((x,), {})
-    # The same two calls that a replayed step makes before anything is copied.
-    cost = _microseconds(lambda: step._find(flatten((x,), {})))
-    entry, program = step._find(feed)
-    assert program is not None
-    assert entry.refusal is None
+    # The call that a replayed step makes before anything is copied.
+    assert step._short.find((x,)) is not None
+    cost = _microseconds(lambda: step._short.find((x,)))
     tensors = len([e for e in step.plan.externals if e.path is not None]) if step.plan is not None else 0
     counts = {"parameters": 2 * layers, "modules": layers, "optimizer": kind.__name__, "tensors": tensors}
     return {**counts, "microseconds": round(cost, 2)}

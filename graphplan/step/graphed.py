@@ -21,7 +21,6 @@ from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
 from graphplan.step.entry import Entry, Key
-from graphplan.step.hot import Call, Calls
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
@@ -29,6 +28,7 @@ from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Runner
+from graphplan.step.short import ShortWay
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive
 from graphplan.unchanged import Modes
@@ -67,7 +67,7 @@ class GraphedStep(Exclusive):
         self._modes = Modes()
         self._programs: Programs = Programs(options, self.stats)
         self._feed_device = options.feed_device
-        self._known = Calls()
+        self._short = ShortWay(self._managed, self._modes)
         self._demoted: RefusalError | None = None
         self._calls = 0
         self._closed = False
@@ -91,32 +91,12 @@ class GraphedStep(Exclusive):
         if self._closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
         self._calls += 1
-        known = None if kwargs else self._known.find(args)
-        if known is not None and self._is_ready(known[0]):
+        known = None if kwargs or self._demoted is not None else self._short.find(args)
+        if known is not None:
             call, leaves = known
             self._programs.touch(call.entry)
             return self._replays.replay(call.program, leaves)
         return self._look_up(args, kwargs)
-
-    def _is_ready(self, call: Call) -> bool:
-        """Whether the long way would come to the same program, as far as can be told without going it."""
-        program, (modes, fingerprint) = call.program, call.facts
-        entry = call.entry
-        if call.variant is None:
-            same = entry.any_program is program
-        else:
-            same = entry.any_program is None and self._managed.grad_presence() == call.variant
-        return (
-            same
-            and program.is_open
-            and program.replays + 1 != program.next_check
-            and entry.refusal is None
-            and self._demoted is None
-            and self._managed.refusal is None
-            and self._modes.are_at(modes)
-            and self._managed.is_at(fingerprint)
-            and program.guards.hold()
-        )
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call, the long way."""
@@ -146,8 +126,8 @@ class GraphedStep(Exclusive):
                 return self._runner.eager(self._moved(feed), SkipReason.FEED, detail)
             if program.replays + 1 == program.next_check:
                 return self._check(program, self._moved(feed))
-            if not kwargs and self._may_remember:
-                self._remember(args, feed, entry, program)
+            if not kwargs and self._options.eager_if is None and self._feed_device is None:
+                self._short.remember(args, feed, entry, program)
             return self._replays.replay(program, feed.leaves)
         return self._advance(entry, self._moved(feed))
 
@@ -168,18 +148,6 @@ class GraphedStep(Exclusive):
             # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
             if not self._follow(program, entry):
                 return self._entry(feed), None
-
-    @property
-    def _may_remember(self) -> bool:
-        """Whether nothing has to be asked for each call: the user, or where its tensors are."""
-        return self._options.eager_if is None and self._feed_device is None
-
-    def _remember(self, args: tuple[Any, ...], feed: Feed, entry: Entry, program: Program) -> None:
-        """Take the short way for calls like this one."""
-        if not entry.wants_grad and not program.is_written([leaf for _, leaf in feed.tensors()]):
-            variant = None if entry.any_program is program else self._managed.grad_presence()
-            facts = (self._modes.now(), self._managed.held_fingerprint())
-            self._known.add(Call(args, feed, entry, program, facts, variant), args, feed)
 
     @property
     def plan(self) -> Plan | None:
@@ -275,7 +243,7 @@ class GraphedStep(Exclusive):
 
     def _advance(self, entry: Entry, feed: Feed) -> Any:
         """One step on the way to a program."""
-        self._known.forget()
+        self._short.forget()
         overdue = self._programs.check_due()
         if overdue is not None:
             if self._options.on_failure == "raise":
@@ -332,7 +300,7 @@ class GraphedStep(Exclusive):
         with self._alone():
             self.stats.note(f"invalidated: {why}")
             self._programs.forget()
-            self._known.forget()
+            self._short.forget()
 
     def close(self) -> None:
         """Drop every program and put the optimizers' flags back. The step cannot be called again.
@@ -342,7 +310,7 @@ class GraphedStep(Exclusive):
         """
         with self._alone():
             self._programs.forget()
-            self._known.forget()
+            self._short.forget()
             self._buffers.clear()
             self._managed.release()
             self._closed = True

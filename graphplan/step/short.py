@@ -16,7 +16,8 @@ from graphplan.containers import PLAIN_LEAVES
 from graphplan.program import Program
 from graphplan.signature import Feed, alignment_unit, leaf_key
 from graphplan.step.entry import Entry, Variant
-from graphplan.unchanged import Geometries
+from graphplan.step.managed import Managed
+from graphplan.unchanged import Geometries, Modes
 
 _KINDS = 4
 """Kinds of calls that are remembered: as many as a step that accumulates gradients has programs."""
@@ -87,23 +88,50 @@ def _shape(arg: Any) -> Any:
     return len(arg) if type(arg) in (list, tuple) else None
 
 
-class Calls:
-    """The kinds of calls that were replayed of late."""
+class ShortWay:
+    """The kinds of calls of one step that were replayed of late."""
 
-    def __init__(self) -> None:
+    def __init__(self, managed: Managed, modes: Modes) -> None:
+        self._managed = managed
+        self._modes = modes
         self._known: list[Call] = []
 
     def find(self, args: Sequence[Any]) -> tuple[Call, list[Any]] | None:
-        """What is known of calls like this, and the leaves of this one."""
+        """A call like this one whose program may be replayed, and the leaves of this one."""
         for call in self._known:
             leaves = call.leaves(args)
             if leaves is not None:
-                return call, leaves
+                return (call, leaves) if self._is_ready(call) else None
         return None
 
-    def add(self, call: Call, args: Sequence[Any], feed: Feed) -> None:
-        """Remember a kind of call, if its arguments are plain and nothing but tensors have to be looked at."""
-        leaves = call.leaves(args) if PLAIN_LEAVES.issuperset(map(type, feed.leaves)) else None
+    def _is_ready(self, call: Call) -> bool:
+        """Whether the long way would come to the same program, as far as can be told without going it."""
+        entry, program, (modes, fingerprint) = call.entry, call.program, call.facts
+        if call.variant is None:
+            same = entry.any_program is program
+        else:
+            same = entry.any_program is None and self._managed.grad_presence() == call.variant
+        return (
+            same
+            and program.is_open
+            and program.replays + 1 != program.next_check
+            and entry.refusal is None
+            and self._managed.refusal is None
+            and self._modes.are_at(modes)
+            and self._managed.is_at(fingerprint)
+            and program.guards.hold()
+        )
+
+    def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
+        """Take the short way for calls like this one, unless there is something about it that only the long way sees:
+        arguments that are not plain, tensors that the step writes to, or that gradients flow to.
+        """
+        plain = PLAIN_LEAVES.issuperset(map(type, feed.leaves)) and not entry.wants_grad
+        if not plain or program.is_written([leaf for _, leaf in feed.tensors()]):
+            return
+        variant = None if entry.any_program is program else self._managed.grad_presence()
+        call = Call(args, feed, entry, program, (self._modes.now(), self._managed.held_fingerprint()), variant)
+        leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
             others = [known for known in self._known if known.leaves(args) is None]
             self._known = [call, *others][:_KINDS]
