@@ -30,6 +30,7 @@ from graphplan.errors import PolicyError as PolicyError
 from graphplan.errors import RecaptureError as RecaptureError
 from graphplan.errors import RefusalError as RefusalError
 from graphplan.errors import SkipReason as SkipReason
+from graphplan.errors import SlowerError as SlowerError
 from graphplan.errors import TemporaryCopyError as TemporaryCopyError
 from graphplan.errors import UncoveredRoleError as UncoveredRoleError
 from graphplan.errors import UnownedTensorError as UnownedTensorError

@@ -34,6 +34,7 @@ class SkipReason(Enum):
     GUARD = "state moved in a way that a replay cannot follow"
     RECAPTURE = "captures follow each other without paying"
     VERIFY = "a replay differed from the eager step"
+    SLOWER = "replays take longer than eager steps"
     UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
     PEERS = "other ranks are not ready to capture yet"
     PEER = "another rank cannot capture the step"
@@ -218,3 +219,9 @@ class VerifyError(RefusalError, RuntimeError):
     def __init__(self, message: str, *, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
+
+
+class SlowerError(RefusalError, RuntimeError):
+    """Replays of a program were measured to take longer than eager steps: its steps are eager from then on."""
+
+    reason = SkipReason.SLOWER

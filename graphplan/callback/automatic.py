@@ -40,6 +40,7 @@ class AutomaticSeam(Seam):
 
     def install(self) -> None:
         """Put the seam in."""
+        self._compile()
         self._whole.decide_refusals(lambda error: error.component == "optimizer" or self._must_raise())
         self._put(self._loop, "run", self._run)
         self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)

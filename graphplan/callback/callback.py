@@ -57,7 +57,14 @@ class GraphPlanCallback(Callback):
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same
             state, and eager's outcome stands; that needs room for copies of parameters and state meanwhile.
+        fuse_optimizer: whether foreach optimizers are switched to torch's fused kernels where it has them on the device
+            (Adam, AdamW, SGD): faster, with other roundings. On the CPU they are what makes an optimizer capturable.
+        compile: ``True`` compiles the module's parts, and its ``forward``, with
+            ``torch.compile`` before their first step: the captured kernels are compiled ones, and the numbers the
+            compiler's. Or arguments of ``torch.compile`` by name; without them nothing is compiled on the CPU.
         max_graphs: how many programs are kept.
+        min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
+            that is surely slower is dropped, and its steps are eager from then on. None: 1.0 on CUDA, 0 on the CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; where
             torch can, also check before each replay that the memory that the recording reads was not freed.
@@ -86,7 +93,10 @@ class GraphPlanCallback(Callback):
         allow: Sequence[str] = (),
         eager_if: Callable[[Any, int], bool] | int | None = None,
         prepare_optimizers: bool = True,
+        fuse_optimizer: bool = False,
+        compile: bool | Mapping[str, Any] = False,
         verify: str | int | None = "geometric",
+        min_speedup: float | None = None,
         max_graphs: int = 16,
         max_recaptures: int = 16,
         debug: bool = False,
@@ -114,7 +124,10 @@ class GraphPlanCallback(Callback):
             allow=allow,
             eager_if=eager_if,
             prepare_optimizers=prepare_optimizers,
+            fuse_optimizer=fuse_optimizer,
+            compile=compile,
             verify=verify,
+            min_speedup=min_speedup,
             max_graphs=max_graphs,
             max_recaptures=max_recaptures,
             debug=debug,

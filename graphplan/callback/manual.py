@@ -24,6 +24,7 @@ class ManualSeam(Seam):
 
     def install(self) -> None:
         """Put the seam in."""
+        self._compile()
         self._whole.decide_refusals(lambda error: self._must_raise())
         self._put(self._loop, "run", self._run)
 

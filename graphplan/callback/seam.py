@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
@@ -26,7 +28,7 @@ from graphplan.errors import HostScalarError, RefusalError
 from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.stats import Stats
-from graphplan.step import Backends, GraphedStep, Options, find_peers
+from graphplan.step import Backends, CompiledModules, GraphedStep, Options, find_peers
 from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
@@ -82,11 +84,22 @@ class Seam(ABC):
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
+        self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
 
     @abstractmethod
     def install(self) -> None:
         """Put the seam in."""
+
+    def _compile(self) -> None:
+        """Compile the module's parts, if asked to, and its ``forward`` where nothing else goes through its call."""
+        if self._options.compile is False or self._options.backend == "eager":
+            return
+        parts: list[nn.Module] = [part for part in self._module.children() if any(True for _ in part.parameters())]
+        if is_overridden("forward", self._module) and self._trainer.strategy.model is self._module:
+            parts.append(self._module)
+        self._compiled = CompiledModules(parts, self._options.compile)
+        self.notes += self._compiled.notes
 
     def _put(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
         """Have ``run`` stand in for a method of one of Lightning's objects, until the seam is removed."""
@@ -99,6 +112,7 @@ class Seam(ABC):
             standin.take_off()
         for step in self._steps:
             step.close()
+        self._compiled.undo()
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Whatever a step of the fit may use. ``progress`` are Lightning's counters that it moves."""
@@ -115,7 +129,7 @@ class Seam(ABC):
         return owners | trainer_numbers(self._trainer, trains=trains) | hooked_callbacks(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
-        step = GraphedStep(body, owners, self._options, self._backends, find_peers())
+        step = GraphedStep(body, owners, self._options, self._backends, find_peers(), compiles=False)
         self._steps.append(step)
         return step
 

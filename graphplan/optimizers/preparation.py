@@ -31,7 +31,7 @@ _FUSED_ON_CPU_IN_HALF = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagra
 _FUSED_ON_CUDA = (torch.optim.SGD,)
 _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels that take DTensors."""
-_FUSED_IF_SCALED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_FUSED_IF_WANTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _WARNED = "_warned_capturable_if_run_uncaptured"
 
 
@@ -54,13 +54,13 @@ def device_of(group: Mapping[str, Any]) -> torch.device:
     return params[0].device if params else torch.device("cpu")
 
 
-def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, scaled: bool) -> dict[str, Any]:
-    """Flags that make this group's update read its step, learning rate and (``scaled``) ``found_inf`` from tensors."""
+def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
+    """Flags that make this group's update read its step, learning rate and (``fused``) ``found_inf`` from tensors."""
     plain = all(p.is_floating_point() and not p.is_complex() for p in group["params"])
     if not plain or group.get("differentiable") or not group["params"]:
         return {}
     device = device_of(group).type
-    on_cuda = _FUSED_IF_SCALED if scaled else _FUSED_ON_CUDA
+    on_cuda = _FUSED_IF_WANTED if fused else _FUSED_ON_CUDA
     exact = all(p.dtype in (torch.float32, torch.float64) for p in group["params"])
     on_cpu = _FUSED_ON_CPU if exact else _FUSED_ON_CPU_IN_HALF
     fusable: tuple[type, ...] = on_cpu if device == "cpu" else on_cuda if device == "cuda" else ()
@@ -89,14 +89,14 @@ def with_closure(
 class Preparation:
     """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them.
 
-    They are set at once, taken off by :meth:`leave` and set again by :meth:`enter`. ``scaled`` says that a gradient
-    scaler decides about the optimizer's steps.
+    They are set at once, taken off by :meth:`leave` and set again by :meth:`enter`. ``fused`` asks for fused kernels on
+    CUDA too: a gradient scaler decides about the optimizer's steps, or the user wants them for their speed.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, scaled: bool = False) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
-        self._scaled = scaled
+        self._fused = fused
         self.changes: list[str] = []
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
@@ -116,7 +116,7 @@ class Preparation:
         self._entered = True
         for index, group in enumerate(self.optimizer.param_groups):
             original = self._originals.setdefault(index, {})
-            flags = {} if index in self._unfit else _wanted_flags(self.optimizer, group, scaled=self._scaled)
+            flags = {} if index in self._unfit else _wanted_flags(self.optimizer, group, fused=self._fused)
             for key, value in flags.items():
                 if bool(group.get(key)) != value:
                     original[key] = group.get(key)

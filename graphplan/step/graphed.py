@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphplan.buffers import Buffers
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
@@ -20,6 +20,7 @@ from graphplan.program import Program
 from graphplan.report import describe
 from graphplan.signature import Feed, check_feed, flatten
 from graphplan.stats import Stats
+from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry, Key
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
@@ -36,7 +37,8 @@ from graphplan.unchanged import Modes
 
 class GraphedStep(Exclusive):
     """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory;
-    ``peers`` are other ranks that capture if this one does.
+    ``peers`` are other ranks that capture if this one does. Without ``compiles``, whoever makes the step sees to
+    ``options.compile``.
 
     Raises:
         OptionError: if ``fn`` cannot be called.
@@ -49,13 +51,19 @@ class GraphedStep(Exclusive):
         options: Options,
         backends: Backends | None = None,
         peers: Peers | None = None,
+        *,
+        compiles: bool = True,
     ) -> None:
         super().__init__()
         if not callable(fn):
             raise OptionError(f"the step is a {type(fn).__name__}; expected a function or another callable")
         self._options = options
         prepare = options.prepare_optimizers and options.backend != "eager"
-        self._managed = Managed(fn, owners, prepare=prepare)
+        self._managed = Managed(fn, owners, prepare=prepare, fuse=options.fuse_optimizer)
+        named = [owner for owner in self._managed.owners.values() if isinstance(owner, nn.Module)]
+        if options.compile is not False and not named and compiles:
+            raise OptionError("compile= is given without a module to compile; name it: owners={'model': model, ...}")
+        self._compiled = CompiledModules(named, compiles and options.backend != "eager" and options.compile)
         self._buffers = Buffers(self._on_growth)
         self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
         self._refusals = Refusals(options.on_failure, self.stats, peers)
@@ -125,7 +133,7 @@ class GraphedStep(Exclusive):
                 detail = "memory that the step changes is fed, or fed twice"
                 return self._runner.eager(self._moved(feed), SkipReason.FEED, detail)
             if program.replays + 1 == program.next_check:
-                return self._check(program, self._moved(feed))
+                return self._check(entry, program, self._moved(feed))
             if not kwargs and self._options.eager_if is None and self._feed_device is None:
                 self._short.remember(args, feed, entry, program)
             return self._replays.replay(program, feed.leaves)
@@ -162,7 +170,9 @@ class GraphedStep(Exclusive):
     def report(self) -> str:
         """What the calls so far were, why some were eager, and what was prepared, as text."""
         plans = self.stats.captured - self.stats.recaptured
-        return describe(self.stats, plans=plans, notes=[f"prepared: {change}" for change in self.prepared])
+        return describe(
+            self.stats, plans=plans, notes=[*(f"prepared: {change}" for change in self.prepared), *self._compiled.notes]
+        )
 
     @property
     def prepared(self) -> list[str]:
@@ -229,9 +239,16 @@ class GraphedStep(Exclusive):
         entry.warm = min(entry.warm, self._options.warmup_steps - 1)
         return False
 
-    def _check(self, program: Program, feed: Feed) -> Any:
-        """A replay that is checked against eager. After a difference, the step stays eager."""
+    def _check(self, entry: Entry, program: Program, feed: Feed) -> Any:
+        """A replay that is checked against eager. After a difference, the step stays eager; without a gain, it does so
+        for calls like this one.
+        """
         result, error = self._replays.check(program, feed)
+        entry.refusal = self._replays.loss(program) if error is None else None
+        if entry.refusal is not None:
+            self.stats.note(f"dropped: {entry.refusal}")
+            self._programs.close(entry)
+            self._short.forget()
         if error is not None:
             self.stats.note(f"invalidated: {error}")
             self._programs.forget()
@@ -313,4 +330,5 @@ class GraphedStep(Exclusive):
             self._short.forget()
             self._buffers.clear()
             self._managed.release()
+            self._compiled.undo()
             self._closed = True

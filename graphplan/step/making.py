@@ -25,8 +25,11 @@ def graph_step(
     allow: Sequence[str] = (),
     eager_if: EagerIf = None,
     prepare_optimizers: bool = True,
+    fuse_optimizer: bool = False,
+    compile: bool | Mapping[str, Any] = False,
     max_graphs: int = 16,
     verify: str | int | None = "geometric",
+    min_speedup: float | None = None,
     max_recaptures: int = 16,
     debug: bool = False,
     debug_eager: bool = False,
@@ -52,10 +55,17 @@ def graph_step(
         allow: paths (or patterns) of Python effects that replays may leave out, such as ``"model.calls"``.
         eager_if: a predicate over the step's arguments, or n for every n-th call: these calls run eagerly.
         prepare_optimizers: whether optimizers may be made capturable (see :func:`prepare_optimizer`).
+        fuse_optimizer: whether foreach optimizers are switched to torch's fused kernels where it has them on the device
+            (Adam, AdamW, SGD): faster, with other roundings. On the CPU they are what makes an optimizer capturable.
+        compile: ``True`` compiles the modules among ``owners`` with
+            ``torch.compile`` before their first step: the captured kernels are compiled ones, and the numbers the
+            compiler's. Or arguments of ``torch.compile`` by name; without them nothing is compiled on the CPU.
         max_graphs: how many programs are kept.
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same
             state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
+        min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
+            that is surely slower is dropped, and its steps are eager from then on. None: 1.0 on CUDA, 0 on the CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; where
             torch can, also check before each replay that the memory that the recording reads was not freed.
@@ -79,8 +89,11 @@ def graph_step(
         allow=allow,
         eager_if=eager_if,
         prepare_optimizers=prepare_optimizers,
+        fuse_optimizer=fuse_optimizer,
+        compile=compile,
         max_graphs=max_graphs,
         verify=verify,
+        min_speedup=min_speedup,
         max_recaptures=max_recaptures,
         debug=debug,
         debug_eager=debug_eager,

@@ -29,10 +29,16 @@ class Managed:
     """Owners of one step, named and discovered, and the optimizers among them."""
 
     def __init__(
-        self, fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None, *, prepare: bool
+        self,
+        fn: Callable[..., Any],
+        owners: Mapping[str, Any] | Sequence[Any] | None,
+        *,
+        prepare: bool,
+        fuse: bool = False,
     ) -> None:
         self._fn = fn
         self._prepare = prepare
+        self._fuse = fuse
         self.owners = name_owners(owners)
         scalers = [owner for owner in self.owners.values() if isinstance(owner, GradScaler) and owner.is_enabled()]
         self._is_scaled = bool(scalers)
@@ -76,7 +82,7 @@ class Managed:
             self.refusal = error
             return
         if self._prepare:
-            preparation = Preparation(optimizer, scaled=self._is_scaled)
+            preparation = Preparation(optimizer, fused=self._is_scaled or self._fuse)
             self.changes += preparation.changes
             self._managed.add(id(optimizer))
             self.rates.keep(preparation)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,7 +40,10 @@ class Options:
     eager_if: EagerIf = None
     prepare_optimizers: bool = True
     max_graphs: int = 16
+    fuse_optimizer: bool = False
+    compile: bool | Mapping[str, Any] = False
     verify: str | int | None = "geometric"
+    min_speedup: float | None = None
     max_recaptures: int = 16
     debug: bool = False
     debug_eager: bool = False
@@ -53,15 +57,32 @@ class Options:
             value = getattr(self, name)
             if not _is_count(value, least):
                 raise OptionError(f"{name} is {value!r}; expected an int >= {least}{_REASONS.get(name, '')}")
-        for name in ("prepare_optimizers", "debug", "debug_eager"):
+        for name in ("prepare_optimizers", "fuse_optimizer", "debug", "debug_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.on_failure not in ("raise", "eager"):
             raise OptionError(f"on_failure is {self.on_failure!r}; expected 'raise' or 'eager'")
+        if self.fuse_optimizer and not self.prepare_optimizers:
+            raise OptionError("fuse_optimizer=True prepares optimizers; expected prepare_optimizers=True with it")
+        self._check_compile()
+        self._check_min_speedup()
         self._check_allow()
         self._check_device()
         self._check_eager_if()
         Schedule.parse(self.verify)
+
+    def _check_compile(self) -> None:
+        named = isinstance(self.compile, Mapping) and all(isinstance(name, str) for name in self.compile)
+        if not isinstance(self.compile, bool) and not named:
+            raise OptionError(
+                f"compile is {self.compile!r}; expected True, False, or arguments of torch.compile by name, such as "
+                "{'dynamic': False}"
+            )
+
+    def _check_min_speedup(self) -> None:
+        value = self.min_speedup
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+            raise OptionError(f"min_speedup is {value!r}; expected a number >= 0, or None for the backend's own")
 
     def _check_allow(self) -> None:
         if isinstance(self.allow, str):
@@ -88,6 +109,12 @@ class Options:
     def schedule(self) -> Schedule:
         """Which replays are checked: none where nothing is replayed."""
         return Schedule.parse("off" if self.debug_eager else self.verify)
+
+    def least_speedup(self, device: torch.device) -> float:
+        """How often a replay has to fit into an eager step. The tape is there to be tested with, not to be fast."""
+        if self.min_speedup is not None:
+            return self.min_speedup
+        return 0.0 if device.type == "cpu" else 1.0
 
     @property
     def roles(self) -> Policy:

@@ -58,9 +58,9 @@ class Programs:
         """Close one entry's programs because of ``reason``."""
         self._stats.note(f"recapture: {reason}")
         self._reasons = [*self._reasons, reason][-_REASONS:]
-        self._close(entry)
+        self.close(entry)
 
-    def _close(self, entry: Entry) -> None:
+    def close(self, entry: Entry) -> None:
         """Close an entry's programs. Of each, only how often it was replayed is kept."""
         closed = entry.programs()
         for key, program in self._latest.items():
@@ -77,7 +77,7 @@ class Programs:
     def forget(self) -> None:
         """Close every program, and start again."""
         for entry in self._entries:
-            self._close(entry)
+            self.close(entry)
             entry.refusal = None
 
     def count_capture(self, entry: Entry, geometry: Hashable) -> None:

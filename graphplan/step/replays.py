@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from graphplan.backend import first_line
-from graphplan.errors import VerifyError
+from graphplan.errors import SlowerError, VerifyError
 from graphplan.program import NO_CHECK, Program
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
-from graphplan.verify import Verdict, check_replay, find_room
+from graphplan.verify import Trials, Verdict, check_replay, find_room
 
 
 class Replays:
@@ -27,6 +28,7 @@ class Replays:
         self._peers = peers
         self._options = options
         self._stats = runner.stats
+        self._trials: WeakKeyDictionary[Program, Trials] = WeakKeyDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
@@ -64,6 +66,7 @@ class Replays:
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
         program.next_check = self._options.schedule.after(number)
+        self._trials.setdefault(program, Trials()).add(*verdict.seconds)
         program.replays += 1
         self._stats.replayed += 1
         self._stats.launches_replayed += 1
@@ -76,6 +79,20 @@ class Replays:
             self._stats.bytes_verified = program.state_bytes
         self._stats.end_call("verified")
         return verdict.result, None
+
+    def loss(self, program: Program) -> SlowerError | None:
+        """What is to be said if replays surely do not pay, on every rank if they communicate."""
+        trials = self._trials.get(program, Trials())
+        lost = trials.surely_below(self._options.least_speedup(program.plan.device))
+        if self._peers is not None and program.plan.communicates:
+            lost = all(self._peers.vote(f"speed {self._stats.calls}", lost) or [False])
+        if not lost:
+            return None
+        return SlowerError(
+            f"replays of {program.plan.name} were measured to take {1 / trials.speedup:.2f} times as long as eager "
+            "steps: the device is busy all the time, or the recording lost something that eager kernels have. "
+            "min_speedup=0 keeps the program all the same"
+        )
 
     def _ask_peers(self, reason: str) -> str:
         """Why this check cannot be, if so: it communicates twice, and every rank has to do that in the same step."""

@@ -20,6 +20,7 @@ from graphplan.compiler import is_allowed
 from graphplan.owners import Snapshot, Walk, host_generators, walk_owners
 from graphplan.program import Program
 from graphplan.verify.compare import Difference, beyond_spread, differing, differing_values
+from graphplan.verify.speed import timed
 from graphplan.verify.state import State, collect
 
 
@@ -27,12 +28,13 @@ from graphplan.verify.state import State, collect
 class Verdict:
     """Outcome of a check: the eager step's ``result``, and where the replay was otherwise (nowhere, one hopes).
 
-    ``open`` says why that could not be found out, if so.
+    ``open`` says why that could not be found out, if so. ``seconds`` are what the replay and the eager step took.
     """
 
     result: Any
     differences: list[Difference]
     open: str = ""
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
 class _Check:
@@ -68,8 +70,10 @@ class _Check:
         drawn = self._program.plan.generators
         return collect(self.walk(), result, self._extra, drawn, allowed, copy=copy, device=self._device)
 
-    def replay(self) -> State:
-        return self.state(self._program.run(self._feed), copy=True)
+    def replay(self) -> tuple[State, float]:
+        """What a replay leaves, and the seconds that it took."""
+        result, seconds = timed(lambda: self._program.run(self._feed), self._program.plan.device)
+        return self.state(result, copy=True), seconds
 
     def compare(self, start: Snapshot, before: State, replayed: State, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
@@ -80,7 +84,7 @@ class _Check:
             end = self.snapshot()
             start.restore()
             try:
-                again = self.replay()
+                again, _ = self.replay()
             finally:
                 end.restore()
             old = {path: value for path, t in before.tensors.items() if (value := start.value(t)) is not None}
@@ -119,11 +123,11 @@ def check_replay(
     before = check.state(None, copy=False)
     hosts = host_generators()
     try:
-        replayed = check.replay()
+        replayed, taken = check.replay()
     finally:
         start.restore()
     try:
-        result = eager()
+        result, alone = timed(eager, program.plan.device)
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
         start.restore()
@@ -141,4 +145,4 @@ def check_replay(
         reason = first_line(error)
     # As after every replay: what the caller gets back leads to no autograd graph.
     result = pytree.tree_map_only(Tensor, lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
-    return Verdict(result, found, reason)
+    return Verdict(result, found, reason, (taken, alone))

@@ -1,0 +1,61 @@
+"""Does a program pay? Every check runs one batch both ways, from the same state: the times of these pairs say.
+
+A pair's eager step runs alone, with the device waited for before and after it, which is the worst that an eager step
+can be: a program that loses all the same would lose in a busy loop too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import fmean, stdev
+from time import perf_counter
+from typing import TypeVar
+
+import torch
+
+_PAIRS = 6
+"""Fewer say nothing."""
+_QUANTILE = 4.03
+"""Student's t for five degrees of freedom that one sample in 200 exceeds; with more pairs it is less."""
+Result = TypeVar("Result")
+
+
+def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
+    """The result of ``call``, and how many seconds it took until ``device`` had done it."""
+    _wait_for(device)
+    start = perf_counter()
+    result = call()
+    _wait_for(device)
+    return result, perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Trials:
+    """Times of one program's replays and of the eager steps on the same batches."""
+
+    def __init__(self) -> None:
+        self._logs: list[float] = []
+        self._is_first = True
+
+    def add(self, replay: float, eager: float) -> None:
+        """One pair, in seconds. The first is left out: a graph's first launch loads it."""
+        if not self._is_first and replay > 0 and eager > 0:
+            self._logs.append(math.log(eager / replay))
+        self._is_first = False
+
+    @property
+    def speedup(self) -> float:
+        """How often a replay fits into an eager step: the geometric mean of the pairs, 1 without any."""
+        return math.exp(fmean(self._logs)) if self._logs else 1.0
+
+    def surely_below(self, bound: float) -> bool:
+        """Whether the speed-up is less than ``bound`` even at the upper end of its confidence interval."""
+        if len(self._logs) < _PAIRS or bound <= 0:
+            return False
+        error = stdev(self._logs) / math.sqrt(len(self._logs))
+        return fmean(self._logs) + _QUANTILE * error < math.log(bound)

@@ -1,0 +1,221 @@
+"""Programs that do not pay are dropped; compiled modules and fused optimizers, asked for by an argument."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
+
+from graphplan import GraphedStep, OptionError, SkipReason, graph_step
+from graphplan.optimizers import Preparation
+from graphplan.program import Program
+from graphplan.verify import Trials
+from tests.facts import assert_same, flatten
+from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
+
+CHECKS = 7
+"""Six pairs that count, and the first, which does not."""
+
+
+def trials(*speedups: float) -> Trials:
+    found = Trials()
+    for speedup in speedups:
+        found.add(1.0, speedup)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("speedups", "loses"),
+    [
+        ([0.1] + [0.5] * 6, True),
+        ([0.1] + [0.5] * 5, False),
+        ([0.1] + [2.0] * 6, False),
+        ([0.1, 0.97, 0.98, 0.97, 0.96, 0.97, 0.98], True),
+        ([0.1, 0.5, 1.3, 0.6, 1.2, 0.7, 1.1], False),
+        ([], False),
+    ],
+    ids=["slow", "too few", "fast", "a little slower each time", "slower on average", "none"],
+)
+def test_only_what_surely_does_not_pay(speedups: list[float], loses: bool) -> None:
+    assert trials(*speedups).surely_below(1.0) is loses
+    assert not trials(*speedups).surely_below(0.0)
+
+
+def test_the_mean_of_pairs() -> None:
+    assert trials(9.0, 2.0, 0.5, 4.0).speedup == pytest.approx(4 ** (1 / 3))
+    assert trials().speedup == 1.0
+
+
+def make(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Optimizer, Callable[[Tensor], Tensor]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = kind(model.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return model, optimizer, step
+
+
+def graphed(**options: Any) -> tuple[nn.Module, Optimizer, GraphedStep]:
+    model, optimizer, step = make()
+    owners = {"model": model, "optimizer": optimizer}
+    return model, optimizer, graph_step(step, owners=owners, **{"backend": "tape", **options})
+
+
+def batches(count: int, rows: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, 6, generator=generator) for _ in range(count)]
+
+
+def test_a_program_that_does_not_pay_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No replay is a million times as fast. Nothing is lost, memory is given back, other shapes keep their programs."""
+    programs: list[weakref.ref[Program]] = []
+    original = Program.__init__
+    monkeypatch.setattr(
+        Program,
+        "__init__",
+        lambda self, *args, **kw: (programs.append(weakref.ref(self)), original(self, *args, **kw))[1],
+    )
+    calls = batches(30)
+    twin = graphed(eager_if=1)
+    expected = [twin[2](x) for x in calls]
+    model, optimizer, step = graphed(min_speedup=1e6, verify=1)
+    found = [step(x) for x in calls]
+    assert_same(
+        flatten(losses=expected, model=twin[0], optimizer=twin[1]),
+        flatten(losses=found, model=model, optimizer=optimizer),
+    )
+    assert step.stats.verified == CHECKS
+    assert step.stats.skipped[SkipReason.SLOWER] == 30 - 6 - CHECKS
+    assert re.search(r"dropped: replays of \S+step were measured to take [\d.]+ times as long", step.report())
+    assert "min_speedup=0 keeps the program all the same" in step.report()
+    gc.collect()
+    assert [program() for program in programs] == [None]
+    other = batches(8, rows=4)
+    for x in other:
+        step(x)
+    assert step.stats.captured == 2
+
+
+@pytest.mark.parametrize("options", [{"min_speedup": 0}, {}, {"min_speedup": 1e6, "verify": "off"}])
+def test_programs_that_are_kept(options: dict[str, Any]) -> None:
+    """Asked to; on the CPU, unless asked not to; and where nothing is measured."""
+    *_, step = graphed(**{"verify": 1, **options})
+    for x in batches(20):
+        step(x)
+    assert step.stats.replayed == 14
+    assert not step.stats.skipped
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "negative": ({"min_speedup": -1}, r"min_speedup is -1; expected a number >= 0, or None"),
+    "no number": ({"min_speedup": "fast"}, r"min_speedup is 'fast'; expected a number >= 0"),
+    "a flag": ({"min_speedup": True}, r"min_speedup is True; expected a number >= 0"),
+    "not a number": ({"min_speedup": float("nan")}, r"min_speedup is nan; expected a number >= 0"),
+    "compile": ({"compile": "default"}, r"compile is 'default'; expected True, False, or arguments of torch.compile"),
+    "compile by position": ({"compile": {0: 1}}, r"compile is \{0: 1\}; expected True, False, or arguments"),
+    "fuse": ({"fuse_optimizer": 1}, r"fuse_optimizer is 1; expected True or False"),
+    "fuse, not prepare": ({"fuse_optimizer": True, "prepare_optimizers": False}, r"expected prepare_optimizers=True"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_that_make_no_sense(name: str) -> None:
+    options, match = OPTIONS[name]
+    with pytest.raises(OptionError, match=match):
+        graphed(**options)
+    with pytest.raises(OptionError, match=match):
+        tape(**options)
+
+
+def test_a_compiled_step_needs_its_module() -> None:
+    _, optimizer, step = make()
+    with pytest.raises(OptionError, match=r"compile= is given without a module to compile; name it: owners="):
+        graph_step(step, owners={"optimizer": optimizer}, compile=True)
+
+
+def test_modules_are_compiled_before_the_first_step_and_not_afterwards() -> None:
+    """The numbers are those of the same module compiled by hand."""
+    torch._dynamo.reset()
+    model, _, step = make(partial(AdamW, fused=True))
+    model.compile(backend="aot_eager")
+    expected = [step(x) for x in batches(12)]
+    own, _, graph = graphed(compile={"backend": "aot_eager"}, fuse_optimizer=True)
+    assert own._compiled_call_impl is not None
+    found = [graph(x) for x in batches(12)]
+    assert_same(flatten(losses=expected, model=model), flatten(losses=found, model=own))
+    assert graph.stats.replayed >= 5, graph.report()
+    assert "compiled: Sequential" in graph.report()
+    graph.close()
+    assert own._compiled_call_impl is None
+
+
+def test_a_module_that_is_compiled_already_stays_so() -> None:
+    torch._dynamo.reset()
+    model, optimizer, step = make()
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    graph = graph_step(step, owners=[model, optimizer], backend="tape", compile={"backend": "aot_eager"})
+    graph(batches(1)[0])
+    graph.close()
+    assert model._compiled_call_impl is compiled
+
+
+@pytest.mark.parametrize("backend", ["tape", "eager"])
+def test_nothing_is_compiled_on_the_cpu(backend: str) -> None:
+    model, _, step = graphed(compile=True, backend=backend)
+    assert model._compiled_call_impl is None
+    for x in batches(8):
+        step(x)
+    assert ("compile: Sequential is not compiled on the CPU" in step.report()) is (backend == "tape")
+
+
+def test_the_callback_compiles_the_modules_parts(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+
+    def compiled() -> LitDigits:
+        module = LitDigits()
+        module.net.compile(backend="aot_eager")
+        return module
+
+    expected = fit(compiled, tmp_path / "eager", max_epochs=2)
+    found = fit(LitDigits, tmp_path / "graphed", tape(compile={"backend": "aot_eager"}), max_epochs=2)
+    assert found.callback.stats.replayed >= 8
+    assert "compiled: Sequential" in found.callback.report()
+    assert "compiled: LitDigits" in found.callback.report()
+    assert found.module.net._compiled_call_impl is None
+    assert found.module._compiled_call_impl is None
+    assert_same_fits(expected, found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fused"), [(Adam, True), (AdamW, True), (SGD, True), (RMSprop, False)], ids=lambda value: str(value)
+)
+def test_fused_kernels_on_cuda(kind: Callable[..., Optimizer], fused: bool) -> None:
+    """While a step runs, and only if asked for; where torch has them. (Flags need no device.)"""
+    with FakeTensorMode():
+        optimizer = kind([nn.Parameter(torch.empty(2, device="cuda"))], lr=0.1, foreach=True)
+    preparation = Preparation(optimizer, fused=True)
+    group = optimizer.param_groups[0]
+    assert (bool(group.get("fused")), bool(group["foreach"])) == (fused, not fused)
+    preparation.leave()
+    assert (bool(group.get("fused")), group["foreach"]) == (False, True)
+    plain = Preparation(optimizer)
+    assert bool(group.get("fused")) is (kind is SGD)
+    plain.undo()
+    preparation.undo()
