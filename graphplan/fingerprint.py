@@ -156,12 +156,21 @@ class Fingerprint:
             *(f"{path}.{fact}" for fact in GEOMETRY for path in self._paths),
         ]
 
-    def changed_hypers(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-        """Descriptions of the hyper-parameters that differ."""
-        return _differences(self.labels, old, new)
+    @property
+    def layout(self) -> tuple[list[str], list[str], list[str]]:
+        """What the values are of: parameters, containers, hyper-parameters. Only values of one layout compare."""
+        return (self._paths, self._size_labels, self.labels)
 
-    def changed(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-        """Descriptions of everything that differs."""
+    def changed_hypers(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+        """Descriptions of the hyper-parameters that differ. ``layout`` is that of the ``old`` values."""
+        return _differences(self.labels, old, new) if layout == self.layout else []
+
+    def changed(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+        """Descriptions of everything that differs. ``layout`` is that of the ``old`` values."""
+        if layout != self.layout:
+            pairs = [(set(before), set(now)) for before, now in zip(layout, self.layout, strict=True)]
+            gone = [f"{_within(label)} is gone" for before, now in pairs for label in sorted(before - now)]
+            return gone + [f"{_within(label)} is new" for before, now in pairs for label in sorted(now - before)]
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
 
@@ -169,6 +178,11 @@ class Fingerprint:
 def _forward_of(kind: type) -> Any:
     """What the class holds as its ``forward``, unbound: a scripted module's is no method."""
     return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+
+
+def _within(label: str) -> str:
+    """What ``label`` has the length of, if it is about a length."""
+    return label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
 
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:

@@ -51,7 +51,8 @@ class Managed:
         self._names = Namespace()
         self._root = {"step": fn}
         self._notices = Notices()
-        self._before: tuple[Any, ...] | None = None
+        self._layout: Any = None
+        self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
@@ -163,6 +164,7 @@ class Managed:
         values = self._fingerprint.values()
         if values != self._last:
             self._last, self._last_id = values, self._number(values)
+            self._layout = self._fingerprint.layout
         return self._last_id
 
     def _number(self, values: tuple[Any, ...]) -> int:
@@ -179,19 +181,21 @@ class Managed:
         Raises:
             OptimizerError: if a hyper-parameter keeps taking new values, which no number of programs could follow.
         """
-        before, taken = self._last, self._taken
+        before, layout, taken = self._last, self._layout, self._taken
         number = self.fingerprint()
+        if before is None:
+            return number
         if before is not self._last:
-            self._before = before
-        if before is not None and self._taken > taken:
-            self._check_churn(before)
+            self._before = (layout, before)
+        if self._taken > taken:
+            self._check_churn(layout, before)
         return number
 
     def why_changed(self) -> str:
         """What the last change of the fingerprint was, described, and what happened before."""
         changed: list[str] = []
         if self._fingerprint is not None and self._before is not None and self._last is not None:
-            changed = self._fingerprint.changed(self._before, self._last)
+            changed = self._fingerprint.changed(*self._before, self._last)
         what = "; ".join(changed[:3]) or "other modes, flags, or objects"
         return what + self._notices.take()
 
@@ -203,10 +207,10 @@ class Managed:
         """A program was captured: hyper-parameters stay long enough."""
         self._churn = 0
 
-    def _check_churn(self, before: tuple[Any, ...]) -> None:
+    def _check_churn(self, layout: Any, before: tuple[Any, ...]) -> None:
         assert self._fingerprint is not None
         assert self._last is not None
-        changed = self._fingerprint.changed_hypers(before, self._last)
+        changed = self._fingerprint.changed_hypers(layout, before, self._last)
         self._churn += bool(changed)
         if self._churn >= _CHURN:
             self._churn = 0
