@@ -37,6 +37,30 @@ _GLOBAL_HOOKS = {
 }
 
 
+_OPTIMIZER_METHODS = ("step", "zero_grad")
+_methods_of = attrgetter(*_OPTIMIZER_METHODS)
+
+
+class _Own:
+    """A function that stands on an instance before its class's, compared by identity and kept: no other one can get
+    its ``id``.
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Own) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __repr__(self) -> str:
+        return repr(self.function)
+
+
 class Fingerprint:
     """The values of one walk. A learning rate that a device tensor shadows is not among them."""
 
@@ -66,6 +90,10 @@ class Fingerprint:
         self._flags: tuple[Any, ...] = ()
         self._registered: int | None = None
         self._hooks: list[tuple[str, Any]] = []
+        self._optimizer_kinds = list(dict.fromkeys(map(type, walk.optimizers.values())))
+        self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
+        self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
+        self._method_labels = [f"{path}.{name}" for path in walk.optimizers for name in _OPTIMIZER_METHODS]
         for path, optimizer in walk.optimizers.items():
             for part in _OPTIMIZER_PARTS:
                 self._add_size(getattr(optimizer, part), f"{path}.{part}")
@@ -97,6 +125,8 @@ class Fingerprint:
             *map(dict.get, self._dicts, repeat("training")),
             tuple(map(type, self._modules)),
             tuple(map(_forward_of, self._kinds)),
+            tuple(map(_methods_of, self._optimizer_kinds)),
+            *[own and _Own(own) for own in map(dict.get, self._steppers, self._methods)],
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
@@ -119,12 +149,12 @@ class Fingerprint:
             return ()
         return tuple((index, len(items)) for index, items in enumerate(self._empty) if items)
 
-    def _own_forwards(self) -> tuple[tuple[int, int], ...]:
+    def _own_forwards(self) -> tuple[tuple[int, _Own], ...]:
         """Which instances have a ``forward`` of their own, which stands before their class's."""
         if not any(map(dict.get, self._dicts, repeat("forward"))):
             return ()
         own = enumerate(map(dict.get, self._dicts, repeat("forward")))
-        return tuple((index, id(forward)) for index, forward in own if forward is not None)
+        return tuple((index, _Own(forward)) for index, forward in own if forward is not None)
 
     def _hooked(self) -> tuple[tuple[str, tuple[Any, ...]], ...]:
         """Who has which hooks: their numbers in torch's count, so that one in the place of another is told apart.
@@ -148,6 +178,8 @@ class Fingerprint:
             *(f"{type(module).__name__}.training" for module in self._modules),
             "the classes of the modules",
             "forward of a module's class",
+            "step or zero_grad of an optimizer's class",
+            *self._method_labels,
             *self._size_labels,
             "layers, parameters or buffers where there were none",
             "a module's own forward",
