@@ -16,7 +16,7 @@ from torch.optim import optimizer as optimizers
 
 from graphplan.owners import Sharding, Walk
 from graphplan.tracer import same_value
-from graphplan.unchanged import GEOMETRY, Geometries, geometry, hooks_registered
+from graphplan.unchanged import GEOMETRY, Geometries, accumulator_hooks, geometry, hooks_registered
 
 _get_hooks = attrgetter("_backward_hooks")
 _get_late_hooks = attrgetter("_post_accumulate_grad_hooks")
@@ -90,6 +90,7 @@ class Fingerprint:
         self._flags: tuple[Any, ...] = ()
         self._registered: int | None = None
         self._hooks: list[tuple[str, Any]] = []
+        self._node_hooks: list[tuple[str, Any]] = []
         self._optimizer_kinds = list(dict.fromkeys(map(type, walk.optimizers.values())))
         self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
         self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
@@ -170,7 +171,13 @@ class Fingerprint:
                 *zip(self._paths, map(_get_late_hooks, self._parameters), strict=True),
             ]
             self._hooks = [(label, container) for label, container in hooks if container]
-        return tuple((label, tuple(hooks)) for label, hooks in self._hooks if hooks)
+            self._node_hooks = [
+                (f"the AccumulateGrad node of {path}", reference)
+                for path, param in zip(self._paths, self._parameters, strict=True)
+                for reference in accumulator_hooks(param)
+            ]
+        on_nodes = [(label, reference() or ()) for label, reference in self._node_hooks]
+        return tuple([(label, tuple(hooks)) for label, hooks in [*self._hooks, *on_nodes] if hooks])
 
     def _all_labels(self) -> list[str]:
         return [

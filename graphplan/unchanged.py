@@ -7,6 +7,7 @@ caller looks closely.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,14 +16,48 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from graphplan.dtensors import is_sharded
+
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _FALSE_ALARMS = 4
 """Containers that are written to this often without having changed are not worth watching."""
 
 
+_own_hooks = 0
+
+
 def hooks_registered() -> int:
     """How many hooks were registered through torch so far: without a new one, nobody got a hook."""
-    return RemovableHandle.next_id
+    return RemovableHandle.next_id - _own_hooks
+
+
+def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
+    """Register a hook of graphplan's own, gone before the next step, which :func:`hooks_registered` leaves out."""
+    global _own_hooks
+    before = RemovableHandle.next_id
+    handle = register(hook)
+    _own_hooks += RemovableHandle.next_id - before
+    return handle
+
+
+def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
+    """Hooks on the node that accumulates ``param``'s gradient: they last while somebody keeps that node."""
+    if not param.requires_grad or not param.is_leaf or is_sharded(param):
+        return []
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    found = []
+    for register in (node.register_hook, node.register_prehook):
+        # A node shows its hooks to those alone that register one.
+        handle = register_own(register, _no_hook)
+        handle.remove()
+        if handle.hooks_dict_ref():
+            found.append(handle.hooks_dict_ref)
+    return found
+
+
+def _no_hook(*args: Any) -> None:
+    """Changes nothing."""
 
 
 class Containers:
