@@ -96,6 +96,7 @@ class Plan:
         asked: attributes that the step's code asks for although they may not exist
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
+        functions: likewise, where torch's own layers and optimizers find the functions that they call.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
@@ -116,6 +117,7 @@ class Plan:
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
+    functions: tuple[str, ...]
     asked: tuple[str, ...]
     device: torch.device
     host_facts: tuple[str, ...]
@@ -170,6 +172,8 @@ class Plan:
         if self.reads:
             shown = ", ".join(self.reads[:6]) + (", …" if len(self.reads) > 6 else "")
             notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({shown})")
+        if self.functions:
+            notes.append(f"guarded: {len(self.functions)} functions that torch's own code calls")
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
         return notes + [f"note: {fact}" for fact in self.host_facts]

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -101,6 +102,28 @@ class Containers:
         if self._root is not None:
             self._alarms += 1
             self._root = self._arm() if self._alarms < _FALSE_ALARMS else None
+
+
+class Functions:
+    """Functions in dictionaries of modules, which hardly anybody writes to: looked up only after a write.
+
+    ``values`` are what they were at capture.
+    """
+
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> None:
+        self._spaces = [space for space, _ in places]
+        self._names = [name for _, name in places]
+        self.values = list(values)
+        self._containers = Containers(list({id(space): space for space in self._spaces}.values()), [])
+
+    def unchanged(self) -> bool:
+        """Whether each is where it was."""
+        if self._containers.unchanged():
+            return True
+        if any(map(is_not, map(dict.get, self._spaces, self._names), self.values)):
+            return False
+        self._containers.rearm()
+        return True
 
 
 def _add(add: Any, *facts: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -108,6 +109,24 @@ def _zero_grad_of_the_class(model: Any) -> None:
     SGD.zero_grad = _drop_half  # type: ignore[method-assign, assignment]
 
 
+def _halved(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: 0.5 * function(*args, **kwargs)
+
+
+def _other_linear(model: Any) -> None:
+    F.linear = _halved(F.linear)
+
+
+def _other_normalisation(model: Any) -> None:
+    torch.batch_norm = _halved(torch.batch_norm)  # type: ignore[assignment]
+
+
+def _other_kernel_of_the_optimizer(model: Any) -> None:
+    sgd = importlib.import_module("torch.optim.sgd")
+    kernel = sgd._fused_sgd
+    sgd._fused_sgd = lambda params, *rest, **options: kernel(params[1:], *(r[1:] for r in rest), **options)  # type: ignore[attr-defined]
+
+
 def _double_by_default(model: Any) -> None:
     torch.set_default_dtype(torch.float64)
 
@@ -116,9 +135,11 @@ def _other_attention(model: Any) -> None:
     torch.backends.cuda.enable_flash_sdp(False)
 
 
-PATCHED = [(nn.ReLU, "forward"), (SGD, "step"), (SGD, "zero_grad")]
+PATCHED = [(nn.ReLU, "forward"), (SGD, "step"), (SGD, "zero_grad"), (F, "linear"), (torch, "batch_norm")]
+PATCHED += [(importlib.import_module("torch.optim.sgd"), "_fused_sgd")]
 CHANGES = [_shrink_buffer, _resize_buffer, _shrink_matrix, _reinterpret, _shrink_frozen, _ask_for_gradients]
 CHANGES += [_own_step, _own_zero_grad, _step_of_the_class, _zero_grad_of_the_class]
+CHANGES += [_other_linear, _other_normalisation, _other_kernel_of_the_optimizer]
 CHANGES += [_other_class, _other_method, _double_by_default, _other_attention]
 
 

@@ -19,7 +19,7 @@ from graphplan.compiler.effects import (
     find_rebindings,
 )
 from graphplan.errors import FeedError, OutputError
-from graphplan.owners import Walk, walk_owners
+from graphplan.owners import Library, Scalar, Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
@@ -69,6 +69,8 @@ def build_plan(
     launched = [operator for operator in second.operators if operator.launches]
     fn = function()
     assert second.device is not None
+    reads = find_reads(first, second, walk, counters, allow)
+    functions = tuple(path for path in reads if _is_torchs(walk.value(path)))
     return Plan(
         name=getattr(fn, "__qualname__", type(fn).__name__),
         feed=FeedSpec(feed),
@@ -85,7 +87,8 @@ def build_plan(
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),
         device=second.device,
-        reads=find_reads(first, second, walk, counters, allow),
+        reads=tuple(path for path in reads if path not in functions),
+        functions=functions,
         asked=tuple(sorted(first.reads.asked | second.reads.asked)),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
@@ -95,6 +98,11 @@ def build_plan(
         owners=owners,
         function=function,
     )
+
+
+def _is_torchs(value: Scalar | None) -> bool:
+    """Whether it is a function in one of torch's modules, and not something that such a function holds."""
+    return value is not None and isinstance(value.owner, Library) and isinstance(value.container, dict)
 
 
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:

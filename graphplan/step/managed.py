@@ -12,13 +12,14 @@ from torch.amp.grad_scaler import GradScaler
 from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
-from graphplan.owners import Discovery, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import Discovery, Library, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
 
 _NAMES = "names"
-"""The owner that stands for the names in the step's code."""
+_LIBRARY = "torch"
+"""The owners that stand for the names in the step's code, and for those in torch's."""
 _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
@@ -49,6 +50,7 @@ class Managed:
         self._taken = 0
         self._churn = 0
         self._names = Namespace()
+        self._library = Library()
         self._root = {"step": fn}
         self._notices = Notices()
         self._layout: Any = None
@@ -119,10 +121,11 @@ class Managed:
                 self._met[number] = thing
             return asked[number]
 
-        grown = ran.name_all(self._fn, self._names, has_met)
+        grown = ran.name_all(self._fn, self._names, has_met) | ran.name_torchs(self._library)
         # Its defaults, and what a partial function holds for it.
         self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
+        self.owners.setdefault(_LIBRARY, self._library)
         known = {id(container) for container in self.walk().containers}
         for thing in ran.objects():
             inner = getattr(thing, "__dict__", None)
