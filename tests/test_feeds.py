@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import FeedError, SkipReason, graph_step
+from graphplan import SkipReason, graph_step
 from tests.facts import assert_same, flatten
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, managed
 from tests.zoo import CALLS, Mlp, float_batches
@@ -77,41 +77,6 @@ def test_a_literal_is_part_of_the_signature() -> None:
     batches = float_batches(40)
     make = partial(rig_of, scaled, [(*batch, values[i % 4]) for i, batch in enumerate(batches)])
     assert_equals_eager(make, captured=4, replayed=40 - 4 * 6)
-
-
-def _multiplied(x: Tensor, *, by: Any, shift: float = 0.0) -> Tensor:
-    return x * by + shift
-
-
-def test_a_partial_whose_keywords_change() -> None:
-    """The same object: its numbers are in the signature, its tensors are copied in, its attributes stay with it."""
-
-    def apply(model: nn.Module, x: Tensor, y: Tensor, function: Any) -> Tensor:
-        return F.cross_entropy(model(function(x)), y) * function.scale
-
-    def make() -> Rig:
-        functions = [partial(_multiplied, by=2.0), partial(_multiplied, by=torch.ones(8))]
-        for function in functions:
-            function.scale = 0.5  # type: ignore[attr-defined]
-        batches = enumerate(float_batches(44))
-        rig = rig_of(apply, [(*batch, functions[number // 22]) for number, batch in batches])
-
-        def after(index: int) -> None:
-            if index == 10:
-                functions[0].keywords["by"] = 3.0
-            if index >= 30:
-                functions[1].keywords["by"] = torch.full((8,), float(index))
-
-        rig.after = after
-        return rig
-
-    assert_equals_eager(make, captured=3, replayed=44 - 3 * 6, verify="off")
-
-
-def test_a_partial_that_holds_what_cannot_be_fed() -> None:
-    step = managed(build(lambda: rig_of(_plain, [])))
-    with pytest.raises(FeedError, match="a object is fed, which is neither a tensor nor a literal"):
-        step(partial(_multiplied, by=object()))
 
 
 def test_a_batch_may_be_the_same_tensor_every_time() -> None:

@@ -89,6 +89,7 @@ def build_plan(
         device=second.device,
         reads=tuple(path for path in reads if path not in functions),
         functions=functions,
+        shared=_shared_with_owners(second, externals),
         asked=tuple(sorted(first.reads.asked | second.reads.asked)),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
@@ -138,6 +139,16 @@ def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
             f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
             "each, so that the change would not show in the other. Clone one of them before the call"
         )
+
+
+def _shared_with_owners(trace: Trace, externals: Sequence[External]) -> frozenset[int]:
+    """Leaves of the feed that share memory with what the step changes in owners: no copy could stand for them."""
+    changed = {external.path for external in externals if external.mutated and external.path is not None}
+    return frozenset(
+        index
+        for index, storage in trace.leaf_storages.items()
+        if any(slot.path in changed for slot in trace.entry_slots.get(storage, ()))
+    )
 
 
 def _host_facts(trace: Trace) -> list[str]:

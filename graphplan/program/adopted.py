@@ -88,6 +88,7 @@ class Adopted:
         self._geometries = {path: _geometries(held) for path, held in self._held.items()}
         changed = {e.path for e in self._plan.externals if e.mutated}
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
+        self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
         unowned = [e.tensor for e in self._plan.externals if e.path is None and e.tensor is not None]
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 

@@ -28,7 +28,7 @@ from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Runner
-from graphplan.step.stages import Stages
+from graphplan.step.stages import MEMORY_IS_FED, Stages
 from graphplan.step.turn import Exclusive
 from graphplan.unchanged import Modes
 
@@ -111,8 +111,7 @@ class GraphedStep(Exclusive):
             return self._refused(feed, entry.refusal)
         if program is not None:
             if not program.takes(feed):
-                detail = "memory that the step changes is fed, or fed twice"
-                return self._runner.eager(self._moved(feed), SkipReason.FEED, detail)
+                return self._runner.eager(self._moved(feed), SkipReason.FEED, MEMORY_IS_FED)
             if program.replays + 1 == program.next_check:
                 return self._check(program, self._moved(feed))
             return self._replays.replay(program, feed)

@@ -30,6 +30,8 @@ from graphplan.step.refusals import Refusals
 from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
 
+MEMORY_IS_FED = "memory that the step changes is fed, or fed twice"
+
 
 class Stages:
     """Takes the steps on the way to a program, and counts them."""
@@ -79,6 +81,8 @@ class Stages:
             self._stats.note(f"traced anew: {gone} is gone, which only an eager step can make")
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
+        if line.plan is not None and line.plan.shared_leaves(feed, walk) != line.plan.shared:
+            return self._runner.eager(feed, SkipReason.FEED, MEMORY_IS_FED)
         try:
             refuse_graphs_within(walk, self._runner.fn, self._runner.device)
             return self._attempt(entry, line, feed, walk)
