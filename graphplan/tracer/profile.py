@@ -62,7 +62,10 @@ class Reads:
             return False
         if scalar.attribute in self.anywhere or scalar.attribute in self.of_self.get(id(scalar.owner), ()):
             return True
-        return scalar.attribute in self.called and callable(scalar.get())
+        if scalar.attribute not in self.called:
+            return False
+        # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
+        return callable(scalar.get()) or callable(getattr(scalar.owner, scalar.attribute, None))
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""

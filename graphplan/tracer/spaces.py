@@ -139,13 +139,16 @@ class Ran:
         """
         found = [names_of(code) for code in self._globals]
         used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
+        called = frozenset[str]().union(*(names.methods for names in found))
         for kind in self._kinds(has_met):
             methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
             for name, member in list(methods.items()):
                 function = _function_of(member)
                 if function is not None and function.__code__ in self._globals:
                     yield f"{kind.__name__}.{name}", methods, name
-                elif name in used and not hasattr(type(member), "__get__") and _is_users(kind):
+                    continue
+                plain = name in used and not hasattr(type(member), "__get__")
+                if (plain or (name in called and isinstance(member, _lru_cache_wrapper))) and _is_users(kind):
                     yield f"{kind.__name__}.{name}", values, name
 
     def _functions(self, roots: Iterable[Callable[..., Any]], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
