@@ -14,6 +14,7 @@ from graphplan.errors import DeviceError as DeviceError
 from graphplan.errors import DeviceFault as DeviceFault
 from graphplan.errors import FeedError as FeedError
 from graphplan.errors import GeneratorSeekError as GeneratorSeekError
+from graphplan.errors import GradientError as GradientError
 from graphplan.errors import GraphPlanError as GraphPlanError
 from graphplan.errors import GuardError as GuardError
 from graphplan.errors import HostEffectError as HostEffectError

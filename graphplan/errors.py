@@ -184,6 +184,10 @@ class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
     """Memory ran out in a traced or captured call."""
 
 
+class GradientError(GraphPlanError, RuntimeError):
+    """A backward pass outside the step comes to a tensor that a replay left."""
+
+
 class GuardError(RefusalError, RuntimeError):
     """A program was replayed although something that it depends on is no longer where it was."""
 

@@ -17,7 +17,7 @@ from torch.optim import optimizer as optimizers
 
 from graphplan.owners import Sharding, Walk
 from graphplan.tracer import same_value
-from graphplan.unchanged import GEOMETRY, Geometries, geometry, hooks_registered
+from graphplan.unchanged import GEOMETRY, Geometries, accumulator_hooks, geometry, hooks_registered
 
 _get_hooks = attrgetter("_backward_hooks")
 _get_late_hooks = attrgetter("_post_accumulate_grad_hooks")
@@ -37,6 +37,30 @@ _GLOBAL_HOOKS = {
     for name in names
     if hasattr(space, name)
 }
+
+
+_OPTIMIZER_METHODS = ("step", "zero_grad")
+_methods_of = attrgetter(*_OPTIMIZER_METHODS)
+
+
+class _Own:
+    """A function that stands on an instance before its class's, compared by identity and kept: no other one can get
+    its ``id``.
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Own) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+    def __repr__(self) -> str:
+        return repr(self.function)
 
 
 class Fingerprint:
@@ -69,6 +93,11 @@ class Fingerprint:
         self._registered: int | None = None
         self._hooks: list[tuple[str, Any]] = []
         self._held: tuple[Any, ...] = ()
+        self._node_hooks: list[tuple[str, Any]] = []
+        self._optimizer_kinds = list(dict.fromkeys(map(type, walk.optimizers.values())))
+        self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
+        self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
+        self._method_labels = [f"{path}.{name}" for path in walk.optimizers for name in _OPTIMIZER_METHODS]
         for path, optimizer in walk.optimizers.items():
             for part in _OPTIMIZER_PARTS:
                 self._add_size(getattr(optimizer, part), f"{path}.{part}")
@@ -98,12 +127,14 @@ class Fingerprint:
         if not self._held:
             return False
         assert self._geometries is not None
-        hypers, flags, kinds, forwards, lengths, hooks = self._held
+        hypers, flags, kinds, forwards, methods, steppers, lengths, hooks = self._held
         return (
             not any(map(is_not, map(getitem, self._containers, self._keys), hypers))
             and not any(map(is_not, map(dict.get, self._dicts, repeat("training")), flags))
             and not any(map(is_not, map(type, self._modules), kinds))
             and not any(map(is_not, map(_get_forward, self._kinds), forwards))
+            and list(map(_methods_of, self._optimizer_kinds)) == methods
+            and not any(map(is_not, map(dict.get, self._steppers, self._methods), steppers))
             and list(map(len, self._sized)) == lengths
             and not any(self._empty)
             and not any(map(contains, self._dicts, repeat("forward")))
@@ -114,20 +145,26 @@ class Fingerprint:
 
     def hold(self) -> None:
         """After :meth:`values`: keep what :meth:`unchanged` compares with, where that says enough."""
-        own = any(self._empty) or any(map(contains, self._dicts, repeat("forward"))) or self._sharding.is_there
         # What scripted classes have instead of a function says nothing when it is asked of the class.
-        forwards = [] if own else [_forward_of(kind) for kind in self._kinds]
+        forwards = [_forward_of(kind) for kind in self._kinds]
+        if (
+            any(self._empty)
+            or any(map(contains, self._dicts, repeat("forward")))
+            or self._sharding.is_there
+            or self._node_hooks
+            or not all(isinstance(forward, FunctionType) for forward in forwards)
+        ):
+            self._held = ()
+            return
         self._held = (
-            ()
-            if own or not all(isinstance(forward, FunctionType) for forward in forwards)
-            else (
-                list(map(getitem, self._containers, self._keys)),
-                list(map(dict.get, self._dicts, repeat("training"))),
-                list(map(type, self._modules)),
-                forwards,
-                list(map(len, self._sized)),
-                [tuple(hooked) for _, hooked in self._hooks],
-            )
+            list(map(getitem, self._containers, self._keys)),
+            list(map(dict.get, self._dicts, repeat("training"))),
+            list(map(type, self._modules)),
+            forwards,
+            list(map(_methods_of, self._optimizer_kinds)),
+            list(map(dict.get, self._steppers, self._methods)),
+            list(map(len, self._sized)),
+            [tuple(hooked) for _, hooked in self._hooks],
         )
 
     def values(self) -> tuple[Any, ...]:
@@ -137,6 +174,8 @@ class Fingerprint:
             *map(dict.get, self._dicts, repeat("training")),
             tuple(map(type, self._modules)),
             tuple(map(_forward_of, self._kinds)),
+            tuple(map(_methods_of, self._optimizer_kinds)),
+            *[own and _Own(own) for own in map(dict.get, self._steppers, self._methods)],
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
@@ -159,12 +198,12 @@ class Fingerprint:
             return ()
         return tuple((index, len(items)) for index, items in enumerate(self._empty) if items)
 
-    def _own_forwards(self) -> tuple[tuple[int, int], ...]:
+    def _own_forwards(self) -> tuple[tuple[int, _Own], ...]:
         """Which instances have a ``forward`` of their own, which stands before their class's."""
         if not any(map(dict.get, self._dicts, repeat("forward"))):
             return ()
         own = enumerate(map(dict.get, self._dicts, repeat("forward")))
-        return tuple((index, id(forward)) for index, forward in own if forward is not None)
+        return tuple((index, _Own(forward)) for index, forward in own if forward is not None)
 
     def _hooked(self) -> tuple[tuple[str, tuple[Any, ...]], ...]:
         """Who has which hooks: their numbers in torch's count, so that one in the place of another is told apart.
@@ -180,7 +219,13 @@ class Fingerprint:
                 *zip(self._paths, map(_get_late_hooks, self._parameters), strict=True),
             ]
             self._hooks = [(label, container) for label, container in hooks if container]
-        return tuple((label, tuple(hooks)) for label, hooks in self._hooks if hooks)
+            self._node_hooks = [
+                (f"the AccumulateGrad node of {path}", reference)
+                for path, param in zip(self._paths, self._parameters, strict=True)
+                for reference in accumulator_hooks(param)
+            ]
+        on_nodes = [(label, reference() or ()) for label, reference in self._node_hooks]
+        return tuple([(label, tuple(hooks)) for label, hooks in [*self._hooks, *on_nodes] if hooks])
 
     def _all_labels(self) -> list[str]:
         return [
@@ -188,6 +233,8 @@ class Fingerprint:
             *(f"{type(module).__name__}.training" for module in self._modules),
             "the classes of the modules",
             "forward of a module's class",
+            "step or zero_grad of an optimizer's class",
+            *self._method_labels,
             *self._size_labels,
             "layers, parameters or buffers where there were none",
             "a module's own forward",
@@ -196,12 +243,21 @@ class Fingerprint:
             *(f"{path}.{fact}" for fact in GEOMETRY for path in self._paths),
         ]
 
-    def changed_hypers(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-        """Descriptions of the hyper-parameters that differ."""
-        return _differences(self.labels, old, new)
+    @property
+    def layout(self) -> tuple[list[str], list[str], list[str]]:
+        """What the values are of: parameters, containers, hyper-parameters. Only values of one layout compare."""
+        return (self._paths, self._size_labels, self.labels)
 
-    def changed(self, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
-        """Descriptions of everything that differs."""
+    def changed_hypers(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+        """Descriptions of the hyper-parameters that differ. ``layout`` is that of the ``old`` values."""
+        return _differences(self.labels, old, new) if layout == self.layout else []
+
+    def changed(self, layout: Any, old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
+        """Descriptions of everything that differs. ``layout`` is that of the ``old`` values."""
+        if layout != self.layout:
+            pairs = [(set(before), set(now)) for before, now in zip(layout, self.layout, strict=True)]
+            gone = [f"{_within(label)} is gone" for before, now in pairs for label in sorted(before - now)]
+            return gone + [f"{_within(label)} is new" for before, now in pairs for label in sorted(now - before)]
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
 
@@ -209,6 +265,11 @@ class Fingerprint:
 def _forward_of(kind: type) -> Any:
     """What the class holds as its ``forward``, unbound: a scripted module's is no method."""
     return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+
+
+def _within(label: str) -> str:
+    """What ``label`` has the length of, if it is about a length."""
+    return label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
 
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:

@@ -20,7 +20,7 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.owners import Slot, Walk, home, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
-from graphplan.unchanged import Containers, Geometries, geometry
+from graphplan.unchanged import Containers, Functions, Geometries, geometry
 
 _get_grad = attrgetter("grad")
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -73,10 +73,13 @@ class Guards:
         whole = [*(slot.get() for slot in held), *self._grads]
         self._sharded = [tensor for tensor in whole if is_sharded(tensor)]
         self._shards = list(map(local, self._sharded))
-        self._labels = [path for path, _ in read]
+        called = [(path, value) for path in plan.functions if (value := walk.value(path)) is not None]
+        values = values if values is not None else [value.get() for _, value in [*read, *called]]
+        self._labels = [path for path, _ in [*read, *called]]
         self._spaces = [value.container for _, value in read]
         self._names = [value.key for _, value in read]
-        self._values = values if values is not None else list(map(getitem, self._spaces, self._names))
+        self._values = values[: len(read)]
+        self._functions = Functions([(value.container, value.key) for _, value in called], values[len(read) :])
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._indices = list(range(len(tensors)))
@@ -102,6 +105,8 @@ class Guards:
             if self._lacking and any(map(contains, self._lacking, self._absent)):
                 return False
             if any(map(is_not, map(getitem, self._spaces, self._names), self._values)) and not self._equal():
+                return False
+            if not self._functions.unchanged():
                 return False
         except (KeyError, IndexError, RuntimeError):
             # A key that is gone, or a Python value that became a tensor.
@@ -155,11 +160,11 @@ class Guards:
     @property
     def values(self) -> list[Any]:
         """The Python values that the program was captured with."""
-        return self._values
+        return [*self._values, *self._functions.values]
 
     def changed_value(self, walk: Walk) -> str | None:
         """The first Python value that is no longer what it was, described. ``walk`` knows where it lies now."""
-        for label, old in zip(self._labels, self._values, strict=True):
+        for label, old in zip(self._labels, self.values, strict=True):
             place = walk.value(label)
             if place is None:
                 return f"{label} was {old!r} and is gone"

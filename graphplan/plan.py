@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphplan.owners import Walk
+from graphplan.owners import Walk, storage_id
 from graphplan.policy import Policy
 from graphplan.roles import External, Role
-from graphplan.signature import FeedSpec
+from graphplan.signature import Feed, FeedSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,8 @@ class Plan:
         asked: attributes that the step's code asks for although they may not exist
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
+        functions: likewise, where torch's own layers and optimizers find the functions that they call.
+        shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
@@ -116,6 +118,8 @@ class Plan:
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
+    functions: tuple[str, ...]
+    shared: frozenset[int]
     asked: tuple[str, ...]
     device: torch.device
     host_facts: tuple[str, ...]
@@ -134,6 +138,11 @@ class Plan:
         """The tensors in ``walk`` that the step changes."""
         slots = [walk.slots[e.path] for e in self.externals if e.mutated and e.path in walk.slots]
         return [tensor for slot in slots for tensor in slot.tensors()]
+
+    def shared_leaves(self, feed: Feed, walk: Walk) -> frozenset[int]:
+        """Leaves of the feed that share memory with :meth:`changed_tensors`."""
+        changed = {storage_id(tensor) for tensor in self.changed_tensors(walk)}
+        return frozenset(index for index, leaf in feed.tensors() if storage_id(leaf) in changed)
 
     @property
     def inputs(self) -> tuple[External, ...]:
@@ -170,6 +179,9 @@ class Plan:
         if self.reads:
             shown = ", ".join(self.reads[:6]) + (", …" if len(self.reads) > 6 else "")
             notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({shown})")
+        if self.functions:
+            notes.append(f"guarded: {len(self.functions)} functions that torch's own code calls")
+        notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
         return notes + [f"note: {fact}" for fact in self.host_facts]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,13 @@ _LITERALS = (
 )  # fmt: skip
 
 
+_PARTIAL = ("func", "args", "keywords", "__dict__")
+"""What a partial function is made of."""
+
+
 @dataclass
 class _Record:
-    """A dataclass instance opened for flattening."""
+    """A dataclass instance, or a partial function, opened for flattening."""
 
     kind: type
     values: dict[str, Any]
@@ -54,16 +59,17 @@ pytree.register_pytree_node(_Record, _flatten_record, _unflatten_record, flatten
 
 
 def _is_record(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type)
+    return type(leaf) is partial or (is_dataclass(leaf) and not isinstance(leaf, type))
 
 
 def _open_records(tree: Any) -> Any:
-    """``tree`` with dataclass instances as nodes, so that the tensors in them are leaves."""
+    """``tree`` with dataclass instances and partial functions as nodes, so that the tensors in them are leaves."""
 
     def opened(leaf: Any) -> Any:
         if not _is_record(leaf):
             return leaf
-        return _Record(type(leaf), {f.name: _open_records(getattr(leaf, f.name)) for f in fields(leaf)})
+        names = _PARTIAL if type(leaf) is partial else [f.name for f in fields(leaf)]
+        return _Record(type(leaf), {name: _open_records(getattr(leaf, name)) for name in names})
 
     return pytree.tree_map(opened, tree)
 
@@ -72,9 +78,14 @@ def _close_records(tree: Any) -> Any:
     def closed(node: Any) -> Any:
         if not isinstance(node, _Record):
             return node
+        values = {name: _close_records(value) for name, value in node.values.items()}
+        if node.kind is partial:
+            function = partial(values["func"], *values["args"], **values["keywords"])
+            vars(function).update(values["__dict__"])
+            return function
         record: Any = object.__new__(node.kind)
-        for name, value in node.values.items():
-            object.__setattr__(record, name, _close_records(value))
+        for name, value in values.items():
+            object.__setattr__(record, name, value)
         return record
 
     return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, _Record))

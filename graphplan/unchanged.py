@@ -7,23 +7,58 @@ caller looks closely.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from graphplan.dtensors import is_sharded
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _FALSE_ALARMS = 4
 """Containers that are written to this often without having changed are not worth watching."""
 
 
+_own_hooks = 0
+
+
 def hooks_registered() -> int:
     """How many hooks were registered through torch so far: without a new one, nobody got a hook."""
-    return RemovableHandle.next_id
+    return RemovableHandle.next_id - _own_hooks
+
+
+def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
+    """Register a hook of graphplan's own, gone before the next step, which :func:`hooks_registered` leaves out."""
+    global _own_hooks
+    before = RemovableHandle.next_id
+    handle = register(hook)
+    _own_hooks += RemovableHandle.next_id - before
+    return handle
+
+
+def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
+    """Hooks on the node that accumulates ``param``'s gradient: they last while somebody keeps that node."""
+    if not param.requires_grad or not param.is_leaf or is_sharded(param):
+        return []
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    found = []
+    for register in (node.register_hook, node.register_prehook):
+        # A node shows its hooks to those alone that register one.
+        handle = register_own(register, _no_hook)
+        handle.remove()
+        if handle.hooks_dict_ref():
+            found.append(handle.hooks_dict_ref)
+    return found
+
+
+def _no_hook(*args: Any) -> None:
+    """Changes nothing."""
 
 
 class Containers:
@@ -67,6 +102,28 @@ class Containers:
         if self._root is not None:
             self._alarms += 1
             self._root = self._arm() if self._alarms < _FALSE_ALARMS else None
+
+
+class Functions:
+    """Functions in dictionaries of modules, which hardly anybody writes to: looked up only after a write.
+
+    ``values`` are what they were at capture.
+    """
+
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> None:
+        self._spaces = [space for space, _ in places]
+        self._names = [name for _, name in places]
+        self.values = list(values)
+        self._containers = Containers(list({id(space): space for space in self._spaces}.values()), [])
+
+    def unchanged(self) -> bool:
+        """Whether each is where it was."""
+        if self._containers.unchanged():
+            return True
+        if any(map(is_not, map(dict.get, self._spaces, self._names), self.values)):
+            return False
+        self._containers.rearm()
+        return True
 
 
 def _add(add: Any, *facts: Any) -> None:

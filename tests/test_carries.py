@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from tests.twins import Rig, assert_equals_eager
+from graphplan import GradientError
+from tests.twins import Rig, assert_equals_eager, build, drive, managed
 from tests.zoo import CALLS, Memory, attributes, float_batches, updating_rig
 
 
@@ -103,6 +104,35 @@ def test_rebound_tensors_are_carried(name: str) -> None:
     """Each replay starts from what the one before it left."""
     update, prepare = CARRIES[name]
     assert_equals_eager(partial(updating_rig, update, prepare))
+
+
+def _normalised(model: nn.Module) -> Rig:
+    """torch's older spectral norm, which computes ``weight`` anew in each step and leaves it there."""
+    torch.nn.utils.spectral_norm(model[1])
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)))
+
+
+def test_a_rebound_tensor_that_asks_for_gradients() -> None:
+    """It asks for them after a replay as after an eager step."""
+    assert_equals_eager(lambda: _normalised(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))))
+
+
+def test_no_gradients_flow_into_a_replay() -> None:
+    """Eager's graph is gone by then, too, unless the step keeps it; a replay has none at all."""
+    rig = build(lambda: _normalised(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))))
+    drive(rig, managed(rig))
+    weight = rig.owners["model"][1].weight
+    with pytest.raises(GradientError, match=r"comes to model\.1\.weight, which a replay left there"):
+        weight.sum().backward()
 
 
 def test_a_carry_is_listed_in_the_plan() -> None:

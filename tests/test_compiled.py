@@ -108,6 +108,8 @@ GRAPHS_WITHIN: dict[str, tuple[dict[str, Any], bool]] = {
     "option": ({"options": {"triton.cudagraphs": True}}, True),
     "other option": ({"options": {"triton.cudagraphs": False}}, False),
     "aot_eager": ({"backend": "aot_eager"}, False),
+    "cudagraphs": ({"backend": "cudagraphs"}, True),
+    "cudagraphs as a function": ({"backend": torch._dynamo.lookup_backend("cudagraphs")}, True),
 }
 
 

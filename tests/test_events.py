@@ -37,6 +37,14 @@ def _freeze(model: Any, optimizer: Any) -> None:
     model[0].weight.requires_grad_(False)
 
 
+def _drop_bias(model: Any, optimizer: Any) -> None:
+    model[0].bias = None
+
+
+def _drop_layer(model: Any, optimizer: Any) -> None:
+    del model[1]
+
+
 def _other_decay(model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.3
 
@@ -44,8 +52,14 @@ def _other_decay(model: Any, optimizer: Any) -> None:
 EVENTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
     "optimizer.load_state_dict": (_load_optimizer, "followed (after optimizer.load_state_dict)"),
     "model.load_state_dict": (_load_model, "(after model.load_state_dict)"),
-    "add_param_group": (_add_group, "another program: len(optimizer.param_groups): 1 then 2"),
+    "add_param_group": (_add_group, "another program: optimizer.param_groups[1].params[0] is new; optimizer"),
     "freezing": (_freeze, "another program: model.0.weight.requires_grad: True then False"),
+    "no bias": (_drop_bias, "recapture: model.0.bias was a Parameter at capture and is None now"),
+    "no bias, new key": (
+        _drop_bias,
+        "another program: model.0.bias is gone; optimizer.param_groups[0].params[1] is new",
+    ),
+    "no layer": (_drop_layer, "another program: model.1.bias is gone; model.1.weight is gone"),
     "weight decay": (_other_decay, "another program: AdamW optimizer.param_groups[0].weight_decay: 0.01 then 0.3"),
 }
 

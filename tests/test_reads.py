@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import functools
 import os
 import threading
 import types
@@ -21,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import HostEffectError
-from tests.twins import Rig, assert_refused, assert_same_runs, build, drive, managed
+from graphplan import HostEffectError, HostScalarError
+from tests.twins import Rig, assert_equals_eager, assert_refused, assert_same_runs, build, drive, managed
 from tests.zoo import float_batches
 
 CALLS, WHEN = 24, 12
@@ -92,6 +93,34 @@ def _with_attribute() -> Any:
 
     function.scale = 0.5  # type: ignore[attr-defined]
     return function
+
+
+class Table:
+    """Keeps what one of its methods came to."""
+
+    scale = 0.5
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019
+    def entry(self, number: int) -> float:
+        """What it was when somebody asked first."""
+        return self.scale
+
+    def change(self) -> None:
+        """Another entry is asked for, then the same one again."""
+        self.scale = 0.25
+        assert (self.entry(2), self.entry(1)) == (0.25, 0.25)
+
+
+def _cached() -> Any:
+    held = types.SimpleNamespace(scale=0.5)
+    cached = functools.cache(lambda: held.scale)
+    cached.held = held  # type: ignore[attr-defined]
+    return cached
+
+
+def _clear(cached: Any) -> None:
+    cached.held.scale = 0.25
+    cached.cache_clear()
 
 
 def _package() -> Any:
@@ -186,6 +215,29 @@ CASES: dict[str, Case] = {
     ),
     "the order of a dictionary": (lambda: {"first": 0.1, "second": 0.7}, _by_order, _reorder),
     "a NumPy array": (lambda: np.array([0.5]), lambda thing: float(thing[0]), _put(0)),
+    "a larger NumPy array": (lambda: np.full(8000, 0.5), lambda thing: float(thing[7999]), _put(7999)),
+    "a read-only view": (
+        lambda: np.broadcast_to(np.full(1, 0.5), 3),
+        lambda thing: float(thing[1]),
+        lambda thing: thing.base.__setitem__(0, 0.25),
+    ),
+    "a date": (
+        lambda: np.array(["2020-01-01"], dtype="datetime64[D]"),
+        lambda thing: 1.0 / thing[0].astype(int),
+        lambda thing: thing.__setitem__(0, "2021-01-01"),
+    ),
+    "an array of objects": (
+        lambda: np.array([0.5, None]),
+        lambda thing: thing[0],
+        lambda thing: thing.__setitem__(0, 0.25),
+    ),
+    "what a function remembers": (_cached, lambda thing: thing(), _clear),
+    "what a method remembers": (Table, lambda thing: thing.entry(1), lambda thing: thing.change()),
+    "keywords of a partial that is called in its place": (
+        lambda: types.SimpleNamespace(function=partial(_scaled, by=0.5)),
+        lambda thing: thing.function(),
+        lambda thing: thing.function.keywords.update(by=0.25),
+    ),
     "an array": (lambda: array.array("d", [0.5]), lambda thing: thing[0], _put(0)),
     "bytes": (lambda: bytearray(b"\x02"), lambda thing: thing[0], lambda thing: thing.__setitem__(0, 3)),
     "a UserDict": (lambda: collections.UserDict(scale=0.5), lambda thing: thing["scale"], _put("scale")),
@@ -332,6 +384,31 @@ def test_what_a_replay_would_leave_out(make: Callable[[], Any], use: Callable[[A
         return 0.5
 
     assert_refused(lambda: _rig((make, read, print), "closure", False), HostEffectError, message, done=4)
+
+
+LONG = np.full(10_000, 0.5)
+
+
+def test_an_array_that_is_too_long_to_compare() -> None:
+    """Refused by name, unless nobody can write to it, or the caller says that nobody does."""
+
+    def make(array: Any = LONG) -> Rig:
+        return _rig((lambda: array, lambda thing: float(thing[0]), print), "attribute", False)
+
+    text = r"reads holder\.thing, a ndarray of 80000 bytes, and what has more than 65536 is not compared.*setflags"
+    assert_refused(make, HostScalarError, text, done=4)
+    assert_equals_eager(make, allow=("holder.thing",))
+    fixed = LONG.copy()
+    fixed.setflags(write=False)
+    assert_equals_eager(lambda: make(fixed))
+
+
+def test_a_function_that_remembers_too_much() -> None:
+    """It is left alone: nothing is said of it, and nothing is compared."""
+    cached = functools.cache(lambda number: 0.5)
+    for number in range(5000):
+        cached(number)
+    assert_equals_eager(lambda: _rig((lambda: cached, lambda thing: thing(1), print), "closure", False))
 
 
 class Counting(torch.optim.Optimizer):

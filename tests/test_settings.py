@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -81,6 +82,51 @@ def _other_method(model: Any) -> None:
     nn.ReLU.forward = lambda self, x: torch.tanh(x)  # type: ignore[method-assign]
 
 
+def _descend(optimizer: Any, *_: Any) -> None:
+    with torch.no_grad():
+        for param in optimizer.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.003)
+
+
+def _drop_half(optimizer: Any, *_: Any) -> None:
+    for param in optimizer.param_groups[0]["params"][::2]:
+        param.grad = None
+
+
+def _own_step(model: Any) -> None:
+    model.optimizer[0].step = partial(_descend, model.optimizer[0])
+
+
+def _own_zero_grad(model: Any) -> None:
+    model.optimizer[0].zero_grad = partial(_drop_half, model.optimizer[0])
+
+
+def _step_of_the_class(model: Any) -> None:
+    SGD.step = _descend  # type: ignore[method-assign, assignment]
+
+
+def _zero_grad_of_the_class(model: Any) -> None:
+    SGD.zero_grad = _drop_half  # type: ignore[method-assign, assignment]
+
+
+def _halved(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args, **kwargs: 0.5 * function(*args, **kwargs)
+
+
+def _other_linear(model: Any) -> None:
+    F.linear = _halved(F.linear)
+
+
+def _other_normalisation(model: Any) -> None:
+    torch.batch_norm = _halved(torch.batch_norm)  # type: ignore[assignment]
+
+
+def _other_kernel_of_the_optimizer(model: Any) -> None:
+    sgd = importlib.import_module("torch.optim.sgd")
+    kernel = sgd._fused_sgd
+    sgd._fused_sgd = lambda params, *rest, **options: kernel(params[1:], *(r[1:] for r in rest), **options)  # type: ignore[attr-defined]
+
+
 def _double_by_default(model: Any) -> None:
     torch.set_default_dtype(torch.float64)
 
@@ -89,7 +135,11 @@ def _other_attention(model: Any) -> None:
     torch.backends.cuda.enable_flash_sdp(False)
 
 
+PATCHED = [(nn.ReLU, "forward"), (SGD, "step"), (SGD, "zero_grad"), (F, "linear"), (torch, "batch_norm")]
+PATCHED += [(importlib.import_module("torch.optim.sgd"), "_fused_sgd")]
 CHANGES = [_shrink_buffer, _resize_buffer, _shrink_matrix, _reinterpret, _shrink_frozen, _ask_for_gradients]
+CHANGES += [_own_step, _own_zero_grad, _step_of_the_class, _zero_grad_of_the_class]
+CHANGES += [_other_linear, _other_normalisation, _other_kernel_of_the_optimizer]
 CHANGES += [_other_class, _other_method, _double_by_default, _other_attention]
 
 
@@ -112,6 +162,7 @@ class Model(nn.Module):
 def _rig(change: Callable[[Any], None]) -> Rig:
     model = Model(Halved() if change is _other_class else nn.ReLU())
     optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    model.optimizer = (optimizer,)  # type: ignore[assignment]
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -130,12 +181,11 @@ def _rig(change: Callable[[Any], None]) -> Rig:
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
 def test_a_change_reaches_the_next_step(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are eager's, and are others than without the change."""
-    monkeypatch.setattr(nn.ReLU, "forward", nn.ReLU.forward)
-    forward = nn.ReLU.forward
     records = []
     for each in (change, change, lambda model: None):
-        with Settled():
-            nn.ReLU.forward = forward  # type: ignore[method-assign]
+        with Settled(), monkeypatch.context() as patch:
+            for kind, name in PATCHED:
+                patch.setattr(kind, name, getattr(kind, name))
             rig = build(partial(_rig, each))
             step = managed(rig, verify="off") if len(records) == 1 else rig.step
             records.append(drive(rig, step))

@@ -176,12 +176,17 @@ def test_a_scheduler_that_steps_moves_nothing(named: bool, monkeypatch: pytest.M
     assert not looked
 
 
+def _accumulator(param: nn.Parameter) -> Any:
+    """The node that accumulates its gradient, which lasts as long as somebody keeps it."""
+    return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
 def _scale(model: nn.Linear, factor: float) -> None:
     assert model.weight.grad is not None
     model.weight.grad.mul_(factor)
 
 
-@pytest.mark.parametrize("where", ["module", "parameter", "optimizer", "everywhere"])
+@pytest.mark.parametrize("where", ["module", "parameter", "optimizer", "everywhere", "node", "node, before"])
 def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
     """As many as before, and torch's own count of hooks tells them apart."""
 
@@ -189,6 +194,7 @@ def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
         torch.manual_seed(0)
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        node = _accumulator(model.weight)
 
         def hook(factor: float) -> Any:
             if where == "module":
@@ -197,6 +203,10 @@ def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
                 return model.weight.register_hook(lambda grad: grad * factor)
             if where == "optimizer":
                 return optimizer.register_step_pre_hook(lambda *_: _scale(model, factor))
+            if where == "node":
+                return node.register_hook(lambda *_: _scale(model, factor))
+            if where == "node, before":
+                return node.register_prehook(lambda grads: (grads[0] * factor,))
             return nn.modules.module.register_module_forward_hook(lambda module, args, out: out * factor)
 
         def train_step(x: torch.Tensor) -> torch.Tensor:
@@ -224,3 +234,38 @@ def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
     assert eager == graphed
     assert step.stats.captured == 2
     assert step.stats.replayed >= 16
+
+
+def test_hooks_on_a_node_go_with_it() -> None:
+    """Registered after the capture, removed by letting the node go; and no other parameter is asked about them."""
+
+    def run(graphed: bool) -> tuple[list[Any], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+        def train_step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        owners = {"model": model, "optimizer": optimizer}
+        call: Any = graph_step(train_step, owners=owners, verify="off") if graphed else train_step
+        losses, nodes = [], []
+        for index in range(30):
+            if index == 8:
+                nodes.append(_accumulator(model.weight))
+                nodes[0].register_hook(lambda *_: _scale(model, 0.5))
+            if index == 20:
+                nodes.clear()
+            losses.append(call(torch.ones(2, 3)).item())
+        return [losses, *(param.tolist() for param in model.parameters())], call
+
+    eager, _ = run(graphed=False)
+    graphed, step = run(graphed=True)
+    assert eager == graphed
+    assert step.stats.captured == 2, "without the hook and with it; the first program comes back"
+    assert step.stats.replayed == 30 - 2 * 6
+    assert any("the AccumulateGrad node of model.weight" in event for event in step.stats.events)

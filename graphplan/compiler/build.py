@@ -19,7 +19,7 @@ from graphplan.compiler.effects import (
     find_rebindings,
 )
 from graphplan.errors import FeedError, OutputError
-from graphplan.owners import Walk, walk_owners
+from graphplan.owners import Library, Scalar, Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
@@ -69,6 +69,8 @@ def build_plan(
     launched = [operator for operator in second.operators if operator.launches]
     fn = function()
     assert second.device is not None
+    reads = find_reads(first, second, walk, counters, allow)
+    functions = tuple(path for path in reads if _is_torchs(walk.value(path)))
     return Plan(
         name=getattr(fn, "__qualname__", type(fn).__name__),
         feed=FeedSpec(feed),
@@ -85,7 +87,9 @@ def build_plan(
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),
         device=second.device,
-        reads=find_reads(first, second, walk, counters, allow),
+        reads=tuple(path for path in reads if path not in functions),
+        functions=functions,
+        shared=_shared_with_owners(second, externals),
         asked=tuple(sorted(first.reads.asked | second.reads.asked)),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
@@ -95,6 +99,11 @@ def build_plan(
         owners=owners,
         function=function,
     )
+
+
+def _is_torchs(value: Scalar | None) -> bool:
+    """Whether it is a function in one of torch's modules, and not something that such a function holds."""
+    return value is not None and isinstance(value.owner, Library) and isinstance(value.container, dict)
 
 
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
@@ -130,6 +139,16 @@ def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
             f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
             "each, so that the change would not show in the other. Clone one of them before the call"
         )
+
+
+def _shared_with_owners(trace: Trace, externals: Sequence[External]) -> frozenset[int]:
+    """Leaves of the feed that share memory with what the step changes in owners: no copy could stand for them."""
+    changed = {external.path for external in externals if external.mutated and external.path is not None}
+    return frozenset(
+        index
+        for index, storage in trace.leaf_storages.items()
+        if any(slot.path in changed for slot in trace.entry_slots.get(storage, ()))
+    )
 
 
 def _host_facts(trace: Trace) -> list[str]:

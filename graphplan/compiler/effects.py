@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Contents, Numbers, Walk
+from graphplan.owners import WIDEST, Contents, Numbers, Walk, size_of
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
@@ -195,7 +195,8 @@ def find_reads(
     """Paths of Python values that the step's code may have read and does not itself change.
 
     Raises:
-        HostScalarError: for one that somebody changes between two steps: each replay would have a stale value.
+        HostScalarError: for one that somebody changes between two steps: each replay would have a stale value; and
+            for a buffer that is too long to be compared before each replay.
     """
     own = {counter.path for counter in counters}
     paths = []
@@ -213,6 +214,13 @@ def find_reads(
             raise HostEffectError(
                 f"the step's code reads {path}, a {type(new).__name__}: each eager step may take its next item, and a "
                 f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "
+                f"allow=({path!r},)"
+            )
+        if sure and size_of(new) > WIDEST:
+            raise HostScalarError(
+                f"the step's code reads {path}, a {type(new).__name__} of {size_of(new)} bytes, and what has more than "
+                f"{WIDEST} is not compared before each replay: nobody would see that it changed. Hold it in a tensor, "
+                "make it read-only (array.setflags(write=False)), or, if nothing changes it, pass "
                 f"allow=({path!r},)"
             )
         if (path in walk.objects or not sure) and not same_value(old, new):

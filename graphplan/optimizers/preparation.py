@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphplan.dtensors import is_sharded
 from graphplan.errors import OptimizerError
+from graphplan.unchanged import register_own
 
 _REFUSED = {
     "LBFGS": "it evaluates its closure a data-dependent number of times; use Adam or SGD, or step it eagerly",
@@ -112,7 +113,7 @@ class Preparation:
         """Set the flags on every group, and move step counters to their parameters' device."""
         if not self._entered:
             self._originals = {}
-            self._before = self.optimizer.register_step_pre_hook(self._before_step)
+            self._before = register_own(self.optimizer.register_step_pre_hook, self._before_step)
         self._entered = True
         for index, group in enumerate(self.optimizer.param_groups):
             original = self._originals.setdefault(index, {})

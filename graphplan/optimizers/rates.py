@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphplan.optimizers.preparation import Preparation, device_of, with_closure
 from graphplan.optimizers.scaling import ScaledSteps
+from graphplan.unchanged import register_own
 
 
 def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
@@ -79,7 +80,8 @@ class Loan:
     def __init__(self, optimizer: torch.optim.Optimizer, shadows: Callable[[], Iterable[Shadow]]) -> None:
         self.optimizer = optimizer
         self._shadows = shadows
-        before, after = optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)
+        before = register_own(optimizer.register_step_pre_hook, self._before)
+        after = register_own(optimizer.register_step_post_hook, self._after)
         # Hooks of the user's see numbers: theirs come before the first, and after the second of these.
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(after.id, last=False)

@@ -3,6 +3,7 @@
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
+from graphplan.owners.records import Library as Library
 from graphplan.owners.records import Namespace as Namespace
 from graphplan.owners.records import Scalar as Scalar
 from graphplan.owners.records import Slot as Slot
@@ -20,11 +21,13 @@ from graphplan.owners.snapshot import copy_to as copy_to
 from graphplan.owners.snapshot import default_generators as default_generators
 from graphplan.owners.snapshot import host_generators as host_generators
 from graphplan.owners.snapshot import same_bits as same_bits
+from graphplan.owners.spaces import WIDEST as WIDEST
 from graphplan.owners.spaces import Cell as Cell
 from graphplan.owners.spaces import Contents as Contents
 from graphplan.owners.spaces import Members as Members
 from graphplan.owners.spaces import Numbers as Numbers
 from graphplan.owners.spaces import home as home
+from graphplan.owners.spaces import size_of as size_of
 from graphplan.owners.values import SCALARS as SCALARS
 from graphplan.owners.values import is_user_object as is_user_object
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -116,6 +116,14 @@ class Namespace:
         return plain
 
 
+class Library(Namespace):
+    """Functions that torch's own modules and optimizers call, in the modules that hold them."""
+
+    def plain(self) -> Namespace:
+        """All of them: they belong to nobody."""
+        return self
+
+
 @dataclass(slots=True)
 class Walk:
     """All that a walk over owners found, in walking order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sized
@@ -11,9 +12,12 @@ from itertools import islice
 from operator import is_
 from types import CellType
 from typing import Any
+from zlib import crc32
 
-_WIDEST = 4096
+WIDEST = 65536
 """Bytes of the largest buffer whose contents are compared before each replay."""
+_MOST_RESULTS = 4096
+"""Results of a cached function that are compared before each replay."""
 
 
 class Numbers:
@@ -143,15 +147,72 @@ class Rest(_Seen):
         return self.same(tuple(islice(values, self._start, None)))
 
 
+class Remembered(_Seen):
+    """The arguments and results that a function under ``functools.lru_cache`` remembers, in no order, as an item of it.
+
+    Read and guarded, never written.
+    """
+
+    def __init__(self, cached: Any) -> None:
+        super().__init__()
+        self.items = cached
+
+    def __getitem__(self, key: str) -> Any:
+        if self.items.cache_info().currsize > _MOST_RESULTS:
+            return None
+        # Of a bounded cache, the results themselves are among these; of an unbounded one, the dictionary is.
+        held = gc.get_referents(self.items)
+        own = vars(self.items)
+        results = [result for each in held if type(each) is dict and each is not own for result in each.values()]
+        return self.same(_Results(sorted([*held, *results], key=id)))
+
+
+class _Results(tuple[Any, ...]):
+    """What a cached function remembers."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{len(self)} remembered things"
+
+
+class _Bytes(bytes):
+    """What a buffer holds."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{len(self)} bytes of sum {crc32(self):08x}"
+
+
 def has_contents(value: Any) -> bool:
-    """Whether ``value`` is a small buffer or a random generator of the host's, whose state can be compared."""
-    if isinstance(value, random.Random) or _bits_of(value) is not None:
-        return True
-    try:
-        view = memoryview(value)
-    except (TypeError, ValueError, BufferError):
-        return False
-    return not view.readonly and view.nbytes <= _WIDEST
+    """Whether ``value`` is a buffer or a random generator of the host's, whose state can be compared."""
+    return isinstance(value, random.Random) or _bits_of(value) is not None or 0 <= size_of(value) <= WIDEST
+
+
+def size_of(buffer: Any) -> int:
+    """How many bytes there are in a buffer that somebody can write to; -1 for anything else."""
+    size, part = -1, buffer
+    while part is not None:
+        try:
+            view = memoryview(part)
+        except (TypeError, ValueError, BufferError):
+            # A buffer has no word for some types of NumPy's elements (dates).
+            if not _is_array(part):
+                return -1
+            size, readonly = (part.nbytes if size < 0 else size), not part.flags.writeable
+        else:
+            size, readonly = (view.nbytes if size < 0 else size), view.readonly
+        if not readonly:
+            return size
+        # What is read-only may be a view of what is not.
+        part = getattr(part, "base", None) if _is_array(part) else getattr(part, "obj", None)
+    return -1
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` is an array of NumPy's."""
+    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "flags") and hasattr(value, "tobytes")
 
 
 def _bits_of(value: Any) -> Any:
@@ -166,8 +227,12 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, random.Random):
         return repr(value.getstate())
     bits = _bits_of(value)
+    if bits is None and _is_array(value):
+        if value.dtype.hasobject:
+            return tuple(value.flat)
+        return _Bytes(f"{value.shape}{value.dtype.str}".encode() + value.tobytes())
     if bits is None:
-        return memoryview(value).tobytes()
+        return _Bytes(memoryview(value))
     state = bits.state
     return repr({**state, "state": {k: getattr(v, "tolist", lambda v=v: v)() for k, v in state["state"].items()}})
 
@@ -203,6 +268,6 @@ class Members:
 
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, Contents | Extent | Rest):
+    if isinstance(container, Contents | Extent | Rest | Remembered):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

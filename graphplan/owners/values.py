@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, MutableMapping
 from contextvars import ContextVar
 from enum import Enum
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
@@ -25,6 +25,7 @@ from graphplan.owners.spaces import (
     Extent,
     Members,
     Numbers,
+    Remembered,
     Rest,
     has_contents,
     slots_of,
@@ -195,6 +196,9 @@ class Values(ABC):
             self._behind(value.func, f"{path}.func", depth, source)
             self._tuple(value.args, f"{path}.args", Numbers(value, ("args",)), "args", depth, source)
             self._items(value.keywords, f"{path}.keywords", depth, source)
+        elif isinstance(value, _lru_cache_wrapper):
+            self.walk.objects[f"{path}.cache"] = Scalar(Remembered(value), "cache", *source)
+            self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
         elif isinstance(value, MethodType | BuiltinMethodType):
             bound = value.__self__
             if isinstance(bound, nn.Module | dict | list) or is_user_object(bound):

@@ -37,6 +37,18 @@ def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
     return {storage: slots for storage, slots in walk.by_storage().items() if len(slots) > 1}
 
 
+def _what_became_of(slot: Slot) -> str:
+    """What somebody did to a slot in which there is no tensor any more."""
+    if slot.param is not None:
+        return "was there at capture and is None now"
+    try:
+        now = slot.container[slot.key]
+    except (KeyError, IndexError):
+        return "was there at capture and is gone"
+    kind = "Parameter" if slot.is_parameter else "tensor"
+    return f"was a {kind} at capture and is {'None' if now is None else f'a {type(now).__name__}'} now"
+
+
 class Adopted:
     """What one program adopted. ``guards`` say whether it is still where it was.
 
@@ -69,12 +81,14 @@ class Adopted:
         named = {slot.path for slot in adopted} | self._copied
         twins = [s for s in walk.slots.values() if s.is_parameter and s.path not in named and id(s.get()) in same]
         slots = adopted + twins
+        self._slots = {slot.path: slot for slot in slots}
         # After the step, a gradient need not be what it was before it.
         self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
         self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
         self._geometries = {path: _geometries(held) for path, held in self._held.items()}
         changed = {e.path for e in self._plan.externals if e.mutated}
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
+        self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
         unowned = [e.tensor for e in self._plan.externals if e.path is None and e.tensor is not None]
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 
@@ -105,7 +119,7 @@ class Adopted:
         for path, held in self._held.items():
             slot = walk.slots.get(path)
             if slot is None:
-                return f"{path} is gone"
+                return f"{path} {_what_became_of(self._slots[path])}"
             if self._has_moved(path, held, slot):
                 reason = self._misfit(path, held, slot) or self._joined(path, slot, sharing)
                 if reason is not None:

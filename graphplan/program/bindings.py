@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.dtensors import is_sharded, local
+from graphplan.errors import GradientError
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 
@@ -27,6 +28,33 @@ _ACCUMULATED = WeakIdKeyDictionary()
 
 def _clone(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+class _Severed(torch.autograd.Function):
+    """A copy of what a replay computed: it asks for gradients as eager's does, and has no graph to give them to."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, path: str) -> Tensor:
+        """``path`` is where the copy is left."""
+        ctx.path = path
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Refuse."""
+        raise GradientError(
+            f"a backward pass outside the step comes to {ctx.path}, which a replay left there; expected that nothing "
+            "flows back into a step that is over, since a replay keeps no autograd graph. Run the whole backward pass "
+            "in the step, or use a detached copy outside"
+        )
+
+
+def _renew(value: Any, path: str) -> Any:
+    """``_clone`` for a slot: what asked for gradients goes on asking."""
+    if not any(tensor.requires_grad for tensor in tensor_leaves(value)):
+        return _clone(value)
+    with torch.enable_grad():
+        return pytree.tree_map_only(Tensor, lambda tensor: _Severed.apply(tensor, path), value)
 
 
 class Bindings:
@@ -54,7 +82,7 @@ class Bindings:
         for path in self._plan.rebinds:
             if not path.endswith(".grad"):
                 slot = after.slots.get(path)
-                self._fresh[path] = _own(slot.get(), outside) if slot else None
+                self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
         for append in self._plan.appends:
             items = after.lists[append.path][-append.count :]
             self._appended[append.path] = [_own(item, outside) for item in items]
@@ -140,7 +168,7 @@ class Bindings:
         for path, value in self._fresh.items():
             slot = self._walk.place(path)
             if slot is not None:
-                slot.set(_clone(value))
+                slot.set(_renew(value, path))
 
     def repeat(self) -> None:
         """Repeat the step's Python effects after a replay."""
@@ -157,12 +185,17 @@ class Bindings:
             self._walk.lists[path].extend(_clone(item) for item in items)
 
 
-def _own(value: Any, foreign: set[int | None]) -> Any:
-    """``value`` with tensors that lie in foreign memory cloned (inside the recording) and all of them detached."""
+def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:
+    """``value`` with tensors that lie in foreign memory cloned (inside the recording) and all of them detached. With
+    ``asks`` they go on asking for gradients if they did.
+    """
+
+    def own(tensor: Tensor) -> Tensor:
+        detached = tensor.detach().clone() if storage_id(tensor) in foreign else tensor.detach()
+        return detached.requires_grad_(asks and tensor.requires_grad)
+
     with torch.no_grad():
-        return pytree.tree_map_only(
-            Tensor, lambda t: t.detach().clone() if storage_id(t) in foreign else t.detach(), value
-        )
+        return pytree.tree_map_only(Tensor, own, value)
 
 
 def grad_slots(walk: Walk) -> list[Slot]:

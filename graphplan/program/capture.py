@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from graphplan.backend import Backend
 from graphplan.buffers import Buffers, distinct
+from graphplan.errors import FeedError
 from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -60,6 +62,7 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
 
     Raises:
         UncoveredRoleError: if an external's role is not static.
+        FeedError: if a leaf shares memory with an owner's tensor in a way that no program could.
         RefusalError: if the step cannot be recorded. The caller restores owners' contents; bindings of copied roles are
             put back here.
     """
@@ -69,13 +72,15 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
     inputs: dict[int, Tensor] = {}
     if Role.INPUT in policy.copy_roles:
         for index, leaf in feed.tensors():
-            inputs[index] = buffers.view(index, leaf, plan.device)
+            if index not in plan.shared:
+                inputs[index] = buffers.view(index, leaf, plan.device)
     with torch.no_grad():
         for index, static in inputs.items():
             target = distinct(static)
             target.copy_(feed.leaves[index] if target is static else distinct(feed.leaves[index]))
     leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
     copied = CopiedOwned(plan, policy, buffers, walk)
+    _check_shared(plan, feed, walk, copied)
     copied.load({})
     bindings = Bindings(plan, walk, copied.stand_ins)
     body = _Body(plan, feed, leaves, bindings, walk, sharding)
@@ -100,3 +105,30 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
         walk=walk_owners(plan.owners()),
         feed=feed,
     )
+
+
+def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:
+    """Refuse leaves that would have to be used in place, and cannot be."""
+    if plan.shared_leaves(feed, walk) != plan.shared:
+        raise FeedError(
+            f"{_named(plan, plan.shared_leaves(feed, walk))} of the feed shares memory with tensors of owners that the "
+            f"step changes; expected {_named(plan, plan.shared)}, as when the plan was compiled. Feed clones, or "
+            "compile a plan for this feed"
+        )
+    for index in sorted(plan.shared):
+        leaf = feed.leaves[index]
+        slots = [slot for slot in walk.slots.values() if storage_id(leaf) in map(storage_id, slot.tensors())]
+        if any(slot.path in copied.paths for slot in slots):
+            raise FeedError(
+                f"{plan.feed.leaf_names[index]} shares memory with {slots[0].path}, which the step changes and the "
+                "policy copies in, so that the change would not show in the leaf. Feed a clone, or copy only inputs"
+            )
+        if leaf.requires_grad and all(slot.get() is not leaf for slot in slots):
+            raise FeedError(
+                f"{plan.feed.leaf_names[index]} shares memory with {slots[0].path}, which the step changes, and asks "
+                "for gradients of its own, which would stay those of the captured call. Feed it detached, or a clone"
+            )
+
+
+def _named(plan: Plan, leaves: Collection[int]) -> str:
+    return ", ".join(plan.feed.leaf_names[index] for index in sorted(leaves)) or "nothing"

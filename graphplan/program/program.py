@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.backend import Recording
 from graphplan.buffers import distinct
-from graphplan.errors import ClosedError, GuardError
+from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -67,7 +67,7 @@ class Program:
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
         self.replays = 0
-        self._owned: set[int] = set()
+        self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
         self.next_check = NO_CHECK
 
     @property
@@ -87,10 +87,15 @@ class Program:
         return self._adopted.guards
 
     def takes(self, feed: Feed) -> bool:
-        """Whether static copies can stand for the feed's tensors: not where the step writes to one that another one
-        shares memory with, or to an owner's tensor that is fed and was not when the step was recorded.
+        """Whether the program can be run on the feed: not where the step writes to a leaf that another one shares
+        memory with, nor where other leaves share memory with what the step changes in owners, or other parts of it,
+        than when the step was recorded.
         """
-        if not self._owned_leaves(feed.leaves) <= self._owned:
+        written = self._adopted.written
+        shared = [
+            (i, leaf) for i, leaf in enumerate(feed.leaves) if isinstance(leaf, Tensor) and storage_id(leaf) in written
+        ]
+        if {index: leaf.data_ptr() for index, leaf in shared} != self._shared_at:
             return False
         return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
 
@@ -100,11 +105,6 @@ class Program:
             return True
         written = self._adopted.written
         return any(tensor.untyped_storage()._cdata in written for tensor in tensors)
-
-    def _owned_leaves(self, leaves: Sequence[Any]) -> set[int]:
-        """Which leaves share memory with owners' tensors that the step writes to."""
-        written = self._adopted.written
-        return {i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and storage_id(leaf) in written}
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs, in one call."""
@@ -152,7 +152,6 @@ class Program:
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
         assert self._recording is not None
-        self._owned = self._owned_leaves(leaves)
         if not executed:
             self._recording.replay()
         self._copied.give_back()
@@ -190,7 +189,7 @@ class Program:
             state: likewise for state. State that the step changes is written back to the given tensors.
 
         Raises:
-            FeedError: if something does not fit.
+            FeedError: if something does not fit, or shares memory with what the step changes.
             GuardError: if a tensor that the program adopted is no longer where it was.
             ClosedError: after :meth:`close`.
         """
@@ -200,6 +199,11 @@ class Program:
             reason = self.resync()
             if reason is not None:
                 raise GuardError(f"the program of {self.plan.name} no longer fits: {reason}; capture it again")
+        if not self.takes(feed):
+            raise FeedError(
+                f"the feed of {self.plan.name} shares memory with what the step changes, in other places than the feed "
+                "that was captured; a replay would not change it there. Feed clones, or capture a program for this feed"
+            )
         return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
 
     def resync(self) -> str | None:

@@ -7,6 +7,7 @@ kernels; the tape can only record the uncompiled operators, which is right where
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,17 +55,32 @@ def refuse_graphs_within(walk: Walk, fn: Callable[..., Any], device: torch.devic
             original = getattr(value, "_orig_mod", None) or getattr(value, "_torchdynamo_orig_callable", None) or value
             name = getattr(original, "__qualname__", type(original).__name__)
             raise CaptureError(
-                f"torch.compile gave {name} CUDA graphs of its own (mode='reduce-overhead' or 'max-autotune', or the "
-                "option triton.cudagraphs), and a CUDA graph cannot contain others. Compile it with the default mode "
-                "or mode='max-autotune-no-cudagraphs': its kernels become part of the step's one graph. Or pass "
-                "backend='eager'"
+                f"torch.compile gave {name} CUDA graphs of its own (mode='reduce-overhead' or 'max-autotune', the "
+                "option triton.cudagraphs, or backend='cudagraphs'), and a CUDA graph cannot contain others. Compile "
+                "it with the default mode or mode='max-autotune-no-cudagraphs': its kernels become part of the step's "
+                "one graph. Or pass backend='eager'"
             )
 
 
 def _captures_itself(compiled: Any) -> bool:
     call = getattr(compiled, "_compiled_call_impl", None) or compiled
-    config = call.get_compiler_config() if hasattr(call, "get_compiler_config") else None
-    return bool(config and config.get("triton.cudagraphs"))
+    if not hasattr(call, "get_compiler_config"):
+        return False
+    config = call.get_compiler_config()
+    graphs = any("cudagraphs" in name for name in _backend_names(call.get_compiler_config))
+    return graphs or bool(config and config.get("triton.cudagraphs"))
+
+
+def _backend_names(get_config: Callable[[], Any]) -> Iterator[str]:
+    """What the compiler's backend is called, which torch wraps several times and keeps where this closure leads."""
+    context = inspect.getclosurevars(get_config).nonlocals.get("self")
+    backend = getattr(context, "callback", None)
+    while backend is not None:
+        for part in (backend, getattr(backend, "compiler_fn", None)):
+            name = getattr(part, "compiler_name", None)
+            if isinstance(name, str):
+                yield name
+        backend = getattr(backend, "_torchdynamo_orig_backend", None)
 
 
 def _is_compiled_module(module: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from graphplan.step.refusals import Refusals
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Runner
 from graphplan.step.short import ShortWay
-from graphplan.step.stages import Stages
+from graphplan.step.stages import MEMORY_IS_FED, Stages
 from graphplan.step.turn import Exclusive
 from graphplan.unchanged import Modes
 
@@ -130,8 +130,7 @@ class GraphedStep(Exclusive):
             return self._refused(feed, entry.refusal)
         if program is not None:
             if not program.takes(feed):
-                detail = "memory that the step changes is fed, or fed twice"
-                return self._runner.eager(self._moved(feed), SkipReason.FEED, detail)
+                return self._runner.eager(self._moved(feed), SkipReason.FEED, MEMORY_IS_FED)
             if program.replays + 1 == program.next_check:
                 return self._check(entry, program, self._moved(feed))
             if not kwargs and self._options.eager_if is None and self._feed_device is None:

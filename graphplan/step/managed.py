@@ -12,13 +12,14 @@ from torch.amp.grad_scaler import GradScaler
 from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
-from graphplan.owners import Discovery, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import Discovery, Library, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
 
 _NAMES = "names"
-"""The owner that stands for the names in the step's code."""
+_LIBRARY = "torch"
+"""The owners that stand for the names in the step's code, and for those in torch's."""
 _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
@@ -55,9 +56,11 @@ class Managed:
         self._taken = 0
         self._churn = 0
         self._names = Namespace()
+        self._library = Library()
         self._root = {"step": fn}
         self._notices = Notices()
-        self._before: tuple[Any, ...] | None = None
+        self._layout: Any = None
+        self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
@@ -124,10 +127,11 @@ class Managed:
                 self._met[number] = thing
             return asked[number]
 
-        grown = ran.name_all(self._fn, self._names, has_met)
+        grown = ran.name_all(self._fn, self._names, has_met) | ran.name_torchs(self._library)
         # Its defaults, and what a partial function holds for it.
         self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
+        self.owners.setdefault(_LIBRARY, self._library)
         known = {id(container) for container in self.walk().containers}
         for thing in ran.objects():
             inner = getattr(thing, "__dict__", None)
@@ -169,6 +173,7 @@ class Managed:
         values = self._fingerprint.values()
         if values != self._last:
             self._last, self._last_id = values, self._number(values)
+            self._layout = self._fingerprint.layout
         return self._last_id
 
     def held_fingerprint(self) -> int:
@@ -196,19 +201,21 @@ class Managed:
         Raises:
             OptimizerError: if a hyper-parameter keeps taking new values, which no number of programs could follow.
         """
-        before, taken = self._last, self._taken
+        before, layout, taken = self._last, self._layout, self._taken
         number = self.fingerprint()
+        if before is None:
+            return number
         if before is not self._last:
-            self._before = before
-        if before is not None and self._taken > taken:
-            self._check_churn(before)
+            self._before = (layout, before)
+        if self._taken > taken:
+            self._check_churn(layout, before)
         return number
 
     def why_changed(self) -> str:
         """What the last change of the fingerprint was, described, and what happened before."""
         changed: list[str] = []
         if self._fingerprint is not None and self._before is not None and self._last is not None:
-            changed = self._fingerprint.changed(self._before, self._last)
+            changed = self._fingerprint.changed(*self._before, self._last)
         what = "; ".join(changed[:3]) or "other modes, flags, or objects"
         return what + self._notices.take()
 
@@ -220,10 +227,10 @@ class Managed:
         """A program was captured: hyper-parameters stay long enough."""
         self._churn = 0
 
-    def _check_churn(self, before: tuple[Any, ...]) -> None:
+    def _check_churn(self, layout: Any, before: tuple[Any, ...]) -> None:
         assert self._fingerprint is not None
         assert self._last is not None
-        changed = self._fingerprint.changed_hypers(before, self._last)
+        changed = self._fingerprint.changed_hypers(layout, before, self._last)
         self._churn += bool(changed)
         if self._churn >= _CHURN:
             self._churn = 0

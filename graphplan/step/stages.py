@@ -30,6 +30,8 @@ from graphplan.step.refusals import Refusals
 from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
 
+MEMORY_IS_FED = "memory that the step changes is fed, or fed twice"
+
 
 class Stages:
     """Takes the steps on the way to a program, and counts them."""
@@ -79,6 +81,8 @@ class Stages:
             self._stats.note(f"traced anew: {gone} is gone, which only an eager step can make")
             del entry.lines[self._managed.grad_presence()]
             return self.warm_up(entry, feed)
+        if line.plan is not None and line.plan.shared_leaves(feed, walk) != line.plan.shared:
+            return self._runner.eager(feed, SkipReason.FEED, MEMORY_IS_FED)
         try:
             refuse_graphs_within(walk, self._runner.fn, self._runner.device)
             return self._attempt(entry, line, feed, walk)
@@ -104,7 +108,7 @@ class Stages:
             if line.plan is None:
                 result = self._trace(entry, line, feed, undo, snapshot)
             else:
-                result = self._capture(entry, line, feed)
+                result = self._capture(entry, line, feed, snapshot)
             undo.pop_all()
             return result
 
@@ -202,7 +206,7 @@ class Stages:
         self._runner.plan = line.plan
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
-    def _capture(self, entry: Entry, line: Line, feed: Feed) -> Any:
+    def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot) -> Any:
         plan, backend = line.plan, self._runner.backend
         assert plan is not None
         assert backend is not None
@@ -216,7 +220,12 @@ class Stages:
                 program = capture_program(
                     plan, feed, policy=self._options.roles, backend=backend, buffers=self._buffers
                 )
-            result = program.run_recorded(feed.leaves, executed=backend.executes)
+            if self._options.debug_eager and not backend.executes:
+                # What the step's Python did while it was captured is undone, since it does it again.
+                snapshot.restore()
+                result = self._runner.run(lambda: program.run_eagerly(feed.leaves))
+            else:
+                result = program.run_recorded(feed.leaves, executed=backend.executes)
         if self._options.debug:
             wait_for_device(program, "its capture")
         program.next_check = self._options.schedule.after(0)

@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from graphplan.owners import Namespace, Scalar, is_user_object
 from graphplan.tracer.names import names_of
-from graphplan.tracer.source import file_of, is_library
+from graphplan.tracer.source import file_of, is_library, is_torchs_step
 from graphplan.tracer.spaces import Ran
 
 _IMPORTS = "<frozen importlib."
@@ -62,7 +62,10 @@ class Reads:
             return False
         if scalar.attribute in self.anywhere or scalar.attribute in self.of_self.get(id(scalar.owner), ()):
             return True
-        return scalar.attribute in self.called and callable(scalar.get())
+        if scalar.attribute not in self.called:
+            return False
+        # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
+        return callable(scalar.get()) or callable(getattr(scalar.owner, scalar.attribute, None))
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
@@ -128,7 +131,9 @@ class Profile:
             key = (id(code), 0 if owner is None else id(owner))
             known = key in self._codes
             self._codes[key] = code
-            if (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):
+            if not known and is_torchs_step(code.co_filename):
+                self.ran.note_torchs(frame)
+            elif (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):
                 self.ran.note(frame, owner)
         elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
             self._on_read(f"Tensor.{arg.__name__}")

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_NN = os.path.join(_TORCH, "nn") + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _FAMILIAR = ("lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics")
 _LIBRARIES = (*(f"{os.sep}{name}{os.sep}" for name in _FAMILIAR), f"{os.sep}typing_extensions.py")
@@ -59,6 +60,11 @@ def is_library(filename: str) -> bool:
     """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
     standard = filename.startswith(_STANDARD) and _INSTALLED not in filename
     return filename.startswith((_TORCH, _HERE)) or standard or _in_library(filename)
+
+
+def is_torchs_step(filename: str) -> bool:
+    """Whether the file is one of those in which torch's own layers and optimizers are."""
+    return filename.startswith((_NN, _OPTIM))
 
 
 def is_raised_by_user(error: BaseException) -> bool:

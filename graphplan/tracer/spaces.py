@@ -18,7 +18,7 @@ from weakref import ProxyTypes
 
 from torch import nn
 
-from graphplan.owners import SCALARS, Cell, Members, Namespace, is_user_object
+from graphplan.owners import SCALARS, Cell, Library, Members, Namespace, is_user_object
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import is_library
 
@@ -33,6 +33,7 @@ class Ran:
 
     def __init__(self) -> None:
         self._globals: dict[CodeType, dict[str, Any]] = {}
+        self._torchs: dict[CodeType, dict[str, Any]] = {}
         self._free: dict[CodeType, list[dict[str, int]]] = {}
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
@@ -61,6 +62,20 @@ class Ran:
             # Objects that cannot be referred to weakly have no attributes to walk either.
             with suppress(TypeError):
                 self._objects[id(owner)] = weakref.ref(owner)
+
+    def note_torchs(self, frame: FrameType) -> None:
+        """Note a call within torch's own layers and optimizers."""
+        self._torchs[frame.f_code] = frame.f_globals
+
+    def name_torchs(self, names: Library) -> bool:
+        """Add the functions that torch's own code calls by a global name to ``names``; whether any is new."""
+        places = {
+            (id(inner), key): (f"{inner.get('__name__')}.{key}", inner, key)
+            for code, space in self._torchs.items()
+            for inner, key in _functions_by_name(space, names_of(code))
+        }
+        new = [names.add(*place) for place in places.values()]
+        return any(new)
 
     def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
         """Add every name to ``names``; whether any is new. ``fn`` is the step.
@@ -124,13 +139,16 @@ class Ran:
         """
         found = [names_of(code) for code in self._globals]
         used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
+        called = frozenset[str]().union(*(names.methods for names in found))
         for kind in self._kinds(has_met):
             methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
             for name, member in list(methods.items()):
                 function = _function_of(member)
                 if function is not None and function.__code__ in self._globals:
                     yield f"{kind.__name__}.{name}", methods, name
-                elif name in used and not hasattr(type(member), "__get__") and _is_users(kind):
+                    continue
+                plain = name in used and not hasattr(type(member), "__get__")
+                if (plain or (name in called and isinstance(member, _lru_cache_wrapper))) and _is_users(kind):
                     yield f"{kind.__name__}.{name}", values, name
 
     def _functions(self, roots: Iterable[Callable[..., Any]], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
@@ -155,6 +173,21 @@ class Ran:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         held = {name: id(Cell(cell)[name]) for name, cell in cells.items() if _is_set(cell)}
         return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
+
+
+def _functions_by_name(space: dict[str, Any], found: Names) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the functions lie that code calls: ``linear``, ``F.linear``, ``torch.nn.functional.linear``."""
+    seen: set[int] = set()
+    left = [(space, found.variables)]
+    while left:
+        inner, used = left.pop()
+        for name in sorted(used & inner.keys()):
+            thing = inner[name]
+            if isinstance(thing, ModuleType) and id(thing) not in seen:
+                seen.add(id(thing))
+                left.append((vars(thing), found.attributes | found.methods))
+            elif callable(thing) and not isinstance(thing, type):
+                yield inner, name
 
 
 def _function_of(member: Any) -> FunctionType | None:

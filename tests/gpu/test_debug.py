@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import DeviceFault, graph_step
-from graphplan.cudagraph import CUDAGraphBackend, capture_options
+from graphplan.cudagraph import CUDAGraphBackend, GraphRecording, capture_options
 from tests.gpu.helpers import DEVICE, is_healthy, needs_cuda
 from tests.zoo import Box
 
@@ -129,3 +129,37 @@ def test_a_watched_step_goes_on() -> None:
     assert losses[-1] < losses[0]
     assert step.stats.replayed == 6
     step.close()
+
+
+@needs_cuda
+def test_debug_eager_launches_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the call that is captured either: its Python effects are there once, and its numbers are eager's."""
+
+    def run(**options: Any) -> tuple[list[float], list[float], nn.Module]:
+        torch.manual_seed(0)
+        model, seen = nn.Linear(16, 16).to(DEVICE), []
+        model.calls = 0  # type: ignore[assignment]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, capturable=True)
+
+        def train_step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), x)
+            loss.backward()
+            optimizer.step()
+            model.calls += 1  # type: ignore[operator]
+            seen.append(loss.detach())
+            return loss
+
+        step = graph_step(train_step, owners={"model": model, "optimizer": optimizer, "seen": seen}, **options)
+        x = torch.randn(8, 16, device=DEVICE)
+        return [step(x).item() for _ in range(12)], [loss.item() for loss in seen], model
+
+    def refuse(recording: GraphRecording) -> None:
+        raise AssertionError("a graph was launched")
+
+    losses, seen, model = run(backend="eager")
+    monkeypatch.setattr(GraphRecording, "replay", refuse)
+    found, noted, twin = run(debug_eager=True)
+    assert (found, noted) == (pytest.approx(losses), pytest.approx(seen))
+    assert twin.calls == model.calls == len(noted) == 12
+    torch.testing.assert_close(list(twin.parameters()), list(model.parameters()))

@@ -224,19 +224,22 @@ def test_a_capture_that_cuda_refuses_at_its_end() -> None:
     captures_still_work()
 
 
-def compiled_rig(mode: str) -> Rig:
-    """A training step whose model is compiled in that mode."""
+GRAPHS_WITHIN: list[dict[str, Any]] = [{"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"backend": "cudagraphs"}]
+
+
+def compiled_rig(how: dict[str, Any]) -> Rig:
+    """A training step whose model is compiled in that way."""
     rig = updating_rig(lambda model, x, loss: loss * 2, attributes())
-    rig.owners["model"].compile(mode=mode)
+    rig.owners["model"].compile(**how)
     return rig
 
 
 @needs_cuda
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_compiled_code_with_graphs_of_its_own_is_refused(mode: str) -> None:
+@pytest.mark.parametrize("how", GRAPHS_WITHIN, ids=str)
+def test_compiled_code_with_graphs_of_its_own_is_refused(how: dict[str, Any]) -> None:
     """Before anything is traced, and by name."""
     text = r"gave \w+ CUDA graphs of its own .*mode='max-autotune-no-cudagraphs'"
-    rig = build(on_device(partial(compiled_rig, mode)))
+    rig = build(on_device(partial(compiled_rig, how)))
     step = managed(rig, backend=BACKEND)
     drive(rig, step, BEFORE_REPLAY - 3)
     with pytest.raises(CaptureError, match=text):
