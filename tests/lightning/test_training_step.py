@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,28 @@ def test_the_index_is_an_int_in_messages(tmp_path: Path) -> None:
         fit(with_step(keeping_index, seen=seen), tmp_path / "kept", tape())
     with pytest.raises(AttributeError, match="'int' object has no attribute 'item'"):
         fit(with_step(lambda self, batch, batch_idx: batch_idx.item()), tmp_path / "wrong", tape())
+
+
+class Keeping(LitDigits):
+    """Keeps the latest outputs of an epoch, for its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: deque[Tensor] = deque(maxlen=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("latest", torch.stack(tuple(self.outputs)).mean())
+        self.outputs.clear()
+
+
+def test_outputs_in_a_deque(tmp_path: Path) -> None:
+    """Each replay appends to it, and the epoch's end finds the latest four."""
+    assert_fit_equals_eager(Keeping, tmp_path, replayed=FULL)
 
 
 def scaled_by_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
