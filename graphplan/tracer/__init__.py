@@ -13,6 +13,7 @@ from graphplan.tracer.collectives import wait_for as wait_for
 from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.mode import is_allocation as is_allocation
+from graphplan.tracer.mode import is_traced as is_traced
 from graphplan.tracer.mode import refuse_trace as refuse_trace
 from graphplan.tracer.mode import written_tensors as written_tensors
 from graphplan.tracer.profile import Aside as Aside
