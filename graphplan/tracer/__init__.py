@@ -6,6 +6,7 @@ The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares 
 from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
+from graphplan.tracer.changes import place_of as place_of
 from graphplan.tracer.changes import same_value as same_value
 from graphplan.tracer.collectives import finish as finish
 from graphplan.tracer.collectives import is_collective as is_collective
