@@ -34,7 +34,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """A list that every step appends ``count`` items to; replays append copies of the tensors."""
+    """A list or deque that every step appends ``count`` items to; replays append copies of the tensors."""
 
     path: str
     count: int
@@ -84,7 +84,7 @@ class Plan:
             storage.
         rebinds: slots that the step rebinds without reading what they held.
         counters: Python numbers that every step raises by the same amount.
-        appends: lists that every step appends to.
+        appends: lists and deques that every step appends to.
         assignments: Python values that every step assigns alike.
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import warnings
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -41,6 +42,21 @@ def _append_dict(model: Any, x: Tensor, loss: Tensor) -> None:
     model.outs.append({"loss": loss.detach(), "pair": (x.mean(), None)})
 
 
+def _append_six(model: Any, x: Tensor, loss: Tensor) -> None:
+    loss = loss.detach()
+    model.outs += [loss, None, loss + 1, loss + 2, loss + 3, x.mean()]
+
+
+def _keep_two(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.outs.append(loss.detach())
+    if len(model.outs) > 2:
+        model.outs.popleft()
+
+
+def _put_first(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.outs.appendleft(loss.detach())
+
+
 def _constant_flag(model: Any, x: Tensor, loss: Tensor) -> None:
     model.stage = "trained"
 
@@ -62,6 +78,14 @@ HOST_EFFECTS: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], object]]
     "three appended tensors": (_append_two, attributes(outs=list, means=list)),
     "appended dictionaries": (_append_dict, attributes(outs=list)),
     "an attribute set to the same value": (_constant_flag, attributes(stage="new")),
+    "losses in a deque": (_append, attributes(outs=deque)),
+    "the last two losses": (_append, attributes(outs=partial(deque, maxlen=2))),
+    "the last eight losses": (_append, attributes(outs=partial(deque, maxlen=8))),
+    "the last five of six": (_append_six, attributes(outs=partial(deque, maxlen=5))),
+    "the last seven of six each": (_append_six, attributes(outs=partial(deque, maxlen=7))),
+    "the last four dictionaries": (_append_dict, attributes(outs=partial(deque, maxlen=4))),
+    "a window that the step keeps short": (_keep_two, attributes(outs=deque)),
+    "the latest loss first": (_put_first, attributes(outs=partial(deque, maxlen=2))),
     "counter, carry and list": (_mixed, attributes(calls=0, ema=lambda: torch.zeros(()), outs=list)),
 }
 
@@ -88,9 +112,10 @@ def _clear(model: Any, index: int) -> None:
 
 @pytest.mark.parametrize("verify", ["off", "geometric"])
 @pytest.mark.parametrize("clear", [_clear, lambda model, index: None])
-def test_results_that_are_appended_too(clear: Callable[..., None], verify: str) -> None:
+@pytest.mark.parametrize("kind", [list, deque, partial(deque, maxlen=3), partial(deque, maxlen=9)])
+def test_results_that_are_appended_too(kind: Callable[[], Any], clear: Callable[..., None], verify: str) -> None:
     """What the step returns is this call's, wherever in the list it was when the step was traced."""
-    make = partial(updating_rig, _append_results, attributes(outs=list, means=list), clear)
+    make = partial(updating_rig, _append_results, attributes(outs=kind, means=kind), clear)
     assert_equals_eager(make, verify=verify)
 
 
@@ -104,6 +129,51 @@ def test_a_list_cleared_between_calls() -> None:
             model.outs = []
 
     assert_equals_eager(partial(updating_rig, _append, attributes(outs=list), clear))
+
+
+def test_a_deque_replaced_between_calls() -> None:
+    """The new one keeps as many as it is made for."""
+
+    def replace(model: Any, index: int) -> None:
+        if index in (7, 9):
+            model.outs = deque(model.outs, maxlen=4 if index == 7 else 9)
+
+    assert_equals_eager(partial(updating_rig, _append, attributes(outs=partial(deque, maxlen=4)), replace))
+
+
+def _twice_when_full(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.mean = loss.detach() * (2 if len(model.outs) == model.outs.maxlen else 1)
+    model.outs.append(loss.detach())
+
+
+def test_a_step_that_asks_whether_its_deque_is_full() -> None:
+    """It is captured anew once that is so."""
+    prepare = attributes(outs=partial(deque, maxlen=10), mean=lambda: torch.zeros(()))
+    assert_equals_eager(partial(updating_rig, _twice_when_full, prepare), captured=2, replayed=10)
+
+
+def _mean_of_window(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.outs.append(loss.detach())
+    model.mean = torch.stack(tuple(model.outs)).mean() + model.outs[0]
+
+
+def _mean_in_dictionaries(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.mean = model.outs[0]["loss"] + model.outs[-1]["loss"]
+    model.outs.append({"loss": loss.detach()})
+
+
+def _zeros() -> deque[Tensor]:
+    return deque([torch.zeros(()) for _ in range(3)], maxlen=3)
+
+
+@pytest.mark.parametrize(
+    ("update", "fill"),
+    [(_mean_of_window, _zeros), (_mean_in_dictionaries, lambda: deque([{"loss": z} for z in _zeros()], maxlen=3))],
+)
+def test_a_step_that_reads_its_deque(update: Callable[..., None], fill: Callable[[], Any]) -> None:
+    """Each replay finds the items where the one before left them."""
+    make = partial(updating_rig, update, attributes(outs=fill, mean=lambda: torch.zeros(())))
+    assert_equals_eager(make, verify="off")
 
 
 def test_a_counter_reset_between_calls() -> None:

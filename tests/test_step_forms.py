@@ -87,6 +87,23 @@ def test_outputs_belong_to_the_caller() -> None:
     assert all(not leaf.requires_grad for pair in returned[6:] for leaf in pair)
 
 
+def test_a_tensor_in_two_places_of_the_result() -> None:
+    """Who writes to it in one place finds that in the other."""
+
+    def returned(model: Any, x: Tensor, logits: Tensor, loss: Tensor) -> list[Tensor]:
+        return [logits, logits, logits.detach(), logits + 1, loss, loss.detach()]
+
+    rig = build(partial(mlp_rig, returned))
+    step = managed(rig)
+    for batch in rig.calls:
+        result = step(*batch)
+        with torch.no_grad():
+            result[0].zero_()
+            result[4].zero_()
+        assert [bool(part.any()) for part in result] == [False, False, False, True, False, False]
+    assert step.stats.replayed == CALLS - 6
+
+
 @pytest.mark.parametrize("zero", ["start", "end"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("frozen", [False, True])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from operator import is_not
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from graphplan.callback.sums import Sums
 from graphplan.errors import HostSyncError
-from graphplan.tracer import find_source, refuse_trace
+from graphplan.tracer import Source, find_source, refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)
 """Lightning casts values of others."""
@@ -34,11 +34,14 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of the result collection's ``log`` without its value. ``is_plain``: its sums are done already."""
+    """One call of the result collection's ``log`` without its value. ``source`` is the line that made it; ``is_plain``
+    says that its sums are done already.
+    """
 
     fx: str
     name: str
     options: tuple[tuple[str, Any], ...]
+    source: Source = field(compare=False)
     is_plain: bool = False
 
     @cached_property
@@ -79,7 +82,7 @@ class LogNotes:
                 # A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor.
                 dtype = self._dtypes.setdefault(f"{fx}.{name}", value.dtype)
                 value = value.to(dtype) if value.dtype is torch.float64 else value
-            notes.append((LogCall(fx, name, tuple(options.items())), value))
+            notes.append((LogCall(fx, name, tuple(options.items()), find_source()), value))
 
         def log_now() -> None:
             refuse_trace(
@@ -168,7 +171,8 @@ class LogNotes:
                 results = results if results is not None else self._trainer._results
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
-                results.log(call.fx, call.name, value, **dict(call.options))
+                with _naming(call):
+                    results.log(call.fx, call.name, value, **dict(call.options))
             connector._current_fx = self._last_hook = call.fx
 
     def _learn(self, notes: list[tuple[LogCall, Any]]) -> None:
@@ -201,6 +205,22 @@ class LogNotes:
         kind = (metric.value.dtype, metric.value.device)
         self._kind = self._kind or kind
         return meta.is_mean_reduction and kind == self._kind and kind[0] in _DTYPES
+
+
+@contextmanager
+def _naming(call: LogCall) -> Iterator[None]:
+    """Have errors, which come after the step, tell where in it the call was made."""
+    try:
+        yield
+    except Exception as error:
+        text = f"{call}, called at {call.source}"
+        add_note: Any = getattr(error, "add_note", None)
+        if add_note is not None:
+            add_note(text)
+        else:
+            # Python 3.10 has no notes.
+            error.args = ("\n".join([*map(str, error.args[:1]), text]), *error.args[1:])
+        raise
 
 
 def _is_rate(value: Tensor, rate: Any) -> bool:

@@ -6,7 +6,9 @@ from collections import OrderedDict
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
 
+from graphplan.callback.schedules import Schedules, Stepped
 from graphplan.callback.seam import Seam
 from graphplan.callback.variants import Variant
 from graphplan.step import Backends, Options
@@ -20,6 +22,7 @@ class ManualSeam(Seam):
     ) -> None:
         super().__init__(trainer, module, options, variant, backends)
         self._loop: Any = trainer.fit_loop.epoch_loop.manual_optimization
+        self._schedules = Schedules(trainer)
         self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
 
     def install(self) -> None:
@@ -33,10 +36,18 @@ class ManualSeam(Seam):
         if "batch" not in kwargs:
             return self._stock_run(kwargs)
         self._context = (None, self._trainer.fit_loop.epoch_loop.batch_idx, kwargs)
+        self._schedules.start()
         return self._through(self._whole)
 
     def _stock_run(self, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, kwargs)
 
     def _body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        return self._in_step(self._stock_run, batch)
+        with self._schedules.noting() as stepped:
+            out = self._in_step(self._stock_run, batch)
+        return {**out, "scheduler steps": Stepped(stepped)}
+
+    @override
+    def _finish(self, out: dict[str, Any]) -> None:
+        super()._finish(out)
+        self._schedules.finish(out["scheduler steps"])

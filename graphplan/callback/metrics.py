@@ -3,17 +3,26 @@
 Lightning turns each value logged with ``prog_bar=True`` into a number at the end of every batch, bar or no bar, and
 again whenever anybody asks for any of the run's metrics: the host waits for the device in every step. Here such values
 stay tensors until ``progress_bar_metrics`` is read, which gives the same numbers.
+
+A bar that asks for them after every batch shall not make the host wait either. It is shown the numbers that arrived
+last, which lag behind by what the device has yet to do. At an epoch's end, and where it asks now and then, they are
+exact.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS
 from torch import Tensor
+
+from graphplan.callback.copies import LaggingNumbers
+from graphplan.callback.standins import StandIn
 
 
 def _settled(name: str) -> Any:
@@ -70,10 +79,18 @@ class LazyConnector(_LoggerConnector):
         """As Lightning's, but that values for the bar are tensors."""
         return _metrics_of(self.trainer._results, on_step=self._first_loop_iter is not None)
 
+    lagging: LaggingNumbers | None = None
+    """What reads the numbers for a bar that is asking."""
+
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Numbers, read from the device now."""
+        """Numbers, read from the device now, or for a bar those that arrived last."""
         values: dict[str, Any] = super().progress_bar_metrics
+        if self.lagging is not None:
+            return {
+                **values,
+                **self.lagging.read({n: value for n, value in values.items() if isinstance(value, Tensor)}),
+            }
         for name, value in values.items():
             if isinstance(value, Tensor):
                 values[name] = value.item()
@@ -97,19 +114,43 @@ def _metrics_of(results: Any, *, on_step: bool) -> _METRICS:
 
 
 class LazyNumbers:
-    """Makes a Trainer's connector a lazy one, unless it has a class of the user's own."""
+    """Makes a Trainer's connector a lazy one, unless it has a class of the user's own, and tells it when a bar asks."""
 
     def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._connector: Any = trainer._logger_connector
+        self._numbers = LaggingNumbers()
+        self._asked = -1
+        bars = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, ProgressBar)]
+        self._standins = [
+            StandIn(bar, "get_metrics", partial(self._ask, bar)) for bar in bars if "get_metrics" not in vars(bar)
+        ]
 
     def install(self) -> None:
         """Put it in."""
         if type(self._connector) is _LoggerConnector:
             self._connector.__class__ = LazyConnector
+            for standin in self._standins:
+                standin.put()
 
     def remove(self) -> None:
         """Read what nobody has asked for yet, and take it off."""
+        for standin in self._standins:
+            standin.take_off()
         if isinstance(self._connector, LazyConnector):
             self._connector.settle()
             self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
             self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
+
+    def _ask(self, bar: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of a bar's ``get_metrics``."""
+        batch = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        asks_always = batch - self._asked <= 1 and self._connector._first_loop_iter is not None
+        self._asked = batch
+        if not asks_always:
+            return type(bar).get_metrics(bar, *args, **kwargs)
+        self._connector.lagging = self._numbers
+        try:
+            return type(bar).get_metrics(bar, *args, **kwargs)
+        finally:
+            del self._connector.lagging

@@ -116,3 +116,6 @@ _USES += (
 )
 for _use in _USES.split():
     setattr(WatchedIndex, f"__{_use}__", _watched(f"__{_use}__"))
+# The user has given an int: what messages say of its type, Python's own too, is that.
+WatchedIndex.__name__ = WatchedIndex.__qualname__ = int.__name__
+WatchedIndex.__module__ = int.__module__

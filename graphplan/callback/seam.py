@@ -177,10 +177,14 @@ class Seam(ABC):
             for counter, values in zip(self._counters, self._begun, strict=False):
                 vars(counter).update(values)
             raise
+        self._finish(out)
+        return out["result"]
+
+    def _finish(self, out: dict[str, Any]) -> None:
+        """After a call, do what is done after each, whether its Python ran or it was a replay."""
         self._wrapped.note(out["notes"])
         if out["logs"]:
             self._logs.finish(out["logs"])
-        return out["result"]
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
 
+from graphplan.callback.copies import HostCopy
 from graphplan.callback.standins import StandIn
 
 _METHOD = "_broadcast_sigterm_tensor"
@@ -62,12 +63,5 @@ class LaggingSigterm:
         if device.type != "cuda":
             return lambda: work.wait() is not None and bool(flag.item())
         work.wait()  # The device's stream waits, not the host.
-        host = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-
-        def read() -> bool:
-            copied.synchronize()
-            return bool(host.item())
-
-        return read
+        copy = HostCopy(flag)
+        return lambda: bool(copy.wait().item())

@@ -107,16 +107,17 @@ def _change(pair: tuple[Any, Any] | None) -> str:
 
 
 def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[Append, ...]:
-    """Lists that grew alike in both traces.
+    """Lists and deques that grew alike in both traces.
 
     Raises:
-        HostEffectError: for a list that shrank, or grew differently.
+        HostEffectError: for one that shrank, or grew differently or elsewhere.
     """
     appends = []
-    for path, (old, new) in {**first.changes.shrunk, **second.changes.shrunk}.items():
+    for path, (old, new) in {**first.changes.moved, **second.changes.moved}.items():
         if not is_allowed(path, allow):
+            what = "shortens" if new < old else "adds to other places than the end of"
             raise HostEffectError(
-                f"the step shortens the list {path} from {old} to {new} items, which a replay cannot repeat: clear it "
+                f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat: append, clear it "
                 f"outside the step, or pass allow=({path!r},)"
             )
     for path in {**first.changes.appended, **second.changes.appended}:

@@ -3,6 +3,7 @@
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
+from graphplan.owners.records import Items as Items
 from graphplan.owners.records import Library as Library
 from graphplan.owners.records import Namespace as Namespace
 from graphplan.owners.records import Scalar as Scalar

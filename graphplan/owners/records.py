@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from graphplan.dtensors import local
 from graphplan.owners.spaces import Cell, Members
 
-Container = MutableMapping[Any, Any] | list[Any] | set[Any] | deque[Any]
+Items = list[Any] | deque[Any]
+Container = MutableMapping[Any, Any] | Items | set[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,7 +139,7 @@ class Walk:
     objects: dict[str, Scalar] = field(default_factory=dict)
     places: list[tuple[Any, Any]] = field(default_factory=list)
     found: set[int] = field(default_factory=set)
-    lists: dict[str, list[Any]] = field(default_factory=dict)
+    lists: dict[str, Items] = field(default_factory=dict)
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
     attributes: list[dict[str, Any]] = field(default_factory=list)

@@ -99,7 +99,7 @@ class _Seen:
 
 
 class Extent(_Seen):
-    """How many items a list has, or a dictionary's keys in order, as an item of it: read and guarded, never written."""
+    """How many items a list or deque has, or a dictionary's keys in order, as an item of it: read, never written."""
 
     def __init__(self, items: Sized) -> None:
         super().__init__()
@@ -109,17 +109,18 @@ class Extent(_Seen):
         return self.same(tuple(self.items)) if isinstance(self.items, dict) else len(self.items)
 
 
-class _Items(tuple[Any, ...]):
-    """What a deque holds."""
+class Room:
+    """Whether a deque drops an item for each one that it gets: read and guarded, never written."""
 
-    __slots__ = ()
+    def __init__(self, items: deque[Any]) -> None:
+        self.items = items
 
-    def __repr__(self) -> str:
-        return f"a deque of {len(self)} items"
+    def __getitem__(self, key: str) -> bool:
+        return len(self.items) == self.items.maxlen
 
 
 class Contents(_Seen):
-    """What a set, deque, buffer or random generator holds, as one value to compare: read and guarded, never written."""
+    """What a set, buffer or random generator holds, as one value to compare: read and guarded, never written."""
 
     def __init__(self, items: Any) -> None:
         super().__init__()
@@ -129,8 +130,6 @@ class Contents(_Seen):
         items = self.items
         if isinstance(items, AbstractSet):
             return self.same(frozenset(items))
-        if isinstance(items, deque):
-            return self.same(_Items(items))
         return self.same(_state_of(items))
 
 
@@ -268,6 +267,6 @@ class Members:
 
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, Contents | Extent | Rest | Remembered):
+    if isinstance(container, Contents | Extent | Rest | Remembered | Room):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.owners.records import Namespace, Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.records import Items, Namespace, Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.spaces import (
     Attributes,
     Contents,
@@ -27,6 +27,7 @@ from graphplan.owners.spaces import (
     Numbers,
     Remembered,
     Rest,
+    Room,
     has_contents,
     slots_of,
 )
@@ -85,12 +86,12 @@ class Values(ABC):
         elif isinstance(value, nn.Module):
             self.walk.links.append((container, key, value))
             self._module(value, path, depth)
-        elif isinstance(value, dict | list):
+        elif isinstance(value, dict | list | deque):
             self.walk.links.append((container, key, value))
             self._items(value, path, depth, source)
-        elif isinstance(value, set | deque):
+        elif isinstance(value, set):
             self.walk.links.append((container, key, value))
-            self._contents(value, path, source, depth)
+            self._contents(value, path, source)
         elif is_user_object(value):
             self.walk.links.append((container, key, value))
             self.walk.objects[path] = Scalar(container, key, *source)
@@ -113,15 +114,20 @@ class Values(ABC):
             elif not isinstance(item, SCALARS):
                 self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
 
-    def _items(self, items: MutableMapping[Any, Any] | list[Any], path: str, depth: int, source: Source) -> None:
+    def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
         if not self._first_visit(items):
             return
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
             self.walk.objects[f"len({path})"] = Scalar(Extent(items), "len", *source)
         dotted = isinstance(items, MutableMapping)
-        if isinstance(items, list):
+        if isinstance(items, list | deque):
             self.walk.lists[path] = items
+        if isinstance(items, deque):
+            # Code that only appends does not look how long it is.
+            via = f"{source[1]}[:]"
+            self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items, ("maxlen",)), "maxlen", *source, via)
+            self.walk.objects[f"full({path})"] = Scalar(Room(items), "full", *source, via)
         pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MutableMapping) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
             if count >= _MAX_ITEMS:
@@ -130,19 +136,15 @@ class Values(ABC):
                 break
             name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key)}]"
             self._value(value, name, items, key, depth + 1, source)
-        if type(items) not in (dict, list) and is_user_object(items):
+        if type(items) not in (dict, list, deque) and is_user_object(items):
             self._object(items, path, depth, visited=True)
 
-    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
-        if isinstance(items, set | deque):
+    def _contents(self, items: Any, path: str, source: Source) -> None:
+        if isinstance(items, set):
             self.walk.containers.append(items)
             self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
         else:
             self.walk.scalars[f"{path}[:]"] = Scalar(Contents(items), "contents", *source)
-        if isinstance(items, deque) and len(items) <= _MAX_ITEMS and self._first_visit(items):
-            for number, item in enumerate(list(items)):
-                if not isinstance(item, (Tensor, tuple, *SCALARS)):
-                    self._value(item, f"{path}[{number}]", items, number, depth + 1, source)
 
     def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
         if not visited and not self._first_visit(thing):
@@ -201,7 +203,7 @@ class Values(ABC):
             self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
         elif isinstance(value, MethodType | BuiltinMethodType):
             bound = value.__self__
-            if isinstance(bound, nn.Module | dict | list) or is_user_object(bound):
+            if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
                 self._value(bound, f"{path}.__self__", Numbers(value, ()), "__self__", depth + 1, source)
             self._behind(getattr(value, "__func__", None), f"{path}.__func__", depth, source)
         elif isinstance(value, FunctionType):

@@ -48,9 +48,9 @@ class _Walker(Values):
             self._optimizer(owner, path)
         elif isinstance(owner, GradScaler):
             self._scaler(owner, path)
-        elif isinstance(owner, MutableMapping | list):
+        elif isinstance(owner, MutableMapping | list | deque):
             self._items(owner, path, 0, (owner, path))
-        elif isinstance(owner, set | deque):
+        elif isinstance(owner, set):
             self._contents(owner, path, (owner, path))
         elif hasattr(owner, "__dict__") or is_user_object(owner):
             self._object(owner, path, 0)

@@ -84,7 +84,7 @@ class Bindings:
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
         for append in self._plan.appends:
-            items = after.lists[append.path][-append.count :]
+            items = list(after.lists[append.path])[-append.count :]
             self._appended[append.path] = [_own(item, outside) for item in items]
         sources = {path: _own(value, self.targets) for path, value in new.items()}
         for path, into in self._into.items():
@@ -161,7 +161,8 @@ class Bindings:
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
         for path, items in self._appended.items():
-            self._walk.lists[path][-len(items) :] = [_clone(item) for item in items]
+            for number, item in enumerate(items, -len(items)):
+                self._walk.lists[path][number] = _clone(item)
         self._set_fresh()
 
     def _set_fresh(self) -> None:

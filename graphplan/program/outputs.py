@@ -13,13 +13,14 @@ from graphplan.containers import rebuilder
 from graphplan.dtensors import is_sharded
 from graphplan.owners import Walk
 from graphplan.plan import Output, Plan
+from graphplan.tracer import place_of
 
 
 class Outputs:
     """Static results of a recording and how to hand them out.
 
     Zero-dimensional results of one dtype are stacked inside the recording, so that handing out several losses costs one
-    clone.
+    clone. A tensor that was returned in several places is handed out in all of them.
     """
 
     def __init__(self, plan: Plan, result: Any, *, clone_from: Callable[[Tensor], bool]) -> None:
@@ -29,9 +30,15 @@ class Outputs:
         self._rebuild = rebuilder(plan.output_structure)
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
+        self._shared: list[tuple[int, int]] = []
+        places: dict[Any, int] = {}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for number, (output, leaf) in enumerate(zip(plan.outputs, leaves, strict=True)):
             if output.kind != "tensor":
+                continue
+            first = places.setdefault(id(leaf) if is_sharded(leaf) else place_of(leaf), number)
+            if first != number:
+                self._shared.append((number, first))
                 continue
             tensor = leaf.detach()
             # A carry may write into this memory at the end of the step: the caller wants what was returned.
@@ -53,6 +60,8 @@ class Outputs:
         for pack, numbers in self._packs:
             for number, part in zip(numbers, pack.clone().unbind(), strict=True):
                 built[number] = part
+        for number, first in self._shared:
+            built[number] = built[first]
         for number, output in self._given:
             built[number] = _given(output, leaves, walk)
         return self._rebuild(built)

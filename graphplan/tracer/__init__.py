@@ -6,6 +6,7 @@ The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares 
 from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
+from graphplan.tracer.changes import place_of as place_of
 from graphplan.tracer.changes import same_value as same_value
 from graphplan.tracer.collectives import finish as finish
 from graphplan.tracer.collectives import is_collective as is_collective
@@ -13,6 +14,7 @@ from graphplan.tracer.collectives import wait_for as wait_for
 from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.mode import is_allocation as is_allocation
+from graphplan.tracer.mode import is_traced as is_traced
 from graphplan.tracer.mode import refuse_trace as refuse_trace
 from graphplan.tracer.mode import written_tensors as written_tensors
 from graphplan.tracer.profile import Aside as Aside

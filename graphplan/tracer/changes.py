@@ -1,10 +1,12 @@
-"""What one step left changed in its owners: rebound slots, changed Python values, grown lists."""
+"""What one step left changed in its owners: rebound slots, changed Python values, grown lists and deques."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.dtensors import local
-from graphplan.owners import Numbers, Slot, Walk, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, storage_id, tensor_leaves, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 """Storage identity, offset, shape, strides, dtype: two tensors in one place are the same memory seen alike."""
@@ -37,18 +39,21 @@ class Rebinding:
 
 @dataclass(slots=True)
 class Changes:
-    """Differences between an owner walk before a step and one after it."""
+    """Differences between an owner walk before a step and one after. ``moved`` are lists and deques with fewer items,
+    or with more that are not all at the end: how many before and after.
+    """
 
     rebindings: dict[str, Rebinding] = field(default_factory=dict)
     scalars: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     appended: dict[str, list[Any]] = field(default_factory=dict)
-    shrunk: dict[str, tuple[int, int]] = field(default_factory=dict)
+    moved: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Recorder:
     """Notes what owners hold now, and what has changed when asked again.
 
-    Only weak storage references are kept: a strong one would keep last step's gradients alive through the step.
+    Only weak storage references are kept of what lies in slots: a strong one would keep last step's gradients alive
+    through the step.
     """
 
     def __init__(self, owners: Mapping[str, Any]) -> None:
@@ -58,7 +63,7 @@ class Recorder:
         self.places = {path: self._note(slot.tensors()) for path, slot in self.walk.slots.items()}
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
-        self.lengths = {path: (items, len(items)) for path, items in self.walk.lists.items()}
+        self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
 
     def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:
         for tensor in tensors:
@@ -75,12 +80,13 @@ class Recorder:
                     groups.setdefault(place[0], []).append(self.walk.slots[path])
         return groups
 
-    def changes(self) -> tuple[Changes, Walk]:
-        """What differs now, and the walk that found it."""
+    def changes(self, used: Collection[int | None]) -> tuple[Changes, Walk]:
+        """What differs now, and the walk that found it. ``used`` are storages that the step read or returned."""
         now = walk_owners(self._owners)
         found = Changes()
+        read = [path for path, places in self.places.items() if any(place[0] in used for place in places)]
         for path, items in now.lists.items():
-            self._compare_list(found, path, items)
+            self._compare_list(found, path, items, moves=any(place.startswith(f"{path}[") for place in read))
         grown = tuple(f"{path}[" for path in found.appended)
         for path in {**self.places, **dict.fromkeys(now.slots, ())}:
             before = self.places.get(path)
@@ -96,17 +102,39 @@ class Recorder:
             if not same_value(old, value) and not (grown and path.startswith(grown)):
                 found.scalars[path] = (old, value)
         for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():
-            found.scalars[path] = (self.scalars[path], _ABSENT)
+            if not (grown and path.startswith(grown)):
+                found.scalars[path] = (self.scalars[path], _ABSENT)
         return found, now
 
-    def _compare_list(self, found: Changes, path: str, items: list[Any]) -> None:
-        old = self.lengths.get(path)
-        if old is None or old[0] is not items or len(items) == old[1]:
+    def _compare_list(self, found: Changes, path: str, items: Items, *, moves: bool) -> None:
+        """``moves``: a deque that drops items does not grow, but gives each item another place, since the step reads
+        what lies there.
+        """
+        held, old = self.items.get(path, (None, ()))
+        if held is not items:
             return
-        if len(items) > old[1]:
-            found.appended[path] = list(items[old[1] :])
-        else:
-            found.shrunk[path] = (old[1], len(items))
+        new = _new_items(old, items, may_drop=not moves)
+        if new:
+            found.appended[path] = new
+        elif new is None and len(items) != len(old):
+            found.moved[path] = (len(old), len(items))
+
+
+def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[Any] | None:
+    """What was appended to ``items``, which held ``old``; None if anything else happened.
+
+    A deque that is full drops as many as it gets: the fewest that explain what it holds now. One whose items only took
+    each other's places got none.
+    """
+    now = list(items)
+    is_full = len(now) == getattr(items, "maxlen", None)
+    for dropped in range(len(old) + 1 if is_full and may_drop else 1):
+        kept = len(old) - dropped
+        if kept > len(now) or not all(map(is_, islice(old, dropped, None), now)):
+            continue
+        known = {id(item) for item in old if not isinstance(item, SCALARS)} if dropped else set()
+        return None if any(id(item) in known for item in now[kept:]) else now[kept:]
+    return None
 
 
 class _Absent:

@@ -77,6 +77,11 @@ def refuse_trace(error: type[RefusalError], message: str) -> None:
             mode.refuse(error, message)
 
 
+def is_traced() -> bool:
+    """Whether a trace is going on."""
+    return any(isinstance(mode, TraceMode) for mode in _get_current_dispatch_mode_stack())
+
+
 class TraceMode(TorchDispatchMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
 

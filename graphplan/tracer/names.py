@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import zip_longest
 from types import CodeType
 
 from graphplan.tracer.source import is_library
@@ -19,6 +20,7 @@ _STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
 _BY_NAME = ("getattr", "hasattr")
 _WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__")
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
+_GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
 
 
@@ -27,7 +29,8 @@ class Names:
     """Names in one code object.
 
     ``attributes`` are loaded attributes but for those that only ``+=`` loads (``self.n += 1``, ``self.counts[k] += 1``)
-    and for methods that are called, which are in ``methods``. ``stored`` are attributes that are stored, ``assigned``
+    and for methods that are called, which are in ``methods``; those that code does more with than to append to them are
+    there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
     or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there;
     ``dynamic`` code takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
@@ -49,16 +52,18 @@ def names_of(code: CodeType) -> Names:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
     counted, raised = _counted(steps)
     loads: Counter[str] = Counter()
+    grown: Counter[str] = Counter()
     methods: set[str] = set()
     stores: Counter[str] = Counter()
     variables: set[str] = set()
     reads: Counter[str] = Counter()
-    for step in steps:
+    for step, following in zip_longest(steps, steps[1:]):
         name = str(step.argval)
-        if step.opname == "LOAD_METHOD" or (step.opname == "LOAD_ATTR" and _is_method_load(step)):
+        if _is_method_load(step):
             methods.add(name)
         elif step.opname == "LOAD_ATTR":
             loads[name] += 1
+            grown[name] += following is not None and _is_method_load(following) and following.argval in _GROWTH
         elif step.opname == "STORE_ATTR":
             stores[name] += 1
         elif step.opname in _LOADS:
@@ -66,7 +71,9 @@ def names_of(code: CodeType) -> Names:
             reads[name] += 1
         elif step.opname in _STORES:
             variables.add(name)
-    attributes = {name for name, count in loads.items() if count > counted["." + name] + raised[name]}
+    read_loads = {name: count - counted["." + name] - raised[name] for name, count in loads.items()}
+    attributes = {name for name, count in read_loads.items() if count > 0}
+    attributes |= {f"{name}[:]" for name, count in read_loads.items() if count > grown[name]}
     assigned = {name for name, count in stores.items() if count > raised[name]}
     if not is_library(code.co_filename):
         # getattr(self, "temperature")
@@ -140,5 +147,7 @@ def _holder(steps: list[dis.Instruction], index: int) -> dis.Instruction | None:
 
 
 def _is_method_load(step: dis.Instruction) -> bool:
-    """Whether a ``LOAD_ATTR`` loads a method to call it, which since Python 3.12 is its lowest argument bit."""
-    return sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)
+    """Whether a method is loaded to be called, which since Python 3.12 is a ``LOAD_ATTR`` with its lowest bit set."""
+    if step.opname == "LOAD_METHOD":
+        return True
+    return step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)

@@ -79,16 +79,16 @@ def trace(
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
     record.ran = profile.ran
-    changes, after = recorder.changes()
+    leaves, record.output_structure = pytree.tree_flatten(result)
+    record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes
     paths = _lasting_paths(after, changes)
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
-    leaves, record.output_structure = pytree.tree_flatten(result)
     watch.finish(after, leaves)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]
-    record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     return result, record
 
 

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import AdamW
+from torch.utils.data import DataLoader
 
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 
 from graphplan import CaptureError, GraphPlanCallback, SkipReason
@@ -21,7 +24,7 @@ from tests.gpu.failing import recorded, too_much
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators, needs_cuda
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.failing import Failing, fit_with
-from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit, trainer_of
+from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, digits, fit, trainer_of, with_step
 from tests.lightning.rows_of_parts import Gan, Manual
 from tests.lightning.test_evaluation import Evaluated, Outputs, loader, quiet
 from tests.twins import BEFORE_REPLAY
@@ -162,6 +165,65 @@ def test_evaluation_on_its_own(what: str, tmp_path: Path) -> None:
     graphed = callback(eval=True)
     assert_same(run(None), run(graphed))
     assert graphed.eval_stats.replayed == 15 - 6, graphed.report()
+
+
+class _Watch(Callback):
+    """Stands before a bar, and has torch refuse whatever waits for the device, from the end of a batch in which replays
+    go on to the end of the epoch, where numbers are exact.
+    """
+
+    def __init__(self) -> None:
+        self.watched = 0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.watched += torch.cuda.get_sync_debug_mode() == 2
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step > 2 * BEFORE_REPLAY:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _shown_step(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss = self.loss_of(batch)
+    self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+    self.log_dict({"twice": 2 * loss, "half": loss / 2}, prog_bar=True)
+    return loss
+
+
+class _AtEnds(RichProgressBar):
+    """Keeps what it shows at the ends of epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.shown.append(self.get_metrics(trainer, module))
+        super().on_train_epoch_end(trainer, module)
+
+
+@needs_cuda
+def test_a_bar_that_asks_after_every_batch_makes_nobody_wait(tmp_path: Path) -> None:
+    """Steps, logs and the bar from one batch to the next; at an epoch's end it shows eager's numbers."""
+    data = DataLoader(digits()[0], 30)
+    shown = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        bar, watch = _AtEnds(), _Watch()
+        own = [watch, callback(verify="off")] if graphed else []
+        module = with_step(_shown_step)(FUSED_ADAMW)
+        options: dict[str, Any] = {"max_epochs": 4, "logger": False, "enable_checkpointing": False}
+        trainer = Trainer(callbacks=[*own, bar], accelerator="gpu", devices=1, **options)
+        try:
+            quiet(partial(trainer.fit, module, data))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        shown.append(bar.shown)
+    assert shown[0] == shown[1]
+    assert watch.watched >= 20
 
 
 @needs_cuda

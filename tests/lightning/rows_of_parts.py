@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 from tests.lightning.parts import LitDigits
@@ -109,6 +109,23 @@ class ByEpoch(Gan):
             scheduler.step()
 
 
+class ByStep(Gan):
+    """Schedulers stepped in the step: the critic's between the two optimizers and again in the end."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers, _ = super().configure_optimizers()
+        return optimizers, [ExponentialLR(optimizer, 0.95) for optimizer in optimizers]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()  # type: ignore[misc]
+        schedulers: Any = self.lr_schedulers()
+        self.turn(critic, self.critic_loss, batch[0], "critic")
+        schedulers[1].step()
+        self.turn(generator, self.generator_loss, batch[0], "generator")
+        schedulers[1].step()
+        schedulers[0].step()
+
+
 class ScaledByHand(Manual):
     """Lightning scales in ``manual_backward`` and steps through the scaler; it refuses to clip there."""
 
@@ -145,6 +162,7 @@ MANUAL: dict[str, Row] = {
     "optimized by hand": Row(Manual, shows=_steps(18)),
     "a GAN with toggled optimizers": Row(Gan, shows=_steps(36)),
     "schedulers by hand": Row(ByEpoch, shows=_steps(36)),
+    "schedulers by hand, in the step": Row(ByStep, shows=_steps(36)),
     "variant, a method": Row(Alternating, 10, options={"variant": "is_generators_turn"}, shows=_two_programs),
     "variant, a function": Row(
         Alternating, 10, options={"variant": lambda batch, index: (index % 3 == 2, "turn")}, shows=_two_programs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, with_step
+from tests.twins import line_of
 
 
 def _five(self: Any, batch: Any, batch_idx: int) -> Tensor:
@@ -143,6 +145,51 @@ def test_other_options_are_refused_as_ever(callback: Any, tmp_path: Path) -> Non
     make = with_step(_changes_its_mind, on_epoch=True)
     with pytest.raises(MisconfigurationException, match="twice in `training_step` with different arguments"):
         fit(partial(make), tmp_path, callback and callback(), more=[_ChangesMind()], max_epochs=1)
+
+
+def _twice(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.log("value", loss, on_epoch=True)
+    self.log("value", loss, on_epoch=False)  # culprit
+    return loss
+
+
+class _UserError(Exception):
+    """As on Python 3.10, errors of this class take no notes."""
+
+    add_note = None
+
+
+class _Raises:
+    def __rmul__(self, value: Any) -> Any:
+        raise _UserError("no such size")
+
+
+def _raises(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    size: Any = _Raises() if self.raises else 3
+    self.log("value", loss, on_epoch=True, batch_size=size)  # culprit
+    return loss
+
+
+class _RaisesLater(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.raises = batch_idx == 8
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "text"),
+    [
+        (_twice, MisconfigurationException, "twice in `training_step` with different arguments"),
+        (_raises, _UserError, "no such size"),
+    ],
+)
+def test_errors_name_the_line_that_logged(step: Any, error: type[Exception], text: str, tmp_path: Path) -> None:
+    """The call is made after the step, but the user made it in there."""
+    with pytest.raises(error, match=text) as caught:
+        fit(with_step(step, raises=False), tmp_path, tape(), more=[_RaisesLater()], max_epochs=1)
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert re.search(rf"^self\.log\('value'\) in training_step, called at {line_of(step)}", told, re.MULTILINE), told
 
 
 @pytest.mark.filterwarnings("ignore:.*exists and is not empty")

@@ -16,7 +16,8 @@ from torch.optim import SGD, AdamW
 from graphplan import HostScalarError, HostSyncError
 from tests.facts import assert_same, flatten
 from tests.lightning.failing import keeping
-from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
+from tests.lightning.parts import LitDigits, Observer, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
+from tests.lightning.rows_of_parts import Manual
 from tests.twins import prepare_steps
 
 FULL = 21
@@ -182,3 +183,54 @@ def test_sgd_in_half_precision_is_lightnings_own(precision: Any, tmp_path: Path)
     """The twin's optimizer is not prepared: torch's fused SGD for the CPU would leave most elements as they were."""
     make = partial(LitDigits, partial(SGD, lr=0.05, momentum=0.9), schedule=None)
     assert_fit_equals_eager(make, tmp_path, replayed=FULL, precision=precision)
+
+
+class _Rewriting(Callback):
+    """Does something to the outputs of each batch, which callbacks after it see."""
+
+    def __init__(self, rewrite: Any) -> None:
+        self.rewrite = rewrite
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rewrite(outputs, module, batch_idx)
+
+
+def _write(outputs: Any, module: Any, batch_idx: int) -> None:
+    outputs["loss"].add_(batch_idx)
+    outputs["logits"].zero_()
+    outputs["inner"]["all"][0].mul_(2)
+
+
+def _extend(outputs: Any, module: Any, batch_idx: int) -> None:
+    outputs["index"], outputs["inner"]["twice"] = batch_idx, outputs["loss"] * 2
+    outputs["inner"]["all"].append(outputs.pop("logits"))
+
+
+def _log_and_clear(outputs: Any, module: Any, batch_idx: int) -> None:
+    module.log("after", outputs["loss"])
+    module.log("sum", outputs["logits"].sum(), on_step=True, on_epoch=True)
+    outputs.clear()
+
+
+def _returning_much(self: Any, batch: Any, batch_idx: int) -> Any:
+    loss, logits = self.loss_of(batch), self(batch[0]).detach()
+    self.log("loss", loss, on_step=True, on_epoch=True)
+    return {"loss": loss, "logits": logits, "inner": {"all": [logits.mean(0), loss.detach(), 3]}}
+
+
+class _ManualMuch(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        return _returning_much(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("make", [with_step(_returning_much), _ManualMuch], ids=["automatic", "manual"])
+@pytest.mark.parametrize("rewrite", [_write, _extend, _log_and_clear])
+def test_outputs_that_a_callback_rewrites(rewrite: Any, make: Any, tmp_path: Path) -> None:
+    """In place, with new keys, or by taking some away: the next callback sees that, and no later batch does."""
+    watchers = Observer(), Observer()
+    expected = fit(make, tmp_path / "eager", more=[_Rewriting(rewrite), watchers[0]])
+    found = fit(make, tmp_path / "graphed", tape(), more=[_Rewriting(rewrite), watchers[1]])
+    assert_same_fits(expected, found)
+    assert_same(flatten(batches=watchers[0].batches), flatten(batches=watchers[1].batches))
+    assert found.callback.stats.replayed == FULL

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torchmetrics.classification import MulticlassAccuracy
 
+from graphplan.callback.copies import HostCopy, LaggingNumbers
 from tests.lightning.parts import LitDigits, fit, tape, with_step
 
 PER_FIT = 2 * 10
@@ -123,6 +125,136 @@ def test_more_than_one_element_is_refused_as_ever(callback: Any, tmp_path: Path)
         fit(_PerClass, tmp_path, callback and callback(), max_epochs=1)
 
 
-def test_a_stock_bar_runs(tmp_path: Path) -> None:
-    found = _fit(tmp_path, tape(), TQDMProgressBar(refresh_rate=4))
+@pytest.mark.parametrize("make", [partial(TQDMProgressBar, refresh_rate=4), RichProgressBar])
+def test_a_stock_bar_runs(make: Any, tmp_path: Path) -> None:
+    bar = make()
+    found = _fit(tmp_path, tape(), bar)
     assert found.callback.stats.replayed >= 8
+    assert "get_metrics" not in vars(bar)
+
+
+class _Sent:
+    """Numbers that arrive when the test says so, or when somebody waits for them."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.values = {name: value.item() for name, value in values.items()}
+        self.arrived = self.waited = False
+
+    def has_arrived(self) -> bool:
+        return self.arrived
+
+    def numbers(self) -> dict[str, float]:
+        self.waited = not self.arrived
+        return self.values
+
+
+class _Road:
+    """Keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[_Sent] = []
+
+    def __call__(self, values: Mapping[str, torch.Tensor]) -> _Sent:
+        self.sent.append(_Sent(values))
+        return self.sent[-1]
+
+
+def _value(number: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.tensor(number)}
+
+
+def test_the_latest_numbers_that_arrived_are_shown() -> None:
+    road = _Road()
+    numbers = LaggingNumbers(road)
+    assert numbers.read(_value(0.0)) == {"a": 0.0}
+    assert road.sent[0].waited, "there was nothing to show"
+    assert [numbers.read(_value(float(number)))["a"] for number in (1, 2, 3)] == [0.0, 0.0, 0.0]
+    assert len(road.sent) == 3, "two are under way, so that nothing more is sent"
+    road.sent[1].arrived = True
+    assert numbers.read(_value(4.0)) == {"a": 1.0}
+    road.sent[2].arrived = road.sent[3].arrived = True
+    assert numbers.read(_value(5.0)) == {"a": 4.0}
+    assert [sent.waited for sent in road.sent] == [True, False, False, False, False]
+
+
+def test_numbers_that_arrive_at_once_are_exact() -> None:
+    """As on a CPU, where copies are made at once: nothing that is written afterwards shows."""
+    numbers = LaggingNumbers()
+    for number in range(4):
+        values = {
+            "a": torch.tensor(number / 3),
+            "b": torch.tensor([number / 7], dtype=torch.float64),
+            "c": torch.tensor(number),
+        }
+        found = numbers.read(values)
+        assert found == {name: value.item() for name, value in values.items()}
+        assert [type(value) for value in found.values()] == [float, float, int]
+    copy = HostCopy(tensor := torch.ones(2))
+    tensor.zero_()
+    assert copy.has_arrived()
+    assert copy.wait().tolist() == [1.0, 1.0]
+
+
+def test_a_name_that_comes_later_is_waited_for() -> None:
+    road = _Road()
+    numbers = LaggingNumbers(road)
+    for number in range(3):
+        numbers.read(_value(float(number)))
+    assert numbers.read({**_value(7.0), "b": torch.tensor(8.0)}) == {"a": 7.0, "b": 8.0}
+    assert numbers.read({"b": torch.tensor(9.0)}) == {"b": 8.0}
+
+
+def _logging_index(self: Any, batch: Any, batch_idx: int) -> Any:
+    self.log("count", self.count.clone(), prog_bar=True, on_step=True, on_epoch=True)
+    self.count.add_(1)
+    return self.loss_of(batch)
+
+
+class _Counting(with_step(_logging_index)):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+
+class _Exact(Callback):
+    """Asks for the bar's numbers, and is no bar."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append(trainer.progress_bar_metrics["count_step"])
+
+
+class _Apart(Bar):
+    """Keeps the ends of epochs for themselves."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(every)
+        self.ends: list[Any] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.ends.append(dict(self.get_metrics(trainer, module)))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(("every", "lags"), [(1, True), (3, False)])
+def test_only_a_bar_that_always_asks_is_shown_older_numbers(
+    every: int, lags: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not at an epoch's end. Here nothing arrives but what is waited for."""
+    eager, bar, exact, road = _Apart(every), _Apart(every), _Exact(), _Road()
+    options: dict[str, Any] = {"max_epochs": 2, "enable_progress_bar": True}
+    fit(_Counting, tmp_path / "eager", more=[eager], **options)
+    monkeypatch.setattr("graphplan.callback.metrics.LaggingNumbers", partial(LaggingNumbers, road))
+    fit(_Counting, tmp_path / "graphed", tape(verify="off"), more=[bar, exact], **options)
+    assert exact.seen == list(range(PER_FIT))
+    assert bar.ends == eager.ends
+    assert len(road.sent) == (6 if lags else 0)
+    if lags:
+        # The second epoch has a new name to show: the mean of the first.
+        assert [shown["count_step"] for shown in bar.shown] == [0.0] * 10 + [10.0] * 10
+    else:
+        assert bar.shown == eager.shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy
 
-from graphplan import ControlFlowError, HostScalarError, HostSyncError
+from graphplan import ControlFlowError, HostEffectError, HostScalarError, HostSyncError
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 
 FULL = 21
@@ -76,6 +77,44 @@ def test_steps_that_depend_on_the_batch_index(step: Any, error: type[Exception],
         found = fit(with_step(step), tmp_path / "graphed", tape(on_failure="eager"))
     assert_same_fits(expected, found)
     assert found.callback.stats.replayed == 0
+
+
+def keeping_index(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self.seen.append(batch_idx)
+    return self.loss_of(batch)
+
+
+def test_the_index_is_an_int_in_messages(tmp_path: Path) -> None:
+    """The stand-in for ``batch_idx`` says nothing of its class, in refusals or in Python's own errors."""
+    seen: list[Any] = []
+    with pytest.raises(
+        HostEffectError, match=r"appends 1 item\(s\) \(int\) and then 1 item\(s\) \(int\) to model\.seen"
+    ):
+        fit(with_step(keeping_index, seen=seen), tmp_path / "kept", tape())
+    with pytest.raises(AttributeError, match="'int' object has no attribute 'item'"):
+        fit(with_step(lambda self, batch, batch_idx: batch_idx.item()), tmp_path / "wrong", tape())
+
+
+class Keeping(LitDigits):
+    """Keeps the latest outputs of an epoch, for its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: deque[Tensor] = deque(maxlen=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("latest", torch.stack(tuple(self.outputs)).mean())
+        self.outputs.clear()
+
+
+def test_outputs_in_a_deque(tmp_path: Path) -> None:
+    """Each replay appends to it, and the epoch's end finds the latest four."""
+    assert_fit_equals_eager(Keeping, tmp_path, replayed=FULL)
 
 
 def scaled_by_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
