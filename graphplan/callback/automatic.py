@@ -61,7 +61,7 @@ class AutomaticSeam(Seam):
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
         if self._loop._skip_backward or "batch" not in kwargs or optimizer is not self._optimizer:
-            return self._stock_run(optimizer, batch_idx, kwargs)
+            return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
         self._context = (optimizer, batch_idx, kwargs)
         if self._components is None:
             try:

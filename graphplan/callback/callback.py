@@ -18,7 +18,7 @@ from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
 from graphplan.callback.loop import LoopSeam
-from graphplan.callback.loop_gates import closed_loop
+from graphplan.callback.loop_gates import closed_loop, keeps_stock_transfer
 from graphplan.callback.manual import ManualSeam
 from graphplan.callback.metrics import LazyNumbers
 from graphplan.callback.seam import Figures, Seam
@@ -76,6 +76,8 @@ class GraphPlanCallback(Callback):
         eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
             ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
             metrics that a step updates are state.
+        transfer: ``"auto"``: a replay copies a batch in host memory right into the program's inputs, where nobody else
+            is given the batch; ``"stock"``: Lightning moves it to the device first, always.
         loop: ``"auto"``: what Lightning does around each step is left out where the run has no use for it; ``"stock"``:
             never.
 
@@ -103,6 +105,7 @@ class GraphPlanCallback(Callback):
         debug_eager: bool = False,
         variant: VariantOf = None,
         eval: bool = False,
+        transfer: str = "auto",
         loop: str = "auto",
     ) -> None:
         super().__init__()
@@ -110,8 +113,9 @@ class GraphPlanCallback(Callback):
             raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
         if not isinstance(eval, bool):
             raise OptionError(f"eval is {eval!r}; expected True or False")
-        if loop not in ("auto", "stock"):
-            raise OptionError(f"loop is {loop!r}; expected 'auto' or 'stock'")
+        for name, value in {"loop": loop, "transfer": transfer}.items():
+            if value not in ("auto", "stock"):
+                raise OptionError(f"{name} is {value!r}; expected 'auto' or 'stock'")
         unknown = sorted(set(policies or {}) - set(MODES))
         if unknown:
             raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
@@ -136,6 +140,7 @@ class GraphPlanCallback(Callback):
         self.variant = Variant(variant)
         self.eval = eval
         self.loop = loop
+        self.transfer = transfer
         self._eval_policy = parsed.get("inference")
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
@@ -184,14 +189,22 @@ class GraphPlanCallback(Callback):
         self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), LazyNumbers(trainer), self._bar]
         for stand_in in self._stand_ins:
             stand_in.install()
-        seam = kind(trainer, pl_module, self.options, self.variant, self._backends)
-        self._install(_TRAINING, seam)
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
+        direct = reason is None and self._takes_host_batches(trainer, pl_module)
+        options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
+        seam = kind(trainer, pl_module, options, self.variant, self._backends)
+        self._install(_TRAINING, seam)
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         elif self.options.backend != "eager":
-            self._stand_ins.append(LoopSeam(trainer, pl_module))
+            self._stand_ins.append(LoopSeam(trainer, pl_module, direct=direct))
             self._stand_ins[-1].install()
+
+    def _takes_host_batches(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        """Whether steps copy batches to the device themselves: nobody else looks at them there."""
+        asks = self.options.eager_if is not None or self.variant.is_given or self.transfer == "stock"
+        eager = self.options.backend == "eager"
+        return not asks and not eager and keeps_stock_transfer(trainer, pl_module) is None
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from graphplan.callback.loop_gates import END, START
+from graphplan.callback.loop_gates import END, START, hands_out_batch
 from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.standins import StandIn
 
@@ -44,10 +44,15 @@ class _Again(Iterator[Any]):
 
 
 class LoopSeam:
-    """Stands in for ``advance`` of one fit's loop over batches. ``install`` and ``remove`` are inverse."""
+    """Stands in for ``advance`` of one fit's loop over batches. ``install`` and ``remove`` are inverse.
 
-    def __init__(self, trainer: Any, module: LightningModule) -> None:
+    Args:
+        direct: the step takes batches in host memory and moves them itself.
+    """
+
+    def __init__(self, trainer: Any, module: LightningModule, *, direct: bool = False) -> None:
         self._trainer, self._module = trainer, module
+        self._direct = direct
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._connector: Any = trainer._logger_connector
         self._device = trainer.strategy.root_device
@@ -96,7 +101,7 @@ class LoopSeam:
                 _TrainingEpochLoop.advance(loop, again)
                 return
             loop.batch_progress.is_last_batch = fetcher.done
-            self._train(item[0] if self._is_here(item[0]) else move_data_to_device(item[0], self._device))
+            self._train(self._moved(item[0]))
             if self._is_due():
                 return
             self._count_step()
@@ -165,14 +170,19 @@ class LoopSeam:
     def _accumulates(self) -> bool:
         return self._trainer.accumulate_grad_batches != 1 and self._loop._should_accumulate()
 
-    def _is_here(self, batch: Any) -> bool:
-        """Whether there is nothing to move to the device."""
-        if not self._is_cpu:
-            return False
-        kind = type(batch)
-        if kind is Tensor:
-            return bool(batch.is_cpu)
-        return kind in (list, tuple) and all(type(tensor) is Tensor and tensor.is_cpu for tensor in batch)
+    def _moved(self, batch: Any) -> Any:
+        """The batch on the device, unless it is there, or nobody but the step looks at it and that moves it itself."""
+        if self._is_cpu or (self._direct and not self._hands_out_batches()):
+            kind = type(batch)
+            tensors = (batch,) if kind is Tensor else batch if kind in (list, tuple) else (None,)
+            if all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
+                return batch
+        return move_data_to_device(batch, self._device)
+
+    def _hands_out_batches(self) -> bool:
+        """Whether anybody has a hook that is given the batch, and is not known to leave it alone."""
+        self._refresh()
+        return self._module_ends or any(hands_out_batch(c) for hooked in self._hooked.values() for c in hooked)
 
     def _train(self, batch: Any) -> None:
         """One batch, from its hooks before to its hooks after."""
@@ -242,10 +252,13 @@ class LoopSeam:
             holders += [(vars(callback), name) for callback in self._callbacks if callback not in hooked]
         self._unhooked = [inner for inner, _ in holders], [name for _, name in holders]
 
-    def _call_callbacks(self, hook: str, *args: Any) -> None:
-        """Lightning's way to call callbacks, of which only some have the hook."""
+    def _refresh(self) -> None:
         if self._trainer.callbacks != self._callbacks or any(map(contains, *self._unhooked)):
             self._look()
+
+    def _call_callbacks(self, hook: str, *args: Any) -> None:
+        """Lightning's way to call callbacks, of which only some have the hook."""
+        self._refresh()
         hooked = self._hooked[hook]
         if not hooked:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.progress import _BatchProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -85,6 +85,32 @@ def _names_in(code: CodeType) -> set[str]:
 def _code_of(kind: type, name: str) -> CodeType:
     found: Any = getattr(kind, name)
     return getattr(found, "fget", found).__code__
+
+
+_BLIND = (
+    "ModelCheckpoint", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "Timer", "DeviceStatsMonitor",
+    "EarlyStopping", "OnExceptionCheckpoint",
+)  # fmt: skip
+"""Lightning's callbacks whose hooks leave the batch that they are given alone."""
+
+
+def hands_out_batch(callback: Any) -> bool:
+    """Whether a callback's hooks may look at the batch."""
+    kind = next((k for k in type(callback).__mro__ if START in vars(k) or END in vars(k)), None)
+    known = kind is not None and kind.__module__.startswith("lightning.") and kind.__name__ in _BLIND
+    return not known or START in vars(callback) or END in vars(callback)
+
+
+def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
+    """Why a training step cannot take batches right from host memory; None if nothing speaks against it."""
+    if trainer.strategy.root_device.type == "cpu":
+        return "the step computes where batches are"
+    if any(is_overridden(hook, module) or hook in vars(module) for hook in (START, END)):
+        return f"{type(module).__name__} has hooks for batches"
+    for callback in trainer.callbacks:
+        if any(is_overridden(hook, callback, Callback) for hook in (START, END)) and hands_out_batch(callback):
+            return f"{type(callback).__name__} has hooks for batches"
+    return None
 
 
 def closed_loop(trainer: Any, module: LightningModule) -> str | None:

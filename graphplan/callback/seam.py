@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
@@ -156,6 +157,12 @@ class Seam(ABC):
             return bool(self._eager_if(next(iter(kwargs.values())), batch_idx))
         assert self._eager_if is not None
         return batch_idx % self._eager_if == 0
+
+    def _on_device(self, kwargs: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
+        """The loop's arguments for Lightning's own code, where a graphed step would have moved the batch itself."""
+        if self._options.feed_device is not None and "batch" in kwargs:
+            kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
+        return kwargs
 
     def _through(self, step: GraphedStep, *facts: Any) -> Any:
         """Run the current batch through ``step``; log what it logged. ``facts`` are literals that it depends on."""

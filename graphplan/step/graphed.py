@@ -75,7 +75,7 @@ class GraphedStep(Exclusive):
         self._modes = Modes()
         self._programs: Programs = Programs(options, self.stats)
         self._feed_device = options.feed_device
-        self._short = ShortWay(self._managed, self._modes)
+        self._short = ShortWay(self._managed, self._modes, moved=self._is_moved)
         self._demoted: RefusalError | None = None
         self._calls = 0
         self._closed = False
@@ -133,7 +133,7 @@ class GraphedStep(Exclusive):
                 return self._runner.eager(self._moved(feed), SkipReason.FEED, MEMORY_IS_FED)
             if program.replays + 1 == program.next_check:
                 return self._check(entry, program, self._moved(feed))
-            if not kwargs and self._options.eager_if is None and self._feed_device is None:
+            if not kwargs and self._options.eager_if is None:
                 self._short.remember(args, feed, entry, program)
             return self._replays.replay(program, feed.leaves)
         return self._advance(entry, self._moved(feed))
@@ -201,8 +201,11 @@ class GraphedStep(Exclusive):
 
     def _geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
-        moved = self._feed_device is not None and self._feed_device.type != "cpu"
-        return (feed.key, () if moved else feed.alignments())
+        return (feed.key, () if self._is_moved else feed.alignments())
+
+    @property
+    def _is_moved(self) -> bool:
+        return self._feed_device is not None and self._feed_device.type != "cpu"
 
     def _home(self) -> torch.device | None:
         return None if self._feed_device is not None else self._runner.device

@@ -33,7 +33,15 @@ class Call:
     """
 
     def __init__(
-        self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program, facts: Any, variant: Variant | None
+        self,
+        args: Sequence[Any],
+        feed: Feed,
+        entry: Entry,
+        program: Program,
+        *,
+        facts: Any,
+        variant: Variant | None,
+        moved: bool,
     ) -> None:
         self.entry = entry
         self.program = program
@@ -45,8 +53,9 @@ class Call:
         self._tensors = [index for index, _ in feed.tensors()]
         tensors = [leaf for _, leaf in feed.tensors()]
         self._geometries = Geometries(tensors)
-        self._units = list(map(alignment_unit, tensors))
-        self._alignments = list(feed.alignments())
+        # Where tensors are moved to the step's device, that gives them new alignments.
+        self._units = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
+        self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
         others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
@@ -89,10 +98,11 @@ def _shape(arg: Any) -> Any:
 
 
 class ShortWay:
-    """The kinds of calls of one step that were replayed of late."""
+    """The kinds of calls of one step that were replayed of late. ``moved``: what is fed may lie on another device."""
 
-    def __init__(self, managed: Managed, modes: Modes) -> None:
+    def __init__(self, managed: Managed, modes: Modes, *, moved: bool) -> None:
         self._managed = managed
+        self._moved = moved
         self._modes = modes
         self._known: list[Call] = []
 
@@ -130,7 +140,8 @@ class ShortWay:
         if not plain or program.is_written([leaf for _, leaf in feed.tensors()]):
             return
         variant = None if entry.any_program is program else self._managed.grad_presence()
-        call = Call(args, feed, entry, program, (self._modes.now(), self._managed.held_fingerprint()), variant)
+        facts = (self._modes.now(), self._managed.held_fingerprint())
+        call = Call(args, feed, entry, program, facts=facts, variant=variant, moved=self._moved)
         leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
             others = [known for known in self._known if known.leaves(args) is None]

@@ -19,12 +19,23 @@ from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.plugins import MixedPrecision
 
 from graphplan import CaptureError, GraphPlanCallback, SkipReason
+from graphplan.callback import loop
 from tests.facts import assert_same, flatten
 from tests.gpu.failing import recorded, too_much
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators, needs_cuda
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.failing import Failing, fit_with
-from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, digits, fit, trainer_of, with_step
+from tests.lightning.parts import (
+    FUSED_ADAMW,
+    Fit,
+    LitDigits,
+    Observer,
+    assert_same_fits,
+    digits,
+    fit,
+    trainer_of,
+    with_step,
+)
 from tests.lightning.rows_of_parts import Gan, Manual
 from tests.lightning.test_evaluation import Evaluated, Outputs, loader, quiet
 from tests.twins import BEFORE_REPLAY
@@ -63,6 +74,20 @@ def test_a_fit_equals_the_eager_fit(variant: str, tmp_path: Path) -> None:
     assert stats.eager + stats.traced + stats.captured + stats.replayed == len(found.observer.batches)
     assert len(found.rows.splitlines()) > EPOCHS * 5
     assert_nothing_installed(found.trainer, found.module)
+
+
+@pytest.mark.parametrize("transfer", ["auto", "stock"])
+def test_batches_that_nobody_else_is_given(transfer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copied from host memory into the program's inputs, or moved by Lightning first: the eager fit either way."""
+    monkeypatch.setattr(Observer, "on_train_batch_end", Callback.on_train_batch_end)
+    expected = fit(LitDigits, tmp_path / "eager", **ON_DEVICE)
+    moved: list[Any] = []
+    original = loop.move_data_to_device
+    monkeypatch.setattr(loop, "move_data_to_device", lambda *args: (moved.append(args), original(*args))[1])
+    found = fit(LitDigits, tmp_path / "graphed", callback(transfer=transfer), **ON_DEVICE)
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed == REPLAYED, found.callback.report()
+    assert bool(moved) is (CUDA and transfer == "stock")
 
 
 @pytest.mark.parametrize(("make_optimizer", "clip"), [(FUSED_ADAMW, None), (partial(AdamW, lr=3e-3), 0.5)])
