@@ -87,6 +87,19 @@ def test_outputs_belong_to_the_caller() -> None:
     assert all(not leaf.requires_grad for pair in returned[6:] for leaf in pair)
 
 
+def test_results_can_be_written_to() -> None:
+    """Each on its own, with something that asks for gradients too, though small ones come out of one copy."""
+    rig = build(partial(mlp_rig, OUTPUTS["several losses"]))
+    step = managed(rig)
+    drive(rig, step, 8)
+    first, second, third = step(*rig.calls[0])
+    kept = second.clone(), third.clone()
+    weight = nn.Parameter(torch.ones(()))
+    first.add_(weight).backward()
+    assert weight.grad == 1
+    assert torch.equal(torch.stack([second, third]), torch.stack(kept))
+
+
 def test_a_tensor_in_two_places_of_the_result() -> None:
     """Who writes to it in one place finds that in the other."""
 

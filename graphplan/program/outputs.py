@@ -59,7 +59,8 @@ class Outputs:
             built[number] = static.clone()
         for pack, numbers in self._packs:
             for number, part in zip(numbers, pack.clone().unbind(), strict=True):
-                built[number] = part
+                # A view among several would refuse to be written to with something that asks for gradients.
+                built[number] = part.detach()
         for number, first in self._shared:
             built[number] = built[first]
         for number, output in self._given:
