@@ -214,6 +214,13 @@ CASES: dict[str, Case] = {
         lambda thing: thing[0].update(scale=0.25),
     ),
     "the order of a dictionary": (lambda: {"first": 0.1, "second": 0.7}, _by_order, _reorder),
+    "a dictionary with tuples for keys": (
+        lambda: {("a", 1): 0.5, ("b", 2): 0.5},
+        lambda thing: thing["a", 1],
+        _put(("a", 1)),
+    ),
+    "a dictionary with fractions for keys": (lambda: {0.1: 0.5, 0.2: 0.5}, lambda thing: thing[0.1], _put(0.1)),
+    "a dictionary with types for keys": (lambda: {int: 0.5, str: 0.5}, lambda thing: thing[int], _put(int)),
     "a NumPy array": (lambda: np.array([0.5]), lambda thing: float(thing[0]), _put(0)),
     "a larger NumPy array": (lambda: np.full(8000, 0.5), lambda thing: float(thing[7999]), _put(7999)),
     "a read-only view": (
