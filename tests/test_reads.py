@@ -67,6 +67,14 @@ def _tables() -> Any:
     return Tables()
 
 
+class Methodical:
+    """Has a method."""
+
+    def scaled(self) -> float:
+        """Half."""
+        return 0.5
+
+
 class Extended(dict[str, float]):
     """A dictionary with attributes."""
 
@@ -203,6 +211,11 @@ CASES: dict[str, Case] = {
     ),
     "a class's list": (_tables, lambda thing: thing.table[0], lambda thing: thing.table.__setitem__(0, 0.25)),
     "one's own in place of the class's": (_tables, lambda thing: thing.scale, _set("scale")),
+    "a method of one's own in place of the class's": (
+        Methodical,
+        lambda thing: thing.scaled(),
+        lambda thing: setattr(thing, "scaled", lambda: 0.25),
+    ),
     "attributes of a dictionary": (_extended, lambda thing: thing.scale, _set("scale")),
     "attributes of a tensor": (_marked, lambda thing: thing.scale, _set("scale")),
     "attributes of a function": (_with_attribute, lambda thing: thing(), _set("scale")),

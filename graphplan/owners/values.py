@@ -151,7 +151,7 @@ class Values(ABC):
         # An attribute dictionary may be its own ``__dict__``.
         if isinstance(inner, dict) and inner is not thing:
             self.walk.containers.append(inner)
-            self.walk.attributes.append(inner)
+            self.walk.attributes.append((type(thing), inner))
             for name, value in list(inner.items()):
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
         if slots_of(type(thing)):
