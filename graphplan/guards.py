@@ -7,9 +7,10 @@ memory lies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, contains, getitem, is_not
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ class Guards:
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
         self._dicts, self._dict_keys, self._dict_items = _columns(place for place in places if _is_dict(place[0]))
         self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
-        absent = [(inner, name) for inner in walk.attributes for name in plan.asked if name not in inner]
+        looked_up = {kind: (*plan.asked, *_methods_of(kind, plan.methods)) for kind, _ in walk.attributes}
+        absent = [(inner, name) for kind, inner in walk.attributes for name in looked_up[kind] if name not in inner]
         self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]
         tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
         by_path = dict(walk.parameters.values())
@@ -154,7 +156,9 @@ class Guards:
                 return f"{name!r} was None at capture and is there now"
         for inner, name in zip(self._lacking, self._absent, strict=True):
             if name in inner:
-                return f"an attribute {name!r} that the step's code asks for was not there at capture and is there now"
+                return (
+                    f"an attribute {name!r} that the step's code asks for or calls was not there at capture, and is now"
+                )
         return None
 
     @property
@@ -172,6 +176,15 @@ class Guards:
             if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
         return None
+
+
+def _methods_of(kind: type, names: Collection[str]) -> list[str]:
+    """Those of ``names`` that are functions of the class, before which an instance's own would stand. Modules' own
+    ``forward`` is part of the key.
+    """
+    found = {name: next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) for name in names}
+    own_forward = issubclass(kind, Module)
+    return [n for n, f in found.items() if isinstance(f, FunctionType) and not (own_forward and n == "forward")]
 
 
 def _is_dict(container: Any) -> bool:

@@ -94,6 +94,7 @@ class Plan:
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
         asked: attributes that the step's code asks for although they may not exist
+        methods: names of the user's methods that the step calls
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
@@ -121,6 +122,7 @@ class Plan:
     functions: tuple[str, ...]
     shared: frozenset[int]
     asked: tuple[str, ...]
+    methods: frozenset[str]
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]

@@ -15,7 +15,6 @@ from operator import attrgetter, is_not
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from graphplan.dtensors import is_sharded
@@ -46,8 +45,8 @@ def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
     """Hooks on the node that accumulates ``param``'s gradient: they last while somebody keeps that node."""
     if not param.requires_grad or not param.is_leaf or is_sharded(param):
         return []
-    # No mode of the user's is to see an operator that is none of theirs.
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    # A dispatch mode of the caller's watches the step, and this is no part of it.
+    with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
         node: Any = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     found = []
     for register in (node.register_hook, node.register_prehook):

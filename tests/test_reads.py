@@ -67,6 +67,14 @@ def _tables() -> Any:
     return Tables()
 
 
+class Methodical:
+    """Has a method."""
+
+    def scaled(self) -> float:
+        """Half."""
+        return 0.5
+
+
 class Extended(dict[str, float]):
     """A dictionary with attributes."""
 
@@ -203,6 +211,11 @@ CASES: dict[str, Case] = {
     ),
     "a class's list": (_tables, lambda thing: thing.table[0], lambda thing: thing.table.__setitem__(0, 0.25)),
     "one's own in place of the class's": (_tables, lambda thing: thing.scale, _set("scale")),
+    "a method of one's own in place of the class's": (
+        Methodical,
+        lambda thing: thing.scaled(),
+        lambda thing: setattr(thing, "scaled", lambda: 0.25),
+    ),
     "attributes of a dictionary": (_extended, lambda thing: thing.scale, _set("scale")),
     "attributes of a tensor": (_marked, lambda thing: thing.scale, _set("scale")),
     "attributes of a function": (_with_attribute, lambda thing: thing(), _set("scale")),
@@ -214,6 +227,13 @@ CASES: dict[str, Case] = {
         lambda thing: thing[0].update(scale=0.25),
     ),
     "the order of a dictionary": (lambda: {"first": 0.1, "second": 0.7}, _by_order, _reorder),
+    "a dictionary with tuples for keys": (
+        lambda: {("a", 1): 0.5, ("b", 2): 0.5},
+        lambda thing: thing["a", 1],
+        _put(("a", 1)),
+    ),
+    "a dictionary with fractions for keys": (lambda: {0.1: 0.5, 0.2: 0.5}, lambda thing: thing[0.1], _put(0.1)),
+    "a dictionary with types for keys": (lambda: {int: 0.5, str: 0.5}, lambda thing: thing[int], _put(int)),
     "a NumPy array": (lambda: np.array([0.5]), lambda thing: float(thing[0]), _put(0)),
     "a larger NumPy array": (lambda: np.full(8000, 0.5), lambda thing: float(thing[7999]), _put(7999)),
     "a read-only view": (

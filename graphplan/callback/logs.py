@@ -53,6 +53,27 @@ class LogCall:
         return f"self.log({self.name!r}) in {self.fx}"
 
 
+class _Before:
+    """A result collection before a step logs for real. Metrics bind new values, so that references to the old do."""
+
+    def __init__(self, results: _ResultCollection, last_hook: str | None) -> None:
+        self._results = results
+        self._own = {name: value for name, value in vars(results).items() if name not in ("note", "log_now")}
+        self._metrics = {key: (metric, dict(vars(metric))) for key, metric in dict.items(results)}
+        self._last_hook = last_hook
+
+    def put_back(self, trainer: Trainer) -> str | None:
+        """Restore it. Returns the hook that had logged last."""
+        vars(self._results).update(self._own)
+        dict.clear(self._results)
+        for key, (metric, inner) in self._metrics.items():
+            vars(metric).update(inner)
+            dict.__setitem__(self._results, key, metric)
+        connector: Any = trainer._logger_connector
+        connector._current_fx = self._last_hook
+        return self._last_hook
+
+
 class LogNotes:
     """Notes the log calls of one step, and carries out a step's notes."""
 
@@ -67,10 +88,13 @@ class LogNotes:
         self.sums = Sums()
         self._dtypes: dict[str, torch.dtype] = {}
         self._kind: tuple[torch.dtype, torch.device] | None = None
+        self._before: _Before | None = None
 
     @contextmanager
     def noting(self) -> Iterator[list[tuple[LogCall, Any]]]:
         """Collect ``(call, value)`` pairs instead of logging."""
+        # A step that runs a second time in one call was undone the first time.
+        self.take_back()
         results: Any = self._trainer._results
         notes: list[tuple[LogCall, Any]] = []
         if results is None:
@@ -91,6 +115,8 @@ class LogNotes:
                 "to on_train_batch_end",
             )
             results.__class__ = _ResultCollection
+            if self._before is None:
+                self._before = _Before(results, self._last_hook)
             try:
                 self._carry_out(notes)
             finally:
@@ -111,6 +137,7 @@ class LogNotes:
         """
         connector: Any = self._trainer._logger_connector
         self._last_hook: str | None = connector._current_fx
+        self._before = None
         self._reset: set[str] = set()
         if self._plain and connector._first_loop_iter is not False:
             results: Any = self._trainer._results
@@ -119,6 +146,12 @@ class LogNotes:
                     results.reset(metrics=False, fx=fx)
                     self._reset.add(fx)
         self.sums.bind()
+
+    def take_back(self) -> None:
+        """Undo what was logged for real in the middle of a step that is undone itself."""
+        if self._before is not None:
+            self._last_hook = self._before.put_back(self._trainer)
+            self._before = None
 
     def settle(self, notes: list[tuple[LogCall, Any]]) -> None:
         """At the end of a step: sum what its plain calls log."""

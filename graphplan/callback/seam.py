@@ -178,6 +178,7 @@ class Seam(ABC):
             else:
                 out = step(batch, known)
         except RefusalError:
+            self._logs.take_back()
             raise
         except BaseException:
             # The state from before the batch is back; that the batch was begun shows in checkpoints all the same.

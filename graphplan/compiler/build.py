@@ -91,6 +91,7 @@ def build_plan(
         functions=functions,
         shared=_shared_with_owners(second, externals),
         asked=tuple(sorted(first.reads.asked | second.reads.asked)),
+        methods=frozenset(first.reads.methods | second.reads.methods),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),

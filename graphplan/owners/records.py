@@ -131,7 +131,8 @@ class Walk:
 
     ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
-    only known by a name in the step's code. ``attributes`` are the dictionaries of modules and objects.
+    only known by a name in the step's code. ``attributes`` are the dictionaries of modules and objects,
+    with their classes.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -142,7 +143,7 @@ class Walk:
     lists: dict[str, Items] = field(default_factory=dict)
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
-    attributes: list[dict[str, Any]] = field(default_factory=list)
+    attributes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)

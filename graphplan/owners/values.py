@@ -134,7 +134,7 @@ class Values(ABC):
                 if len(items) <= _MOST_ITEMS:
                     self.walk.objects[f"{path}[{count}:]"] = Scalar(Rest(items, count), "rest", *source)
                 break
-            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key)}]"
+            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key, count)}]"
             self._value(value, name, items, key, depth + 1, source)
         if type(items) not in (dict, list, deque) and is_user_object(items):
             self._object(items, path, depth, visited=True)
@@ -153,7 +153,7 @@ class Values(ABC):
         # An attribute dictionary may be its own ``__dict__``.
         if isinstance(inner, dict) and inner is not thing:
             self.walk.containers.append(inner)
-            self.walk.attributes.append(inner)
+            self.walk.attributes.append((type(thing), inner))
             for name, value in list(inner.items()):
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
         if slots_of(type(thing)):
@@ -221,8 +221,8 @@ class Values(ABC):
         elif isinstance(value, ContextVar):
             self._value(value.get(None), f"{path}.get()", Current(value), "get", depth + 1, source)
         elif isinstance(value, MappingProxyType):
-            for key, item in value.items():
-                self._value(item, f"{path}[{_key_name(key)}]", value, key, depth + 1, source)
+            for number, (key, item) in enumerate(value.items()):
+                self._value(item, f"{path}[{_key_name(key, number)}]", value, key, depth + 1, source)
         elif has_contents(value):
             self._contents(value, path, source)
 
@@ -268,8 +268,10 @@ def _is_gone(value: Any) -> bool:
         return True
 
 
-def _key_name(key: Any) -> str:
-    return repr(key) if isinstance(key, str | int) else type(key).__name__
+def _key_name(key: Any, number: int) -> str:
+    """A name that no other key of the same dictionary has: an object is told by its place."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return repr(key) if all(isinstance(part, SCALARS) for part in parts) else f"{type(key).__name__} {number}"
 
 
 def is_user_object(value: Any) -> bool:

@@ -82,7 +82,7 @@ class _Walker(Values):
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
         self.walk.containers += [items for items in kinds if isinstance(items, MutableMapping)]
         self.walk.containers.append(inner)
-        self.walk.attributes.append(inner)
+        self.walk.attributes.append((type(module), inner))
         for name, param in module._parameters.items():
             if param is not None:
                 self._parameter(param, f"{path}.{name}", module._parameters, name)

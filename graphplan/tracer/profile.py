@@ -36,8 +36,8 @@ _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 class Reads:
     """Names that code may have read: attributes by any user code, or by methods of one object (its id), and variables;
     attributes that user code called; and attributes that methods of one object may have stored, or that user code
-    assigned by other means than ``+=``. ``asked`` are attributes that need not exist, ``dynamic`` says that some have
-    names that the code computes.
+    assigned by other means than ``+=``. ``asked`` are attributes that need not exist, ``methods`` those of the user's
+    that ran, ``dynamic`` says that some attributes have names that the code computes.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -47,6 +47,7 @@ class Reads:
     stored: dict[int, set[str]] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    methods: set[str] = field(default_factory=set)
     dynamic: bool = False
 
     def may_cover(self, scalar: Scalar) -> bool:
@@ -154,6 +155,8 @@ class Profile:
                 found.of_self.setdefault(owner, set()).update(names.attributes)
                 found.stored.setdefault(owner, set()).update(names.stored)
             if code in self.ran.codes:
+                if owner:
+                    found.methods.add(code.co_name)
                 found.anywhere.update(names.attributes)
                 found.called.update(names.methods)
                 found.assigned.update(names.assigned)

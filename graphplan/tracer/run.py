@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import HostEffectError, HostSyncError
-from graphplan.owners import Walk, come_to_rest, host_generators, storage_id
+from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
 from graphplan.signature import Feed
 from graphplan.tracer.changes import Changes, Recorder
 from graphplan.tracer.mode import TraceMode
@@ -44,41 +44,11 @@ def trace(
     """
     record = record if record is not None else Trace()
     record.device = device
-    for index, leaf in feed.tensors():
-        storage = storage_id(leaf)
-        if storage is not None:
-            record.leaf_storages[index] = storage
     sharding = come_to_rest(owners)
     recorder = Recorder(owners)
-    found = recorder.walk.found
-    record.found = {storage_id(t) for slot in recorder.walk.slots.values() for t in slot.tensors() if id(t) in found}
-    record.entry_paths = frozenset(recorder.places)
-    record.entry_slots = recorder.entry_slots()
-    record.entry_scalars = {**recorder.scalars, **recorder.objects}
-    record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
-    held = sharding.holds_gradients()
+    _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
-    mode = TraceMode(record, watch)
-
-    def on_read(name: str) -> None:
-        mode.refuse(
-            HostSyncError,
-            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
-            "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
-        )
-
-    args, kwargs = feed.rebuild(feed.leaves)
-    profile = Profile(on_read, lambda: record.prints.append(str(find_source())))
-    drawn = host_generators()
-    with mode, profile:
-        result = fn(*args, **kwargs)
-        sharding.settle()
-    if held or sharding.holds_gradients():
-        mode.refuse(HostEffectError, _HELD)
-    mode.finish()
-    record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
-    record.reads = profile.reads()
-    record.ran = profile.ran
+    result = _run(fn, feed, TraceMode(record, watch), record, sharding)
     leaves, record.output_structure = pytree.tree_flatten(result)
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
@@ -90,6 +60,43 @@ def trace(
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]
     return result, record
+
+
+def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding) -> None:
+    """What the feed and the owners hold before the step."""
+    storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
+    record.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
+    found = recorder.walk.found
+    record.found = {storage_id(t) for slot in recorder.walk.slots.values() for t in slot.tensors() if id(t) in found}
+    record.entry_paths = frozenset(recorder.places)
+    record.entry_slots = recorder.entry_slots()
+    record.entry_scalars = {**recorder.scalars, **recorder.objects}
+    record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
+
+
+def _run(fn: Callable[..., Any], feed: Feed, mode: TraceMode, record: Trace, sharding: Sharding) -> Any:
+    """Run the step under everything that watches it, and note what it ran, read and drew."""
+
+    def on_read(name: str) -> None:
+        mode.refuse(
+            HostSyncError,
+            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
+            "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
+        )
+
+    args, kwargs = feed.rebuild(feed.leaves)
+    profile = Profile(on_read, lambda: record.prints.append(str(find_source())))
+    drawn, held = host_generators(), sharding.holds_gradients()
+    with mode, profile:
+        result = fn(*args, **kwargs)
+        sharding.settle()
+    if held or sharding.holds_gradients():
+        mode.refuse(HostEffectError, _HELD)
+    mode.finish()
+    record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
+    record.reads = profile.reads()
+    record.ran = profile.ran
+    return result
 
 
 def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:

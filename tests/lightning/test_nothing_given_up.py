@@ -48,11 +48,30 @@ def _with_seen(kind: type[LitDigits]) -> LitDigits:
     return module
 
 
+def _scaled_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """It computes with a learning rate: such a traced call is undone, and made once more."""
+    loss = self.loss_of(batch)
+    self.log("loss", loss, on_step=True, on_epoch=True, reduce_fx="sum")
+    self.log("mean", loss, on_step=False, on_epoch=True)
+    self.seen.append(float(self.trainer.callback_metrics["loss"]))
+    return loss * (1.0 + self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
 READERS = {
     "in the step": with_step(_reading_step),
     "names alone": with_step(_counting_step),
     "in a hook": with_step(LitDigits.training_step, on_after_backward=_reading_hook),
 }
+
+
+@pytest.mark.filterwarnings("ignore:graphplan")
+def test_an_undone_step_that_reads_what_it_logged(tmp_path: Path) -> None:
+    """What the undone call logged is undone with it: each batch counts once in the epoch's sums."""
+    make = partial(_with_seen, with_step(_scaled_step))
+    expected = fit(make, tmp_path / "eager")
+    found = fit(make, tmp_path / "graphed", tape(on_failure="eager"))
+    assert_same_fits(expected, found)
+    assert len(found.module.seen) == 30
 
 
 @pytest.mark.filterwarnings("ignore:graphplan")

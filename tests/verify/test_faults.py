@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
-from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -37,14 +37,18 @@ def decaying_float(begin: int) -> Rig:
     return changing_rig(stay, lambda model, x, y: loss_of(model, x, y) * weight.item, each=each)
 
 
-def decaying_item(begin: int) -> Rig:
-    """The same in an array that is too long for a walk to compare its items, though an owner holds it."""
+def forgetting_function(begin: int) -> Rig:
+    """The same remembered by a function that remembers too much to compare, and forgets all of it now and then."""
+    weight = Box(1.0)
+    remembered = functools.cache(lambda number: weight.item)
 
     def each(model: Any, optimizer: Any, index: int) -> None:
-        model.weights[0] = 0.5 ** max(0, index + 2 - begin)
+        weight.item = 0.5 ** max(0, index + 2 - begin)
+        remembered.cache_clear()
+        for number in range(5000):
+            remembered(number)
 
-    prepare = lambda model: setattr(model, "weights", array("d", [1.0] * 1000))  # noqa: E731
-    return changing_rig(stay, lambda model, x, y: loss_of(model, x, y) * model.weights[0], prepare=prepare, each=each)
+    return changing_rig(stay, lambda model, x, y: loss_of(model, x, y) * remembered(0), each=each)
 
 
 def branching_on_a_count(begin: int) -> Rig:
@@ -130,7 +134,7 @@ IN_THE_UPDATE = (
 )
 FAULTS: dict[str, tuple[Callable[[int], Rig], str]] = {
     "a float that decays": (decaying_float, IN_THE_LOSS),
-    "an item of an array": (decaying_item, IN_THE_LOSS),
+    "a function that forgets": (forgetting_function, IN_THE_LOSS),
     "a branch on a count": (branching_on_a_count, IN_THE_LOSS),
     "NumPy noise": (drawing_from_numpy, IN_THE_LOSS),
     "a write that nobody sees": (writing_behind_the_dispatcher, IN_THE_LOSS),
