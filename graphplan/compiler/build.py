@@ -69,6 +69,7 @@ def build_plan(
     launched = [operator for operator in second.operators if operator.launches]
     fn = function()
     assert second.device is not None
+    outputs = tuple(_outputs(first, second, {*carries, *rebinds}))
     reads = find_reads(first, second, walk, counters, allow)
     functions = tuple(path for path in reads if _is_torchs(walk.value(path)))
     return Plan(
@@ -80,7 +81,7 @@ def build_plan(
         counters=counters,
         appends=appends,
         assignments=find_assignments(first, second, walk, counters, allow),
-        outputs=tuple(_outputs(first, second, {*carries, *rebinds})),
+        outputs=outputs,
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk)),
         launches=second.launches,
