@@ -24,6 +24,7 @@ _MODULE_PARTS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules", "_parameters",
     "_buffers",
 )  # fmt: skip
+_MUTABLE = frozenset({list, dict})
 _OPTIMIZER_PARTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = {
     name: getattr(space, name)
@@ -92,8 +93,11 @@ class Fingerprint:
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
+        hypers = tuple(map(getitem, self._containers, self._keys))
+        if not _MUTABLE.isdisjoint(map(type, hypers)):
+            hypers = tuple(map(_frozen, hypers))
         return (
-            *map(getitem, self._containers, self._keys),
+            *hypers,
             *map(dict.get, self._dicts, repeat("training")),
             tuple(map(type, self._modules)),
             tuple(map(_forward_of, self._kinds)),
@@ -164,6 +168,13 @@ class Fingerprint:
         """Descriptions of everything that differs."""
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
+
+
+def _frozen(value: Any) -> Any:
+    """What a list (checkpoints bring betas in one) or dictionary holds, which somebody may change in place."""
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _forward_of(kind: type) -> Any:
