@@ -24,6 +24,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from graphplan.callback.gates import has_hook
 from graphplan.callback.standins import StandIn
 
 _START, _END = "on_train_batch_start", "on_train_batch_end"
@@ -204,10 +205,10 @@ class LoopSeam:
     def _look(self) -> None:
         """Find out who has hooks for batches. Asked again when somebody comes or goes, or gets a hook of its own."""
         self._callbacks = list(self._trainer.callbacks)
-        hooks = {name: [c for c in self._callbacks if is_overridden(name, c, Callback)] for name in (_START, _END)}
+        hooks = {name: [c for c in self._callbacks if has_hook(c, name, Callback)] for name in (_START, _END)}
         self._hooked = hooks
         own = vars(self._module)
-        self._module_ends = _END in own or is_overridden(_END, self._module)
+        self._module_ends = has_hook(self._module, _END, LightningModule)
         holders = [
             (vars(callback), name) for name in hooks for callback in self._callbacks if callback not in hooks[name]
         ]
