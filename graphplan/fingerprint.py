@@ -26,6 +26,7 @@ _MODULE_PARTS = (
     "_buffers",
 )  # fmt: skip
 _get_forward = attrgetter("forward")
+_MUTABLE = frozenset({list, dict})
 _OPTIMIZER_PARTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = {
     name: getattr(space, name)
@@ -152,6 +153,7 @@ class Fingerprint:
             or any(map(contains, self._dicts, repeat("forward")))
             or self._sharding.is_there
             or self._node_hooks
+            or not _MUTABLE.isdisjoint(map(type, map(getitem, self._containers, self._keys)))
             or not all(isinstance(forward, FunctionType) for forward in forwards)
         ):
             self._held = ()
@@ -169,8 +171,11 @@ class Fingerprint:
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
+        hypers = tuple(map(getitem, self._containers, self._keys))
+        if not _MUTABLE.isdisjoint(map(type, hypers)):
+            hypers = tuple(map(_frozen, hypers))
         return (
-            *map(getitem, self._containers, self._keys),
+            *hypers,
             *map(dict.get, self._dicts, repeat("training")),
             tuple(map(type, self._modules)),
             tuple(map(_forward_of, self._kinds)),
@@ -260,6 +265,13 @@ class Fingerprint:
             return gone + [f"{_within(label)} is new" for before, now in pairs for label in sorted(now - before)]
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
+
+
+def _frozen(value: Any) -> Any:
+    """What a list (checkpoints bring betas in one) or dictionary holds, which somebody may change in place."""
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in value.items())
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _forward_of(kind: type) -> Any:

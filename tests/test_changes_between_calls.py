@@ -38,6 +38,10 @@ def _betas(model: Any, optimizer: Any) -> None:
     optimizer.param_groups[0]["betas"] = (0.5, 0.9)
 
 
+def _listed_betas(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["betas"] = [0.5, 0.9]
+
+
 def _optimizer_state(model: Any, optimizer: Any) -> None:
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -131,7 +135,16 @@ def _seed(model: Any, optimizer: Any) -> None:
     torch.manual_seed(99)
 
 
-CHANGES = [_lr, _lr_and_back, _weight_decay, _betas, _optimizer_state, _older_optimizer_state, _cleared_optimizer_state]
+CHANGES = [
+    _lr,
+    _lr_and_back,
+    _weight_decay,
+    _betas,
+    _listed_betas,
+    _optimizer_state,
+    _older_optimizer_state,
+    _cleared_optimizer_state,
+]
 CHANGES += [_new_group, _weights, _assigned_weights, _data, _in_place, _new_buffer, _eval, _eval_one, _freeze, _dropout]
 REVERSIBLE = [_eval, _eval_one, _attribute, _branch, _dict_entry]
 CHANGES += [_momentum, _attribute, _branch, _dict_entry, _activation, _gradients, _own_gradients, _seed]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn, optim
 
 from graphplan import GraphPlanError, graph_step, prepare_optimizer
 from tests.facts import assert_same, flatten
+from tests.twins import Rig, assert_equals_eager
+from tests.zoo import training_rig
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "Adam": optim.Adam,
@@ -142,3 +145,22 @@ def test_close_gives_the_optimizer_back(name: str) -> None:
     assert step.stats.replayed > 0
     step.close()
     assert [dict(group, params=None) for group in optimizer.param_groups] == flags
+
+
+def test_betas_in_a_list() -> None:
+    """As some checkpoints bring them: what is changed in place is captured anew, and comes back with its program."""
+
+    def make() -> Rig:
+        rig = training_rig("mlp", "adamw", sizes=(8,) * 20)
+        group = rig.owners["optimizer"].param_groups[0]
+        group["betas"] = [0.9, 0.99]
+        betas = group["betas"]
+
+        def change(index: int) -> None:
+            rig.after(index)
+            betas[0] = 0.5 if 8 <= index < 14 else 0.9
+
+        return replace(rig, after=change)
+
+    step = assert_equals_eager(make, captured=2, replayed=3 + 5)
+    assert step.stats.recaptured == 1

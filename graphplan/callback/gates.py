@@ -82,12 +82,17 @@ def closed_to_training(trainer: Any, module: LightningModule) -> str | None:
     return None
 
 
+def has_hook(thing: Any, name: str, base: type) -> bool:
+    """Whether ``thing`` has another hook than ``base``, of whatever kind: a function, an object, a mock."""
+    return getattr(getattr(thing, name), "__func__", None) is not getattr(base, name)
+
+
 def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
     """Callbacks with hooks inside the step: their Python state is watched like the module's."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     hooked: dict[str, Any] = {}
     for callback in callbacks:
-        if any(is_overridden(hook, callback, Callback) for hook in STEP_HOOKS):
+        if any(has_hook(callback, hook, Callback) for hook in STEP_HOOKS):
             hooked[free_name(f"callbacks[{type(callback).__name__}]", hooked)] = callback
     return hooked
 

@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSize
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from graphplan.callback.gates import has_hook
 from graphplan.callback.loop_gates import END, START, hands_out_batch
 from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.standins import StandIn
@@ -244,9 +245,9 @@ class LoopSeam:
     def _look(self) -> None:
         """Find out who has hooks for batches. Asked again when somebody comes or goes, or gets a hook of its own."""
         self._callbacks = list(self._trainer.callbacks)
-        self._hooked = {name: [c for c in self._callbacks if is_overridden(name, c, Callback)] for name in (START, END)}
+        self._hooked = {name: [c for c in self._callbacks if has_hook(c, name, Callback)] for name in (START, END)}
         own = vars(self._module)
-        self._module_ends = END in own or is_overridden(END, self._module)
+        self._module_ends = has_hook(self._module, END, LightningModule)
         holders = [] if self._module_ends else [(own, END)]
         for name, hooked in self._hooked.items():
             holders += [(vars(callback), name) for callback in self._callbacks if callback not in hooked]

@@ -16,6 +16,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from graphplan.callback.gates import has_hook
+
 START, END = "on_train_batch_start", "on_train_batch_end"
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _NAMES: dict[tuple[type, str], str] = {
@@ -105,10 +107,10 @@ def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
     """Why a training step cannot take batches right from host memory; None if nothing speaks against it."""
     if trainer.strategy.root_device.type == "cpu":
         return "the step computes where batches are"
-    if any(is_overridden(hook, module) or hook in vars(module) for hook in (START, END)):
+    if any(has_hook(module, hook, LightningModule) for hook in (START, END)):
         return f"{type(module).__name__} has hooks for batches"
     for callback in trainer.callbacks:
-        if any(is_overridden(hook, callback, Callback) for hook in (START, END)) and hands_out_batch(callback):
+        if any(has_hook(callback, hook, Callback) for hook in (START, END)) and hands_out_batch(callback):
             return f"{type(callback).__name__} has hooks for batches"
     return None
 
@@ -128,7 +130,7 @@ def closed_loop(trainer: Any, module: LightningModule) -> str | None:
         return f"the {type(trainer.profiler).__name__} has rows of Lightning's loop"
     if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
         return "training_step takes the iterator of batches"
-    if is_overridden(START, module) or START in vars(module):
+    if has_hook(module, START, LightningModule):
         return f"{type(module).__name__}.{START} may end the epoch"
     for hook in _TRANSFERS:
         source = trainer._data_connector._datahook_selector.get_instance(hook)

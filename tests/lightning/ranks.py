@@ -23,7 +23,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
 from graphplan import GraphPlanCallback, NotCapturedError, RefusalError
@@ -39,6 +40,7 @@ EPOCHS, BATCH = 4, 15
 CUDA = os.environ.get("GRAPHPLAN_RANKS") == "cuda"
 """Whether the ranks train on a GPU each."""
 BACKEND = "cudagraph" if CUDA else "tape"
+WORLD = int(os.environ.get("WORLD_SIZE", "2"))
 
 
 def ddp(**options: Any) -> DDPStrategy:
@@ -46,10 +48,10 @@ def ddp(**options: Any) -> DDPStrategy:
     return DDPStrategy(process_group_backend="nccl" if CUDA else "gloo", **options)
 
 
-def fsdp(ranks: int = 2) -> ModelParallelStrategy:
-    """What FSDP2 takes, over gloo, or on GPUs over NCCL; of the two ranks ``ranks`` for data."""
+def fsdp(ranks: int = WORLD, **options: Any) -> ModelParallelStrategy:
+    """What FSDP2 takes, over gloo, or on GPUs over NCCL; of all ranks ``ranks`` for data."""
     backend = "nccl" if CUDA else "gloo"
-    return ModelParallelStrategy(ranks, 2 // ranks, process_group_backend=backend)
+    return ModelParallelStrategy(ranks, WORLD // ranks, process_group_backend=backend, **options)
 
 
 def trainer_of(
@@ -62,18 +64,24 @@ def trainer_of(
     defaults: dict[str, Any] = {"strategy": strategy(), "max_epochs": EPOCHS, "logger": False}
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     return kind(
-        accelerator="gpu" if CUDA else "cpu", devices=2, callbacks=callbacks, **{**defaults, **quiet, **options}
+        accelerator="gpu" if CUDA else "cpu", devices=WORLD, callbacks=callbacks, **{**defaults, **quiet, **options}
     )
 
 
-def fit(make: Callable[[], L.LightningModule], callback: GraphPlanCallback | None, **options: Any) -> Any:
+def fit(
+    make: Callable[[], L.LightningModule],
+    callback: GraphPlanCallback | None,
+    resume: Path | None = None,
+    **options: Any,
+) -> Any:
     """One fit; returns all that a user could look at, and the trainer."""
     torch.manual_seed(0)
     module, observer = make(), Observer()
     trainer = trainer_of([observer, *([callback] if callback else [])], **options)
     train, validation = digits()
     torch.manual_seed(1)
-    trainer.fit(module, DataLoader(train, BATCH, shuffle=True), DataLoader(validation, 10))
+    loaders = DataLoader(train, BATCH, shuffle=True), DataLoader(validation, 10)
+    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False if resume else None)
     for part in module.modules():
         # After an evaluation stock FSDP2 keeps the root's parameters gathered, and graphplan does not.
         if isinstance(part, FSDPModule):
@@ -124,6 +132,43 @@ class MixedSharded(Sharded):
 def sharded(kind: type[Sharded] = Sharded, **options: Any) -> dict[str, Any]:
     """:func:`compare` under FSDP2 over gloo."""
     return compare(kind, strategy=fsdp, **options)
+
+
+class Offloaded(Sharded):
+    """Shards lie on the host between uses."""
+
+    options: ClassVar[dict[str, Any]] = {"offload_policy": CPUOffloadPolicy(pin_memory=CUDA)}
+
+
+class Replicated(LitDigits):
+    """HSDP: sharded over some ranks, and that as often as there are others."""
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__()
+        self.replicas = replicas
+
+    def configure_model(self) -> None:
+        shape = (self.replicas, WORLD // self.replicas)
+        mesh = init_device_mesh("cuda" if CUDA else "cpu", shape, mesh_dim_names=("replicate", "shard"))
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+def resumed(*, distributed: bool) -> dict[str, Any]:
+    """Half of the fit, a checkpoint, and the other half from it; with the callback also from the eager fit's."""
+    strategy = partial(fsdp, save_distributed_checkpoint=distributed)
+    folder = Path(sys.argv[1]) / f"checkpoints {distributed}"
+    callbacks = [None, *(GraphPlanCallback(backend=BACKEND) for _ in range(3))]
+    for name, callback in zip(("eager", "graphed"), callbacks, strict=False):
+        _, trainer = fit(Sharded, callback, strategy=strategy, max_epochs=EPOCHS // 2)
+        trainer.save_checkpoint(folder / name)
+    run = partial(fit, Sharded, strategy=strategy)
+    expected = run(None, folder / "eager")[0]
+    for name, callback in zip(("eager", "graphed"), callbacks[2:], strict=True):
+        assert_same(expected, run(callback, folder / name)[0])
+    return {"replayed": [callback.stats.replayed for callback in callbacks[1:] if callback is not None]}
 
 
 def sharded_loop() -> dict[str, Any]:
@@ -187,6 +232,10 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp accumulated": lambda: sharded(accumulate_grad_batches=2),
     "fsdp evaluated": lambda: sharded(callback={"eval": True}),
     "fsdp mixed": lambda: sharded(MixedSharded),
+    "fsdp offloaded": lambda: sharded(Offloaded),
+    "fsdp replicated": lambda: compare(partial(Replicated, WORLD // 2 if WORLD > 2 else WORLD), strategy=fsdp),
+    "fsdp resumed": partial(resumed, distributed=True),
+    "fsdp resumed from one file": partial(resumed, distributed=False),
     "fsdp loop": sharded_loop,
     "tensor parallel": tensor_parallel,
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),

@@ -26,16 +26,16 @@ pytestmark = [
 ]
 
 
-def run_ranks(folder: Path, rows: list[str], **environment_of_ranks: str) -> list[dict[str, Any]]:
+def run_ranks(folder: Path, rows: list[str], count: int = 2, **environment_of_ranks: str) -> list[dict[str, Any]]:
     """What the rows came to, by rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.lightning.ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment_of_ranks}
     done = subprocess.run(
         [*command, *rows], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,9 @@ def test_evaluation_is_replayed_on_every_rank(ranks: list[dict[str, Any]], row: 
         assert found[row]["evaluated"] >= 2, found[row]["report"]
 
 
-@pytest.mark.parametrize("row", ["fsdp", "fsdp clipped", "fsdp evaluated", "fsdp mixed"])
+@pytest.mark.parametrize(
+    "row", ["fsdp", "fsdp clipped", "fsdp evaluated", "fsdp mixed", "fsdp offloaded", "fsdp replicated"]
+)
 def test_a_fit_under_fsdp_is_the_same_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
     """All-gathers, reduce-scatters, clipping and optimizer are one program, whatever a validation left gathered."""
     for found in ranks:
@@ -80,6 +82,21 @@ def test_gradients_that_fsdp_accumulates_are_the_same_on_every_rank(ranks: list[
     for found in ranks:
         assert found["fsdp accumulated"]["captured"] == 2, found["fsdp accumulated"]["report"]
         assert found["fsdp accumulated"]["replayed"] >= 20, found["fsdp accumulated"]["report"]
+
+
+@pytest.mark.parametrize("row", ["fsdp resumed", "fsdp resumed from one file"])
+def test_a_fit_under_fsdp_goes_on_from_a_checkpoint(ranks: list[dict[str, Any]], row: str) -> None:
+    """From that of an eager fit and from that of one with the callback alike."""
+    for found in ranks:
+        assert found[row]["replayed"] == [FULL // 2 - 3] * 3
+
+
+def test_replicas_of_shards_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    """HSDP on four ranks: sharded over two, twice."""
+    for found in run_ranks(tmp_path, ["fsdp replicated"], count=4):
+        assert found["fsdp replicated"]["captured"] == 1, found["fsdp replicated"]["report"]
+        assert found["fsdp replicated"]["replayed"] >= 12, found["fsdp replicated"]["report"]
+        assert found["fsdp replicated"]["verified"] >= 4, "checked in the same steps"
 
 
 def test_a_loop_without_lightning_under_fsdp_is_the_same_on_every_rank(ranks: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from graphplan import HostEffectError
 from graphplan.callback import loop_gates as gates
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, trainer_of, with_step
 
@@ -230,3 +232,47 @@ def test_the_loop_is_left_as_it_was(tmp_path: Path) -> None:
     found = fit(LitDigits, tmp_path, tape(), max_epochs=1)
     loop: Any = found.trainer.fit_loop.epoch_loop
     assert not {"advance", "on_advance_end", "_on_before_fetch", "_on_after_fetch"} & vars(loop).keys()
+
+
+class _Counts:
+    """A hook that is an object."""
+
+    def __init__(self) -> None:
+        self.call_count = 0
+
+    def __call__(self, *args: Any) -> None:
+        self.call_count += 1
+
+
+def _with_objects() -> Any:
+    callback: Any = Callback()
+    for name in ("on_train_batch_start", "on_train_batch_end", "on_after_backward"):
+        setattr(callback, name, _Counts())
+    return callback
+
+
+def _mocked() -> Any:
+    callback = Mock(spec=Callback)
+    callback.state_key = "mock"
+    callback.state_dict.return_value = {}
+    return callback
+
+
+def test_hooks_that_are_objects(tmp_path: Path) -> None:
+    """Are called for each batch, or what they count in the step is counted."""
+    watching = _with_objects()
+    found = fit(LitDigits, tmp_path, tape(), more=[watching], max_epochs=2)
+    assert found.callback.stats.replayed >= 8
+    hooks = watching.on_train_batch_start, watching.on_train_batch_end, watching.on_after_backward
+    assert [hook.call_count for hook in hooks] == [20, 20, 20]
+
+
+def test_hooks_that_are_mocks(tmp_path: Path) -> None:
+    """Keep every call of theirs, in the step too, which a replay does not make: refused, or eager with all calls."""
+    with pytest.raises(HostEffectError, match=r"callbacks\[Mock\]\._mock_mock_calls"):
+        fit(LitDigits, tmp_path / "refused", tape(), more=[_mocked()])
+    watching = _mocked()
+    with pytest.warns(UserWarning, match="graphplan runs this step eagerly"):
+        fit(LitDigits, tmp_path / "eager", tape(on_failure="eager"), more=[watching], max_epochs=2)
+    hooks = watching.on_train_batch_start, watching.on_train_batch_end, watching.on_after_backward
+    assert [hook.call_count for hook in hooks] == [20, 20, 20]
