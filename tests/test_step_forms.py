@@ -175,6 +175,27 @@ def accumulating_rig() -> Rig:
     return Rig(accumulate, {"model": model}, list(float_batches(CALLS)), after, extra={"optimizer": optimizer})
 
 
+def test_gradients_that_are_kept_stay_what_they_were() -> None:
+    """Each of them, also after somebody has looked at another one for a while; whoever keeps none costs nothing."""
+    rig = build(mlp_rig)
+    step = managed(rig, verify="off")
+    drive(rig, step, 8)
+    params = list(rig.owners["model"].parameters())
+    for number, param in enumerate(params):
+        looked_at = [params[number - 1].grad]
+        step(*rig.calls[number % CALLS])
+        looked_at.clear()
+        step(*rig.calls[0])
+        kept = param.grad
+        assert kept is not None
+        value = kept.clone()
+        step(*rig.calls[1])
+        assert torch.equal(kept, value), f"parameter {number}"
+        assert param.grad is not kept
+        del kept
+    assert step.stats.replayed == 2 + 3 * len(params)
+
+
 def test_an_optimizer_outside_the_step() -> None:
     """An eager optimizer steps between replays, on gradients that replays accumulate into."""
     assert_equals_eager(accumulating_rig)

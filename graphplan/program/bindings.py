@@ -135,17 +135,20 @@ class Bindings:
             self._release_kept()
 
     def _release_kept(self) -> None:
-        released: dict[int, Tensor] = {}
-        for number, (count, now) in enumerate(zip(self._counts, self._count(), strict=True)):
-            grad, alias = self._written[number], self._aliases[number]
-            if now > count and grad not in _ACCUMULATED:
-                released[id(grad)] = alias.detach()
-                self._memory[number].data = local(alias).clone()
-        if released:
+        counts = self._count()
+        kept = [
+            number
+            for number, (count, now) in enumerate(zip(self._counts, counts, strict=True))
+            if now > count and self._written[number] not in _ACCUMULATED
+        ]
+        # A variable that refers to a gradient here would be counted among those who keep it.
+        self._counts = counts
+        if kept:
+            released = {id(self._written[number]): self._aliases[number].detach() for number in kept}
+            for number in kept:
+                self._memory[number].data = local(self._aliases[number]).clone()
             self._grads = [(param, released.get(id(grad), grad)) for param, grad in self._grads]
             self._bind_grads()
-        else:
-            self._counts = self._count()
 
     def follow(self, walk: Walk) -> None:
         """Use ``walk``'s containers from now on."""
