@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from operator import contains
+from operator import attrgetter, contains
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -29,6 +29,8 @@ from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.standins import StandIn
 
 _SCHEDULE = "lr_scheduler_step"
+_PLAIN = frozenset({Tensor})
+_is_cpu = attrgetter("is_cpu")
 
 
 class _Again(Iterator[Any]):
@@ -174,9 +176,8 @@ class LoopSeam:
     def _moved(self, batch: Any) -> Any:
         """The batch on the device, unless it is there, or nobody but the step looks at it and that moves it itself."""
         if self._is_cpu or (self._direct and not self._hands_out_batches()):
-            kind = type(batch)
-            tensors = (batch,) if kind is Tensor else batch if kind in (list, tuple) else (None,)
-            if all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
+            tensors = batch if type(batch) in (list, tuple) else (batch,)
+            if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
                 return batch
         return move_data_to_device(batch, self._device)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +25,7 @@ from graphplan.roles import Role
 from graphplan.signature import Feed, check_match, flatten, shared_leaf
 
 _wants_grad = attrgetter("requires_grad")
-_NOTHING = nullcontext()
+_identity_of = attrgetter("_cdata")
 NO_CHECK = -1
 """No replay has this number."""
 
@@ -52,6 +51,7 @@ class Program:
         self._rebuild = Feed([], feed.structure, feed.key).rebuild
         self.policy = policy
         self._recording: Recording | None = recording
+        self.is_open = True
         self._indices = list(inputs)
         self._statics = list(inputs.values())
         self._targets = [distinct(static.detach()) for static in self._statics]
@@ -77,11 +77,6 @@ class Program:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     @property
-    def is_open(self) -> bool:
-        """Whether it can be replayed."""
-        return self._recording is not None
-
-    @property
     def guards(self) -> Guards:
         """The checks of what the program adopted."""
         return self._adopted.guards
@@ -103,8 +98,7 @@ class Program:
         """Whether the step writes to the memory of any of ``tensors``, dense ones that are fed."""
         if self._write_back:
             return True
-        written = self._adopted.written
-        return any(tensor.untyped_storage()._cdata in written for tensor in tensors)
+        return not self._adopted.written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs, in one call."""
@@ -112,11 +106,12 @@ class Program:
         if self._shared:
             pairs = zip(sources, self._indices, strict=True)
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
-        with torch.no_grad() if any(map(_wants_grad, sources)) else _NOTHING:
-            if len(sources) == 1:
-                self._targets[0].copy_(sources[0], non_blocking=True)
-            elif sources:
-                torch._foreach_copy_(self._targets, sources, non_blocking=True)
+        if any(map(_wants_grad, sources)):
+            sources = [source.detach() for source in sources]
+        if len(sources) == 1:
+            self._targets[0].copy_(sources[0], non_blocking=True)
+        elif sources:
+            torch._foreach_copy_(self._targets, sources, non_blocking=True)
 
     def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
         """Copy in, launch, repeat effects, return results. Guards are the caller's affair.
@@ -225,6 +220,7 @@ class Program:
 
     def close(self) -> None:
         """Give the recording's memory back."""
+        self.is_open = False
         if self._recording is not None:
             self._recording.reset()
             self._recording = None
