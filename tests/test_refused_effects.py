@@ -148,6 +148,31 @@ def test_a_python_value_that_changes_in_the_result_is_refused() -> None:
     assert_falls_back(make, SkipReason.OUTPUT, "share")
 
 
+@pytest.mark.parametrize("kind", [list, deque])
+@pytest.mark.parametrize("where", ["attribute", "variable"])
+def test_the_length_of_what_the_step_makes_longer(where: str, kind: Callable[[], Any]) -> None:
+    """A replay appends, but would see the length of the capture for ever."""
+
+    def make() -> Rig:
+        held = kind()
+
+        def through_the_model(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+            model.seen.append(loss.detach())
+            return loss * 2 if len(model.seen) > 10 else loss * 1
+
+        def through_a_variable(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+            held.append(loss.detach())
+            return loss * 2 if len(held) > 10 else loss * 1
+
+        update = through_the_model if where == "attribute" else through_a_variable
+        return updating_rig(update, attributes(seen=kind))
+
+    name = r"len\(.*seen\)" if where == "attribute" else r"len\(.*held\)"
+    text = rf"the step's code asks for {name}, which the step itself makes longer.*Count in a tensor"
+    # That it is longer is first taken for the work of somebody else between the steps, and traced again.
+    assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2)
+
+
 def test_a_result_whose_structure_changes_is_refused() -> None:
     """One more key in every other call: both structures are in the message."""
 

@@ -201,9 +201,19 @@ def find_reads(
     """
     own = {counter.path for counter in counters}
     paths = []
-    grown = {f"len({path})" for path in {**first.changes.appended, **second.changes.appended}}
+    grown = {f"len({path})": path for path in {**first.changes.appended, **second.changes.appended}}
     for path, scalar in {**walk.scalars, **walk.objects}.items():
-        if path in own or path in grown or is_allowed(path, allow):
+        if path in own or is_allowed(path, allow):
+            continue
+        if path in grown:
+            asked = scalar.attribute.removeprefix(".") in first.reads.sized | second.reads.sized
+            # Of a deque that forgets, code asks whether it is full, which is guarded.
+            forgets = getattr(walk.lists.get(grown[path]), "maxlen", None) is not None
+            if asked and not forgets and not is_allowed(grown[path], allow):
+                raise HostScalarError(
+                    f"the step's code asks for {path}, which the step itself makes longer; a replay would keep one "
+                    f"length. Count in a tensor, or, if the step's results do not depend on it, pass allow=({path!r},)"
+                )
             continue
         sure = any(trace.reads.covers(scalar) for trace in (first, second))
         if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):

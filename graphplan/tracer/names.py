@@ -32,8 +32,9 @@ class Names:
     and for methods that are called, which are in ``methods``; those that code does more with than to append to them are
     there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
-    or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there;
-    ``dynamic`` code takes attributes by names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
+    or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
+    ``sized`` attributes and variables whose length is asked for; ``dynamic`` code takes attributes by names that it
+    does not spell out (``vars(self)``, ``getattr(self, name)``).
     """
 
     dynamic: bool
@@ -44,6 +45,7 @@ class Names:
     variables: frozenset[str]
     read: frozenset[str]
     asked: frozenset[str]
+    sized: frozenset[str]
 
 
 @cache
@@ -80,7 +82,7 @@ def names_of(code: CodeType) -> Names:
         attributes.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
     read = {name for name, count in reads.items() if count > counted[name]}
     asked, dynamic = _by_name(steps)
-    groups = (attributes, methods, set(stores), assigned, variables, read, asked)
+    groups = (attributes, methods, set(stores), assigned, variables, read, asked, _sized(steps))
     return Names(dynamic, *map(frozenset, groups))
 
 
@@ -98,6 +100,18 @@ def _by_name(steps: list[dis.Instruction]) -> tuple[set[str], bool]:
             else:
                 asked.add(name)
     return asked, dynamic
+
+
+def _sized(steps: list[dis.Instruction]) -> set[str]:
+    """Attributes and variables that ``len`` is asked about."""
+    found: set[str] = set()
+    for index, step in enumerate(steps):
+        if step.opname in _LOADS and step.argval == "len":
+            rest = steps[index + 1 :]
+            end = next((number for number, later in enumerate(rest) if later.opname in _CALLS), 0)
+            if end and rest[end - 1].opname in (*_LOADS, "LOAD_ATTR"):
+                found.add(str(rest[end - 1].argval))
+    return found
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:

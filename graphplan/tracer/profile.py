@@ -37,7 +37,8 @@ class Reads:
     """Names that code may have read: attributes by any user code, or by methods of one object (its id), and variables;
     attributes that user code called; and attributes that methods of one object may have stored, or that user code
     assigned by other means than ``+=``. ``asked`` are attributes that need not exist, ``methods`` those of the user's
-    that ran, ``dynamic`` says that some attributes have names that the code computes.
+    that ran, ``sized`` what user code asks for its length, ``dynamic`` says that some attributes have names that the
+    code computes.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -48,6 +49,7 @@ class Reads:
     assigned: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
+    sized: set[str] = field(default_factory=set)
     dynamic: bool = False
 
     def may_cover(self, scalar: Scalar) -> bool:
@@ -162,6 +164,7 @@ class Profile:
                 found.assigned.update(names.assigned)
                 found.variables.update(names.read)
                 found.asked.update(names.asked)
+                found.sized.update(names.sized)
                 found.dynamic |= names.dynamic
         return found
 
