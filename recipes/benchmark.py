@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(args)
         return 0
-    rows = earlier(args.merge)
+    rows = in_order(earlier(args.merge))
     had = {(row["workload"], row["contender"]) for row in rows}
     for path in filter(None, (args.json, args.markdown, args.chart)):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -138,7 +138,7 @@ SETS = {
     ),
     "bare": Choice(
         _SMALL,
-        ("eager", "eager+fuse", "floor", "floor+fuse", "graph_step+fuse", "trainer", "trainer_callback",
+        ("eager", "eager+fuse", "floor", "floor+fuse", "graph_step+fuse", "trainer", "trainer+fuse", "trainer_callback",
          "trainer_callback+fuse"),
         5,
     ),
