@@ -165,7 +165,7 @@ def compare(rows: list[Row]) -> None:
 
 
 def summary(args: argparse.Namespace, argv: Sequence[str] | None, rows: list[Row]) -> Row:
-    """The result so far, in the order of the set."""
+    """The result so far."""
     compare(rows)
     places = [sorted({row[name] for row in rows if name in row}) for name in ("torch", "device")]
     return {
