@@ -1,12 +1,19 @@
-"""What does a step cost? Eager, by hand, with ``graph_step`` and with ``GraphPlanCallback``: one command, one table.
+"""What does a step cost? Eager, compiled, by hand, with ``graph_step``, in Trainers with and without the callback.
 
     python -m recipes.benchmark                      # on a CUDA device
     python -m recipes.benchmark --cpu                # smaller workloads, the tape backend
 
 Every contender runs in a process of its own, one after the other. Times are wall-clock time per step over blocks of
-steps, each ended by a device synchronisation; the table has the median of the blocks. On a CPU the eager loop and the
-tape share one process and take turns, since a CPU's noise would otherwise be larger than the difference. A contender
-that fails becomes a row with its error, and the exit status is 1.
+steps, each ended by a device synchronisation; the table has the median of the blocks, checks of replays against eager
+steps included. On a CPU the eager loop and the tape share one process and take turns, since a CPU's noise would
+otherwise be larger than the difference. A contender that fails becomes a row with its error, and the exit status is 1;
+a library that is not installed becomes a row that says so.
+
+The typical Trainer has a CSV logger, a progress bar, checkpoints, clipping, a cosine schedule, and five values logged.
+A name ends in +compile if the model is compiled and in +fuse if the optimizer has torch's fused kernels: with
+graph_step and the callback by compile= and fuse_optimizer=, anywhere else by hand. "/ floor" is the multiple of the
+hand-written CUDA graph with the same compilation and kernels, "speed-up" is over the plain loop, the Trainer or the
+typical Trainer.
 """
 
 from __future__ import annotations
@@ -17,40 +24,63 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
-from recipes.tables import LABELS, draw, markdown_table, show
+from recipes.bars import bars
+from recipes.catalogue import CONTENDERS, PEER, SETS, WAYS, Contender
+from recipes.tables import draw, markdown, show
 
-BASELINES = {"floor": "eager", "graph_step": "eager", "trainer_callback": "trainer"}
-BARS = {"mlp2": 1.5, "transformer4": 1.0}
-"""Least speed-up of the tape over the eager loop, by CPU workload."""
 Row = dict[str, Any]
 
 
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    sets = "; ".join(f"{name}: {chosen.minutes} minutes on an H200" for name, chosen in SETS.items())
+    made = argparse.ArgumentParser(
+        "python -m recipes.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--cpu", action="store_true", help="small workloads on the CPU, with the tape backend")
+    made.add_argument(
+        "--set", choices=list(SETS), default="core", help=f"what is measured, about ({sets}; default: core)"
+    )
+    made.add_argument("--workloads", default="", help="comma-separated; default: the set's")
+    made.add_argument(
+        "--contenders", default="",
+        help=f"comma-separated, out of {', '.join(WAYS)}, with +compile or +fuse after most; default: the set's",
+    )  # fmt: skip
+    made.add_argument(
+        "--peer", action="append", type=Path, default=[], metavar="PATH",
+        help="one contender more: a Python file with make_step(train_step, model, optimizer, device), which returns a "
+        "callable (x, y) that trains on one batch in (pinned) host memory; optimizer is a list if a step has several",
+    )  # fmt: skip
+    made.add_argument("--steps", type=int, help="steps in a block (default 300; gpt2 35; on a CPU 50)")
+    made.add_argument("--repeats", type=int, help="blocks, of which the median counts (default 3; on a CPU 11)")
+    made.add_argument("--warmup", type=int, help="steps before the first block, at least 10 (default 30; gpt2 140)")
+    made.add_argument("--threads", type=int, default=0, help="CPU threads of torch (default: torch's own choice)")
+    made.add_argument("--timeout", type=float, default=300, help="seconds that one contender may take")
+    made.add_argument("--bars", action="store_true", help="print the bars too, each met or missed")
+    made.add_argument(
+        "--merge", action="append", type=Path, default=[], metavar="PATH",
+        help="results of earlier runs (--json): what they have measured is shown, and not measured again",
+    )  # fmt: skip
+    made.add_argument("--json", type=Path, metavar="PATH", help="write the result as JSON, after each contender anew")
+    made.add_argument("--markdown", type=Path, metavar="PATH", help="write the tables as markdown")
+    made.add_argument("--chart", type=Path, metavar="PATH", help="write a bar chart")
+    made.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; numbers that are not given depend on the device."""
-    parser = argparse.ArgumentParser("python -m recipes.benchmark", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cpu", action="store_true", help="small workloads on the CPU, with the tape backend")
-    parser.add_argument("--workloads", default="", help="comma-separated; default: all of the device's")
-    parser.add_argument("--contenders", default="", help=f"comma-separated, out of {', '.join(LABELS)}; default: all")
-    parser.add_argument("--optimizer-impl", choices=("stock", "fused"), default="fused", help="the optimizer's kernels")
-    parser.add_argument("--steps", type=int, help="steps in a block (default 300; on a CPU 50)")
-    parser.add_argument("--repeats", type=int, help="blocks (default 3; on a CPU 11)")
-    parser.add_argument("--warmup", type=int, default=30, help="steps before the first block; at least 10")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of torch (default: torch's own choice)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds that one contender may take")
-    for name in ("json", "markdown", "chart"):
-        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"write the result as {name}")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    """Read the command line."""
+    made = parser()
+    args = made.parse_args(argv)
     if args.chart and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--chart needs matplotlib")
-    args.steps = args.steps or (50 if args.cpu else 300)
+        made.error("--chart needs matplotlib")
     args.repeats = args.repeats or (11 if args.cpu else 3)
-    args.warmup = max(args.warmup, 10)
     return args
 
 
@@ -60,41 +90,55 @@ def child(args: argparse.Namespace) -> None:
 
     from recipes.contenders import measure
     from recipes.measuring import Job
+    from recipes.workloads import workloads
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    job = Job(args.workloads, args.contenders, args.optimizer_impl, args.cpu, args.steps, args.repeats, args.warmup)
-    print(json.dumps(measure(job)), flush=True)
+    chosen = workloads(args.cpu)[args.workloads]
+    steps, warmup = args.steps or chosen.steps, max(args.warmup or chosen.warmup, 10)
+    print(json.dumps(measure(Job(chosen.name, args.contenders, args.cpu, steps, args.repeats, warmup))), flush=True)
 
 
-def names(text: str, known: Sequence[str], what: str) -> list[str]:
-    """Split a comma-separated list of known names; all of them if it is empty."""
-    chosen = text.split(",") if text else list(known)
+def _names(text: str, known: Sequence[str], shown: Sequence[str], what: str) -> list[str]:
+    """Split a comma-separated list of known names."""
+    chosen = text.split(",")
     unknown = [name for name in chosen if name not in known]
     if unknown:
-        raise SystemExit(f"no {what} is called {', '.join(unknown)}; choose from: {', '.join(known)}")
+        raise SystemExit(f"no {what} is called {', '.join(unknown)}; choose from: {', '.join(shown)}")
     return chosen
 
 
-def processes(args: argparse.Namespace) -> list[tuple[str, str]]:
+def processes(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The (workload, contender) pairs that each get a process."""
     from recipes.workloads import workloads
 
-    default = [name for name in LABELS if not (args.cpu and name == "floor")]
-    contenders = names(args.contenders, list(LABELS), "contender") if args.contenders else default
+    known = workloads(args.cpu)
+    chosen = [name for name in SETS[args.set].workloads if name in known]
+    if args.workloads:
+        chosen = _names(args.workloads, list(known), list(known), "workload")
+    contenders = [name for name in SETS[args.set].contenders if not (args.cpu and WAYS[Contender(name).way].cuda)]
+    if args.contenders:
+        contenders = _names(args.contenders, CONTENDERS, list(WAYS), "contender")
+    contenders += [f"{PEER}{path.resolve()}" for path in args.peer]
     if args.cpu and {"eager", "graph_step"} <= set(contenders):
         contenders = ["interleaved", *(c for c in contenders if c not in ("eager", "graph_step"))]
-    chosen = names(args.workloads, list(workloads(args.cpu)), "workload")
-    return [(workload, contender) for workload in chosen for contender in contenders]
+    for workload in chosen:
+        for contender in contenders:
+            if known[workload].one_call or not Contender(contender).wraps_model:
+                yield workload, contender
+            else:
+                why = "its step does more with the model than call it once and differentiate that once"
+                print(f"{workload}: {Contender(contender).label} is left out: {why}", file=sys.stderr)
 
 
 def run_child(args: argparse.Namespace, workload: str, contender: str) -> list[Row]:
     """Measure one contender in a new process; its error is a row too."""
     command = [sys.executable, "-m", "recipes.benchmark", "--child", "--workloads", workload, "--contenders", contender]
-    for name in ("optimizer_impl", "steps", "repeats", "warmup", "threads"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    for name in ("steps", "repeats", "warmup", "threads"):
+        value = getattr(args, name)
+        command += [f"--{name}", str(value)] if value else []
     command += ["--cpu"] if args.cpu else []
-    failed: Row = {"workload": workload, "contender": contender, "implementation": args.optimizer_impl}
+    failed: Row = {"workload": workload, "contender": contender}
     root = Path(__file__).resolve().parents[1]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, cwd=root, check=False)
@@ -112,22 +156,42 @@ def compare(rows: list[Row]) -> None:
     """Add to each row what it means beside the others of its workload."""
     times = {(row["workload"], row["contender"]): row["us"] for row in rows if "us" in row}
     for row in rows:
-        floor = times.get((row["workload"], "floor"))
-        base = times.get((row["workload"], BASELINES.get(row["contender"], "")))
         if "us" not in row:
             continue
+        who = Contender(row["contender"])
+        floor, base = (times.get((row["workload"], name)) for name in (who.floor, who.base))
         row["ratio_to_floor"] = row["us"] / floor if floor else None
-        row.setdefault("speedup", base / row["us"] if base else None)
+        row["speedup"] = row.get("paired_speedup", base / row["us"] if base else None)
 
 
-def bars(rows: list[Row]) -> list[Row]:
-    """Hold the tape to its least speed-ups."""
-    held = [row for row in rows if row["contender"] == "graph_step" and row["workload"] in BARS and "us" in row]
-    return [
-        {"workload": row["workload"], "speedup": row["speedup"], "least": BARS[row["workload"]],
-         "met": bool(row["speedup"] and row["speedup"] >= BARS[row["workload"]])}
-        for row in held
-    ]  # fmt: skip
+def summary(args: argparse.Namespace, argv: Sequence[str] | None, rows: list[Row]) -> Row:
+    """The result so far."""
+    compare(rows)
+    places = [sorted({row[name] for row in rows if name in row}) for name in ("torch", "device")]
+    return {
+        "command": "python -m recipes.benchmark " + " ".join(sys.argv[1:] if argv is None else argv),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "torch": ", ".join(places[0]), "device": ", ".join(places[1]), "python": platform.python_version(),
+        "repeats": args.repeats, "bars": bars(rows, cpu=args.cpu), "rows": rows,
+    }  # fmt: skip
+
+
+def earlier(paths: Sequence[Path]) -> list[Row]:
+    """What earlier runs have measured; of two rows for the same, the later file's."""
+    rows: dict[tuple[str, str], Row] = {}
+    for path in paths:
+        for row in json.loads(path.read_text())["rows"]:
+            if "us" in row:
+                rows[row["workload"], row["contender"]] = row
+    return list(rows.values())
+
+
+def in_order(rows: list[Row]) -> list[Row]:
+    """Rows by workload, in the order in which these came, and then by contender."""
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    places = {name: index for index, name in enumerate(CONTENDERS)}
+    last = len(places)
+    return sorted(rows, key=lambda row: (workloads.index(row["workload"]), places.get(row["contender"], last)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -136,28 +200,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.child:
         child(args)
         return 0
-    rows: list[Row] = []
-    for workload, contender in processes(args):
-        print(f"{workload}: {LABELS.get(contender, contender)} ...", file=sys.stderr, flush=True)
-        rows += run_child(args, workload, contender)
-    compare(rows)
-    known = next((row for row in rows if "torch" in row), {})
-    result: Row = {
-        "command": "python -m recipes.benchmark " + " ".join(sys.argv[1:] if argv is None else argv),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "torch": known.get("torch"), "device": known.get("device"), "python": platform.python_version(),
-        "optimizer_impl": args.optimizer_impl, "steps": args.steps, "repeats": args.repeats, "warmup": args.warmup,
-        "bars": bars(rows), "rows": rows,
-    }  # fmt: skip
+    rows = in_order(earlier(args.merge))
+    had = {(row["workload"], row["contender"]) for row in rows}
     for path in filter(None, (args.json, args.markdown, args.chart)):
         path.parent.mkdir(parents=True, exist_ok=True)
+    for workload, contender in processes(args):
+        names = ("eager", "graph_step") if contender == "interleaved" else (contender,)
+        if all((workload, name) in had for name in names):
+            continue
+        start = perf_counter()
+        print(f"{workload}: {Contender(contender).label} ...", end=" ", file=sys.stderr, flush=True)
+        rows = in_order(rows + run_child(args, workload, contender))
+        print(f"{perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(summary(args, argv, rows), indent=1) + "\n")
+    result = summary(args, argv, rows)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     if args.markdown:
-        args.markdown.write_text(markdown_table(rows))
+        args.markdown.write_text(markdown(result, with_bars=args.bars))
     if args.chart:
         draw(result, args.chart)
-    show(result)
+    show(result, with_bars=args.bars)
     return 1 if any("error" in row for row in rows) else 0
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.workloads import Batch
+from recipes.catalogue import Contender
+from recipes.workloads import Batch, Workload, workloads
 
 Row = dict[str, Any]
 
@@ -22,7 +23,6 @@ class Job:
 
     workload: str
     contender: str
-    implementation: str
     cpu: bool
     steps: int
     repeats: int
@@ -32,6 +32,31 @@ class Job:
     def device(self) -> torch.device:
         """Where the model is."""
         return torch.device("cpu" if self.cpu else "cuda:0")
+
+    @property
+    def work(self) -> Workload:
+        """What is trained."""
+        return workloads(self.cpu)[self.workload]
+
+    @property
+    def who(self) -> Contender:
+        """How it is trained."""
+        return Contender(self.contender)
+
+    @property
+    def has_graphplan(self) -> bool:
+        """Whether graphplan is at work, which then compiles and fuses what the contender's name says."""
+        return self.who.way == "graph_step" or self.who.way.endswith("_callback")
+
+    @property
+    def compiler(self) -> dict[str, str]:
+        """Arguments of ``torch.compile``: its defaults, except on the CPU, where the tape needs the eager kernels."""
+        return {"backend": "aot_eager"} if self.cpu else {}
+
+    @property
+    def compile(self) -> bool | dict[str, str]:
+        """The option of ``graph_step`` and of the callback."""
+        return (self.compiler or True) if self.who.compile else False
 
 
 class Feed:
@@ -43,11 +68,13 @@ class Feed:
     def __init__(self, job: Job, pool: list[Batch]) -> None:
         self.job, self.pool = job, pool
         self.marks: list[float] = []
+        self.start = 0.0
 
     def __len__(self) -> int:
         return self.job.warmup + self.job.steps * self.job.repeats + 1
 
     def __iter__(self) -> Iterator[Batch]:
+        self.start = now(self.job)
         for index in range(len(self)):
             since = index - self.job.warmup
             if since >= 0 and since % self.job.steps == 0:
@@ -58,6 +85,10 @@ class Feed:
         """Microseconds per step of each block."""
         pairs = zip(self.marks, self.marks[1:], strict=False)
         return [(end - start) / self.job.steps * 1e6 for start, end in pairs]
+
+    def facts(self) -> Row:
+        """What the steps before the first block took: compiling, tracing, capturing and the first checks."""
+        return {"warmup_seconds": self.marks[0] - self.start}
 
 
 def now(job: Job) -> float:
@@ -73,10 +104,12 @@ def weights(model: nn.Module) -> float:
         return float(sum(p.double().abs().sum() for p in model.parameters()))
 
 
-def stats_of(stats: Any) -> Row:
-    """The counters of a graphed step or of the callback."""
-    counts = {name: getattr(stats, name) for name in ("eager", "traced", "captured", "replayed", "recaptured")}
-    return {**counts, "phases": dict(stats.phases)}
+def stats_of(graphed: Any) -> Row:
+    """The counters of a graphed step or of the callback, and its report."""
+    stats = graphed.stats
+    names = ("eager", "traced", "captured", "replayed", "recaptured", "verified")
+    counts = {name: getattr(stats, name) for name in names}
+    return {**counts, "phases": dict(stats.phases), "report": graphed.report()}
 
 
 def row(job: Job, us: list[float], facts: Row) -> Row:
@@ -86,5 +119,7 @@ def row(job: Job, us: list[float], facts: Row) -> Row:
         memory = {name: getattr(torch.cuda, name)() for name in memory}
     device = "cpu" if job.cpu else torch.cuda.get_device_name()
     place = {"torch": torch.__version__, "device": device}
-    base = {"workload": job.workload, "contender": job.contender, "implementation": job.implementation}
-    return {**base, "us": median(us), "us_of_repeats": us, **memory, **place, **facts}
+    kernels = {"implementation": "fused" if job.who.fuse else "stock", "compiled": job.who.compile}
+    base = {"workload": job.workload, "contender": job.contender, **kernels}
+    times = {"us": median(us), "us_of_repeats": us, "steps": job.steps, "warmup": job.warmup}
+    return {**base, **times, **memory, **place, **facts}

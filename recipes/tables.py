@@ -1,4 +1,4 @@
-"""How the benchmark's result is shown: a table for people, one for documents, and a bar chart."""
+"""How the benchmark's result is shown: tables for people, for documents, and a bar chart."""
 
 from __future__ import annotations
 
@@ -7,72 +7,99 @@ import sys
 from pathlib import Path
 from typing import Any
 
-LABELS = {
-    "eager": "eager loop",
-    "floor": "CUDA graph by hand (floor)",
-    "graph_step": "graph_step",
-    "trainer": "Trainer",
-    "trainer_callback": "Trainer + GraphPlanCallback",
-}
-# "capture ms" counts the traces too; "peak" is memory allocated, "held" what the allocator reserved for it.
-COLUMNS = ("workload", "contender", "us/step", "/ floor", "speed-up", "capture ms", "peak MiB", "held MiB")
+from recipes.catalogue import Contender
+
+# "replayed" is the share of all steps; "warm-up s" is the time of the steps before the first block, compilers and the
+# first checks included; "capture ms" counts traces and captures; "peak" is memory allocated, "held" what the allocator
+# reserved for it.
+COLUMNS = (
+    "workload", "contender", "us/step", "/ floor", "speed-up", "replayed", "warm-up s", "capture ms", "peak MiB",
+    "held MiB",
+)  # fmt: skip
+BAR_COLUMNS = ("workload", "contender", "against", "measured", "bar", "")
 Row = dict[str, Any]
+Lines = list[list[str]]
+
+
+def label(row: Row) -> str:
+    """What a row's contender is called."""
+    return Contender(row["contender"]).label
+
+
+def _number(value: float | None, digits: int, suffix: str = "") -> str:
+    return "" if value is None else f"{value:.{digits}f}{suffix}"
 
 
 def cells(row: Row) -> list[str]:
     """One row as the table shows it."""
-
-    def number(value: float | None, digits: int, suffix: str = "") -> str:
-        return "" if value is None else f"{value:.{digits}f}{suffix}"
-
-    label = LABELS.get(row["contender"], row["contender"])
-    if "error" in row:
-        return [row["workload"], label, "failed", "", "", "", "", ""]
+    if "us" not in row:
+        said = "failed" if "error" in row else "not installed"
+        return [row["workload"], label(row), said, *[""] * (len(COLUMNS) - 3)]
     phases = row.get("phases")
     once = None if phases is None else 1e3 * sum(phases.get(name, 0.0) for name in ("trace", "capture"))
+    calls = sum(row.get(name, 0) for name in ("eager", "traced", "captured", "replayed"))
+    replayed = 100 * row["replayed"] / calls if calls else None
     memory = [row[name] and row[name] / 2**20 for name in ("max_memory_allocated", "max_memory_reserved")]
-    times = [number(row["us"], 1), number(row["ratio_to_floor"], 2), number(row["speedup"], 2, "x")]
-    return [row["workload"], label, *times, number(once, 1), *(number(value, 0) for value in memory)]
+    return [
+        row["workload"], label(row), _number(row["us"], 1), _number(row["ratio_to_floor"], 3),
+        _number(row["speedup"], 2, "x"), _number(replayed, 1, "%"), _number(row.get("warmup_seconds"), 1),
+        _number(once, 1), *(_number(value, 0) for value in memory),
+    ]  # fmt: skip
 
 
-def plain_table(rows: list[Row]) -> str:
-    """The table as plain text."""
-    lines = [list(COLUMNS), *map(cells, rows)]
+def bar_cells(bar: Row) -> list[str]:
+    """One bar as its table shows it: a multiple of the other's time, or a speed-up over it."""
+    near = bar["at_most"] is not None
+    bound = f"<= {bar['at_most']:.2f}" if near else f">= {bar['at_least']:.2f}x"
+    names = [Contender(bar[name]).label for name in ("contender", "against")]
+    return [bar["workload"], *names, _number(bar["value"], 3, "" if near else "x"), bound, bar["verdict"]]
+
+
+def plain_table(columns: tuple[str, ...], cells: Lines, *, left: int = 2) -> str:
+    """A table as plain text, its first columns flush left."""
+    lines = [list(columns), *cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     texts = []
     for line in lines:
-        padded = [line[0].ljust(widths[0]), line[1].ljust(widths[1]), *map(str.rjust, line[2:], widths[2:])]
-        texts.append("  ".join(padded).rstrip())
+        padded = map(str.ljust, line[:left], widths[:left]), map(str.rjust, line[left:], widths[left:])
+        texts.append("  ".join([*padded[0], *padded[1]]).rstrip())
     return "\n".join([texts[0], "-" * len(texts[0]), *texts[1:]])
 
 
-def markdown_table(rows: list[Row]) -> str:
-    """The table as markdown."""
-    rule = ["---", "---", *["---:"] * (len(COLUMNS) - 2)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [list(COLUMNS), rule, *map(cells, rows)]) + "\n"
+def _markdown(columns: tuple[str, ...], cells: Lines, *, left: int = 2) -> str:
+    rule = ["---"] * left + ["---:"] * (len(columns) - left)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [list(columns), rule, *cells]) + "\n"
 
 
-def show(result: Row) -> None:
-    """Print the table, then what failed and whether the bars were met."""
+def markdown(result: Row, *, with_bars: bool) -> str:
+    """The tables as markdown."""
+    text = _markdown(COLUMNS, [cells(row) for row in result["rows"]])
+    if with_bars:
+        text += "\n" + _markdown(BAR_COLUMNS, [bar_cells(bar) for bar in result["bars"]], left=3)
+    return text
+
+
+def show(result: Row, *, with_bars: bool) -> None:
+    """Print what failed, the bars if they are asked for, and last the table."""
     rows = result["rows"]
+    for row in rows:
+        if "us" not in row:
+            print(f"{row['workload']}, {label(row)}: {row.get('error') or row['missing']}")
+    if with_bars:
+        print(plain_table(BAR_COLUMNS, [bar_cells(bar) for bar in result["bars"]], left=3), end="\n\n")
+    lines, title = [cells(row) for row in rows], f"{result['device']}, torch {result['torch']}"
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
 
-        table = Table(title=f"{result['device']}, torch {result['torch']}, {result['optimizer_impl']} optimizers")
+        table = Table(title=title)
         for index, name in enumerate(COLUMNS):
             table.add_column(name, justify="left" if index < 2 else "right", no_wrap=index < 2)
-        for row in rows:
-            table.add_row(*cells(row))
+        for line in lines:
+            table.add_row(*line)
         Console().print(table)
     else:
-        print(plain_table(rows))
-    for row in rows:
-        if "error" in row:
-            print(f"{row['workload']}, {LABELS.get(row['contender'], row['contender'])}: {row['error']}")
-    for bar in result["bars"]:
-        verdict = "met" if bar["met"] else "missed"
-        print(f"bar: {bar['workload']}: tape {bar['speedup']:.2f}x eager, at least {bar['least']:.1f}x: {verdict}")
+        print(title, plain_table(COLUMNS, lines), sep="\n")
 
 
 def draw(result: Row, path: Path) -> None:
@@ -86,17 +113,23 @@ def draw(result: Row, path: Path) -> None:
     panels = list(dict.fromkeys(row["workload"] for row in rows))
     if not panels:
         return
-    contenders = {tuple(row["contender"] for row in rows if row["workload"] == panel) for panel in panels}
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(1 + 3.6 * len(panels), 3.2), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
+    across = min(len(panels), 3)
+    down = -(-len(panels) // across)
+    most = max(sum(row["workload"] == panel for row in rows) for panel in panels)
+    height = down * (0.9 + 0.24 * most)
+    figure, axes = pyplot.subplots(down, across, figsize=(1 + 4.8 * across, height), squeeze=False)
+    for axis, panel in zip(axes.flat, panels, strict=False):
         mine = [row for row in rows if row["workload"] == panel][::-1]
-        colors = ["tab:blue" if row["contender"] in ("graph_step", "trainer_callback") else "tab:gray" for row in mine]
-        drawn = axis.barh([LABELS[row["contender"]] for row in mine], [row["us"] for row in mine], color=colors)
+        ours = ["graph_step" in row["contender"] or "callback" in row["contender"] for row in mine]
+        colors = ["tab:blue" if own else "tab:gray" for own in ours]
+        drawn = axis.barh([label(row) for row in mine], [row["us"] for row in mine], color=colors)
         axis.bar_label(drawn, fmt="%.0f", padding=3, fontsize=8)
+        axis.tick_params(axis="y", labelsize=7)
         axis.margins(x=0.18)
         axis.set(title=panel, xlabel="µs per step")
-        if axis is not axes[0][0] and len(contenders) == 1:
-            axis.set_yticklabels([])
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_axis_off()
     figure.suptitle(f"{result['device']}, torch {result['torch']}", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -23,9 +23,10 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from recipes.contenders import POOL, callback_of, make_module, make_step, make_trainer
+from recipes.contenders import POOL, make_step
 from recipes.measuring import Feed, Job
-from recipes.workloads import Workload, cosine, workloads
+from recipes.trainers import callback_of, make_module, make_trainer
+from recipes.workloads import Workload, cosine
 
 CONTENDERS = ("eager", "floor", "trainer", "trainer_callback")
 _WARMUP = 11
@@ -36,7 +37,7 @@ class Floor:
     """A hand-written CUDA graph of the whole step, collectives and optimizer included."""
 
     def __init__(self, workload: Workload, model: DistributedDataParallel, optimizer: Optimizer, side: Any) -> None:
-        self._step = make_step(workload, model, optimizer)
+        self._step = make_step(workload, model, [optimizer])
         device = next(model.parameters()).device
         self._static = [torch.empty_like(tensor, device=device) for tensor in workload.pool(1, pin=False)[0]]
         self._side = side
@@ -63,7 +64,7 @@ class Floor:
 
 def _loop(job: Job, feed: Feed) -> dict[str, Any]:
     """A plain DDP loop, or its graph."""
-    workload = workloads(job.cpu)[job.workload]
+    workload = job.work
     rank = int(os.environ["RANK"])
     device = torch.device("cpu") if job.cpu else torch.device("cuda", rank)
     distributed.init_process_group("gloo" if job.cpu else "nccl", device_id=None if job.cpu else device)
@@ -72,8 +73,8 @@ def _loop(job: Job, feed: Feed) -> dict[str, Any]:
     with torch.cuda.stream(side):
         model = DistributedDataParallel(workload.make_model(device), device_ids=None if job.cpu else [rank])
     lr = None if job.contender == "eager" else torch.tensor(workload.lr, dtype=torch.float64, device=device)
-    optimizer = workload.make_optimizer(model.parameters(), "stock", lr=lr, capturable=lr is not None)
-    call: Any = make_step(workload, model, optimizer)
+    (optimizer,) = workload.make_optimizers(model, fused=False, lr=lr, capturable=lr is not None)
+    call: Any = make_step(workload, model, [optimizer])
     if job.contender == "floor":
         call = Floor(workload, model, optimizer, side)
     for calls, (x, y) in enumerate(feed):
@@ -92,11 +93,10 @@ def _trainer(job: Job, feed: Feed) -> dict[str, Any]:
     """A bare Trainer, with or without the callback."""
     from lightning.pytorch.strategies import DDPStrategy
 
-    workload = workloads(job.cpu)[job.workload]
     torch.manual_seed(0)
     strategy = DDPStrategy(process_group_backend="gloo" if job.cpu else "nccl")
-    trainer = make_trainer(job, workload, devices=2, strategy=strategy, use_distributed_sampler=False)
-    trainer.fit(make_module(workload, "stock"), feed)
+    trainer = make_trainer(job, devices=2, strategy=strategy, use_distributed_sampler=False)
+    trainer.fit(make_module(job), feed)
     callback = callback_of(trainer)
     return {} if callback is None else {"replayed": callback.stats.replayed, "report": callback.report()}
 
@@ -107,7 +107,7 @@ def work(job: Job, out: Path) -> None:
     if not job.cpu:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
-    feed = Feed(job, workloads(job.cpu)[job.workload].pool(POOL, pin=not job.cpu))
+    feed = Feed(job, job.work.pool(POOL, pin=not job.cpu))
     facts = (_trainer if job.contender.startswith("trainer") else _loop)(job, feed)
     if rank == 0:
         us = feed.us()
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender is not None:
-        job = Job("gpt", arguments.contender, "stock", arguments.cpu, arguments.steps, arguments.repeats, 40)
+        job = Job("gpt", arguments.contender, arguments.cpu, arguments.steps, arguments.repeats, 40)
         work(job, arguments.out)
         return
     chosen = [name for name in CONTENDERS if name != "floor" or not arguments.cpu]

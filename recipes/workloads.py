@@ -1,24 +1,47 @@
 """The training steps that the benchmark measures, in plain torch: a model, a loss, an optimizer and batches each.
 
-Mixed precision is part of the loss (``torch.autocast`` inside it), so that a plain loop and a Lightning module run the
-very same operators. Autocast's weight cache is off everywhere: a captured step must not use it, and these models use
+Mixed precision is part of the loss (``torch.autocast`` inside it), so that a plain loop and a bare Lightning module run
+the very same operators. Autocast's weight cache is off there: a captured step must not use it, and these models use
 each weight once per forward, so it would save nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
+from recipes.architectures import Gpt, ResNet, mlp, two_layers
+from recipes.steps import (
+    SoftActorCritic,
+    agents_parameters,
+    burgers,
+    collocation,
+    perceptron,
+    soft_actor_critic,
+    transitions,
+)
+
 Batch = tuple[Tensor, Tensor]
-IMPLEMENTATIONS = ("stock", "fused")
+Update = Callable[[nn.Module, Sequence[Any], Tensor, Tensor, Callable[[Tensor], Any]], Tensor]
+
+
+def next_class(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The cross-entropy of the model's logits."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def one_group(model: nn.Module) -> list[Iterable[nn.Parameter]]:
+    """All parameters, for one optimizer."""
+    return [model.parameters()]
 
 
 @dataclass(frozen=True)
@@ -29,11 +52,18 @@ class Workload:
         name: what tables call it.
         model: builds the model on the CPU.
         batch: draws one batch from a generator, on the CPU.
-        optimizer: the optimizer's class.
-        options: the optimizer's arguments, ``lr`` among them.
+        optimizer: the optimizers' class.
+        options: the optimizers' arguments, ``lr`` among them.
         clip: the norm that gradients are clipped to, or None.
         bf16: whether the forward pass runs under bfloat16 autocast.
         channels_last: whether images and convolutions use that memory format.
+        criterion: the loss of a model and a batch, in whatever precision holds.
+        parameters: what each optimizer trains.
+        update: the whole step, where it has several optimizers: of model, optimizers, batch, and how to go backward.
+        one_call: whether the step calls the model once, and differentiates it once: what compilers and
+            ``make_graphed_callables`` ask for.
+        steps: steps in a block, where nothing else is asked for.
+        warmup: steps before the first block.
     """
 
     name: str
@@ -44,6 +74,12 @@ class Workload:
     clip: float | None = 1.0
     bf16: bool = False
     channels_last: bool = False
+    criterion: Callable[[nn.Module, Tensor, Tensor], Tensor] = next_class
+    parameters: Callable[[nn.Module], list[Iterable[nn.Parameter]]] = one_group
+    update: Update | None = None
+    one_call: bool = True
+    steps: int = 300
+    warmup: int = 30
 
     @property
     def lr(self) -> float:
@@ -57,24 +93,41 @@ class Workload:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
-    def make_optimizer(
-        self, params: Iterable[nn.Parameter], implementation: str, *, lr: Tensor | None = None, capturable: bool = False
-    ) -> Optimizer:
-        """Make the optimizer with torch's default kernels (``stock``) or its fused ones.
+    def make_optimizers(
+        self, model: nn.Module, *, fused: bool, lr: Tensor | None = None, capturable: bool = False
+    ) -> list[Optimizer]:
+        """Make the optimizers with torch's default kernels or its fused ones.
 
-        ``capturable`` makes one that a CUDA graph may contain. For Adam that is a flag; SGD has none, and only its
+        ``capturable`` makes some that a CUDA graph may contain. For Adam that is a flag; SGD has none, and only its
         fused kernel reads the learning rate from device memory, so that a captured SGD is a fused one in any case.
         """
-        flags: dict[str, bool] = {"fused": True} if implementation == "fused" else {}
+        flags: dict[str, bool] = {"fused": True} if fused else {}
         if capturable:
             flags |= {"fused": True} if self.optimizer is SGD else {"capturable": True}
-        return self.optimizer(params, **{**self.options, "lr": self.lr if lr is None else lr, **flags})
+        options = {**self.options, "lr": self.lr if lr is None else lr, **flags}
+        return [self.optimizer(parameters, **options) for parameters in self.parameters(model)]
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The precision of the forward pass."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of one batch."""
-        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
-            logits = model(x)
-            return F.cross_entropy(logits.flatten(0, -2), y.flatten())
+        """The loss of one batch in the workload's precision."""
+        with self.autocast(x.device):
+            return self.criterion(model, x, y)
+
+    def step(self, model: nn.Module, optimizers: Sequence[Optimizer], x: Tensor, y: Tensor) -> Tensor:
+        """One training step as a user writes it."""
+        if self.update is not None:
+            return self.update(model, optimizers, x, y, Tensor.backward)
+        (optimizer,) = optimizers
+        optimizer.zero_grad()
+        loss = self.loss(model, x, y)
+        loss.backward()
+        if self.clip is not None:
+            clip_grad_norm_(model.parameters(), self.clip)
+        optimizer.step()
+        return loss
 
     def pool(self, count: int, *, pin: bool) -> list[Batch]:
         """Draw ``count`` different batches, in pinned memory if ``pin``."""
@@ -93,93 +146,6 @@ def cosine(step: int, period: int = 10_000) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(step, period) / period))
 
 
-def mlp(features: int, width: int, classes: int) -> nn.Module:
-    """Two hidden layers with batch normalisation and dropout."""
-    first = [nn.Linear(features, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1)]
-    second = [nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1)]
-    return nn.Sequential(*first, *second, nn.Linear(width, classes))
-
-
-def two_layers(features: int, width: int, classes: int) -> nn.Module:
-    """The smallest useful network: nearly all of its step is the cost of issuing operators."""
-    return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, classes))
-
-
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, both residual, normalised before."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, length, width]`` to the same shape."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.first(x)).chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(attended.transpose(1, 2).flatten(2))
-        out: Tensor = x + self.feed(self.second(x))
-        return out
-
-
-class Gpt(nn.Module):
-    """A causal language model with learned positions and no dropout."""
-
-    def __init__(self, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map tokens ``[batch, length]`` to logits ``[batch, length, vocabulary]``."""
-        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
-        return logits
-
-
-class Residual(nn.Module):
-    """Two 3x3 convolutions around which the input is added back."""
-
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(inner, outer, 3, stride, padding=1, bias=False)
-        self.second = nn.Conv2d(outer, outer, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(outer), nn.BatchNorm2d(outer)])
-        change = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
-        self.skip = change if (inner, stride) != (outer, 1) else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[batch, inner, height, width]`` to ``outer`` channels, smaller by the stride."""
-        y = self.norms[0](self.first(x)).relu()
-        out: Tensor = self.norms[1](self.second(y)) + self.skip(x)
-        return out.relu()
-
-
-class ResNet(nn.Module):
-    """Four stages of residual blocks behind a 3x3 stem for small images; two blocks each make a ResNet-18."""
-
-    def __init__(self, width: int, blocks: int, classes: int) -> None:
-        super().__init__()
-        stem = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-        stages: list[nn.Module] = []
-        inner = width
-        for stage in range(4):
-            for block in range(blocks):
-                outer = width * 2**stage
-                stages.append(Residual(inner, outer, stride=2 if stage > 0 and block == 0 else 1))
-                inner = outer
-        self.features = nn.Sequential(*stem, *stages)
-        self.head = nn.Linear(inner, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images ``[batch, 3, height, width]`` to logits."""
-        logits: Tensor = self.head(self.features(x).mean((2, 3)))
-        return logits
-
-
 def _vectors(generator: torch.Generator, *, size: int, features: int, classes: int) -> Batch:
     x = torch.randn(size, features, generator=generator)
     return x, torch.randint(classes, (size,), generator=generator)
@@ -195,46 +161,96 @@ def _images(generator: torch.Generator, *, size: int, side: int, classes: int) -
     return x, torch.randint(classes, (size,), generator=generator)
 
 
-def _gpt(name: str, *, layers: int, width: int, heads: int, length: int, size: int, bf16: bool) -> Workload:
-    model = partial(Gpt, layers, width, heads, length, 256)
-    batch = partial(_text, size=size, length=length, vocabulary=256)
+def _gpt(
+    name: str,
+    layers: int,
+    width: int,
+    heads: int,
+    length: int,
+    size: int,
+    *,
+    vocabulary: int = 256,
+    tied: bool = False,
+    bf16: bool = True,
+) -> Workload:
+    model = partial(Gpt, layers, width, heads, length, vocabulary, tied=tied)
+    batch = partial(_text, size=size, length=length, vocabulary=vocabulary)
     return Workload(name, model, batch, AdamW, {"lr": 3e-4, "weight_decay": 0.1}, bf16=bf16)
 
 
-def _resnet(width: int, blocks: int, side: int, size: int) -> Workload:
+def _resnet(name: str, width: int, blocks: int, side: int, size: int) -> Workload:
     options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
     batch = partial(_images, size=size, side=side, classes=10)
-    return Workload("resnet", partial(ResNet, width, blocks, 10), batch, SGD, options, bf16=True, channels_last=True)
+    return Workload(name, partial(ResNet, width, blocks, 10), batch, SGD, options, bf16=True, channels_last=True)
 
 
-def _mlp(features: int, width: int, size: int) -> Workload:
+def _mlp(name: str, features: int, width: int, size: int) -> Workload:
     batch = partial(_vectors, size=size, features=features, classes=10)
-    return Workload("mlp", partial(mlp, features, width, 10), batch, AdamW, {"lr": 1e-3, "weight_decay": 0.01})
+    return Workload(name, partial(mlp, features, width, 10), batch, AdamW, {"lr": 1e-3, "weight_decay": 0.01})
+
+
+def _sac(observed: int, acted: int, width: int, size: int) -> Workload:
+    return Workload(
+        "sac",
+        partial(SoftActorCritic, observed, acted, width),
+        partial(transitions, size=size, observed=observed, acted=acted),
+        AdamW,
+        {"lr": 3e-4, "weight_decay": 0.0},
+        clip=None,
+        parameters=agents_parameters,
+        update=soft_actor_critic,
+        one_call=False,
+    )
+
+
+def _pinn(width: int, depth: int, size: int) -> Workload:
+    return Workload(
+        "pinn",
+        partial(perceptron, 2, width, 1, depth, nn.Tanh),
+        partial(collocation, size=size),
+        AdamW,
+        {"lr": 1e-3, "weight_decay": 0.0},
+        criterion=burgers,
+        one_call=False,
+    )
 
 
 def _by_name(*workloads: Workload) -> dict[str, Workload]:
     return {workload.name: workload for workload in workloads}
 
 
+# Its steps are long. They lie between two checks of replays against eager steps, replays 128 and 256, each of which
+# takes as long as several steps; of a whole training run, which has one in a thousand, they are no such part.
+_GPT2 = replace(_gpt("gpt2", 12, 768, 12, 1024, 8, vocabulary=50304, tied=True), warmup=140, steps=35)
+
 GPU_WORKLOADS = _by_name(
-    _mlp(features=64, width=256, size=256),
-    _gpt("gpt", layers=6, width=384, heads=6, length=256, size=16, bf16=True),
-    _resnet(width=64, blocks=2, side=32, size=64),
+    _mlp("mlp", features=64, width=256, size=256),
+    _gpt("gpt", 6, 384, 6, 256, size=16),
+    _resnet("resnet", width=64, blocks=2, side=32, size=64),
+    _mlp("mlp_large", features=64, width=256, size=16384),
+    _gpt("gpt_large", 6, 384, 6, 256, size=64),
+    _resnet("resnet_large", width=64, blocks=2, side=32, size=512),
+    _GPT2,
+    _sac(observed=17, acted=6, width=256, size=256),
+    _pinn(width=128, depth=5, size=4096),
 )
-CPU_WORKLOADS = _by_name(
+_CPU = (
     Workload(
-        "mlp2",
-        partial(two_layers, 16, 32, 4),
-        partial(_vectors, size=32, features=16, classes=4),
-        SGD,
-        {"lr": 0.05},
+        "mlp2", partial(two_layers, 16, 32, 4), partial(_vectors, size=32, features=16, classes=4), SGD, {"lr": 0.05},
         None,
     ),
-    _gpt("transformer4", layers=4, width=128, heads=4, length=32, size=8, bf16=False),
-    _mlp(features=16, width=32, size=32),
-    _gpt("gpt", layers=2, width=64, heads=2, length=32, size=4, bf16=True),
-    _resnet(width=8, blocks=1, side=16, size=8),
-)
+    _gpt("transformer4", 4, 128, 4, 32, size=8, bf16=False),
+    _mlp("mlp", features=16, width=32, size=32),
+    _gpt("gpt", 2, 64, 2, 32, size=4),
+    _resnet("resnet", width=8, blocks=1, side=16, size=8),
+    _mlp("mlp_large", features=16, width=32, size=256),
+    _gpt("gpt_large", 2, 64, 2, 32, size=16),
+    _resnet("resnet_large", width=8, blocks=1, side=16, size=32),
+    _gpt("gpt2", 3, 48, 3, 32, size=2, vocabulary=512, tied=True),
+    _sac(observed=5, acted=2, width=32, size=32),
+    _pinn(width=16, depth=2, size=32),
+)  # fmt: skip
+CPU_WORKLOADS = _by_name(*(replace(workload, steps=50) for workload in _CPU))
 """The same workloads in sizes that suit a CPU, and two that the tape backend is held to."""
 
 
