@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 from graphplan import GraphedStep, OptionError, SkipReason, graph_step
 from graphplan.optimizers import Preparation
 from graphplan.program import Program
+from graphplan.step import CompiledModules
 from graphplan.verify import Trials
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
@@ -163,6 +164,35 @@ def test_modules_are_compiled_before_the_first_step_and_not_afterwards() -> None
     assert "compiled: Sequential" in graph.report()
     graph.close()
     assert own._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("kind", ["container", "own class"])
+def test_what_is_called_compiled_is(kind: str) -> None:
+    """A container of torch's too, whose frames the compiler leaves alone unless they are within one of its own."""
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.layer(x).relu()
+            return out
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(6, 3), nn.ReLU()) if kind == "container" else Own()
+    compiled = CompiledModules([model], {"backend": backend})
+    x = batches(1)[0]
+    called = model(x)
+    assert len(seen) == 1
+    compiled.undo()
+    assert torch.equal(called, model(x))
+    assert len(seen) == 1
 
 
 def test_a_module_that_is_compiled_already_stays_so() -> None:

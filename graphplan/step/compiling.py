@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
+
+
+def _from_the_top() -> AbstractContextManager[Any]:
+    """Have the compiler take in the call itself. It leaves torch's own frames alone, and so the layers of a container,
+    unless the outermost frame is one of its own.
+    """
+    config: Any = importlib.import_module("torch._dynamo.config")
+    if not hasattr(config, "wrap_top_frame"):
+        return nullcontext()
+    patch: AbstractContextManager[Any] = config.patch(wrap_top_frame=True)
+    return patch
 
 
 class CompiledModules:
@@ -30,7 +43,8 @@ class CompiledModules:
                     "code is made of; compile={'backend': 'aot_eager'} compiles it all the same"
                 )
             elif module._compiled_call_impl is None:
-                module.compile(**({} if how is True else how))
+                with _from_the_top():
+                    module.compile(**({} if how is True else how))
                 self._ours.append(module)
                 self.notes.append(f"compiled: {name}")
 
