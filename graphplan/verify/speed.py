@@ -53,9 +53,14 @@ class Trials:
         """How often a replay fits into an eager step: the geometric mean of the pairs, 1 without any."""
         return math.exp(fmean(self._logs)) if self._logs else 1.0
 
+    @property
+    def are_enough(self) -> bool:
+        """Whether there are enough pairs to say anything."""
+        return len(self._logs) >= _PAIRS
+
     def surely_below(self, bound: float) -> bool:
         """Whether the speed-up is less than ``bound`` even at the upper end of its confidence interval."""
-        if len(self._logs) < _PAIRS or bound <= 0:
+        if not self.are_enough or bound <= 0:
             return False
         error = stdev(self._logs) / math.sqrt(len(self._logs))
         return fmean(self._logs) + _QUANTILE * error < math.log(bound)

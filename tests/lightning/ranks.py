@@ -227,6 +227,8 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "clipped": lambda: compare(gradient_clip_val=0.1),
     "accumulated": lambda: compare(accumulate_grad_batches=2),
     "evaluated": lambda: compare(callback={"eval": True}),
+    "slower": lambda: compare(callback={"min_speedup": 1e6, "verify": 1}),
+    "slower on one": lambda: compare(callback={"min_speedup": 1e6 * int(os.environ["RANK"]), "verify": 1}),
     "fsdp": sharded,
     "fsdp clipped": lambda: sharded(gradient_clip_val=0.1),
     "fsdp accumulated": lambda: sharded(accumulate_grad_batches=2),

@@ -60,6 +60,16 @@ def test_accumulated_gradients_are_the_same_on_every_rank(ranks: list[dict[str, 
         assert found["accumulated"]["replayed"] >= 20, found["accumulated"]["report"]
 
 
+@pytest.mark.parametrize("row", ["slower", "slower on one"])
+def test_ranks_drop_a_program_together(ranks: list[dict[str, Any]], row: str) -> None:
+    """Where it does not pay on any of them: after as many checks as say something."""
+    for found in ranks:
+        checks = 7 if row == "slower" else found[row]["replayed"]
+        assert found[row]["verified"] == found[row]["replayed"] == checks, found[row]["report"]
+        assert ("dropped: replays of" in found[row]["report"]) is (row == "slower")
+    assert ranks[0][row]["replayed"] == ranks[1][row]["replayed"]
+
+
 @pytest.mark.parametrize("row", ["evaluated", "fsdp evaluated"])
 def test_evaluation_is_replayed_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
     for found in ranks:
