@@ -176,7 +176,8 @@ class LoopSeam:
             kind = type(batch)
             tensors = (batch,) if kind is Tensor else batch if kind in (list, tuple) else (None,)
             if all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
-                return batch
+                # A list of one's own, as Lightning gives: hooks may change it.
+                return list(batch) if kind is list else batch
         return move_data_to_device(batch, self._device)
 
     def _hands_out_batches(self) -> bool:
