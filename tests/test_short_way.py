@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphplan.step.graphed as graphed
-from graphplan import GraphedStep, graph_step
+from graphplan import GraphedStep, Program, graph_step
 from tests.facts import assert_same, flatten
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)
@@ -143,3 +144,16 @@ def test_values_that_only_the_long_way_saw() -> None:
         losses += [graph(x) for _ in range(2)]
         runs.append(flatten(losses=losses, model=model))
     assert_same(*runs)
+
+
+@pytest.mark.parametrize(("max_graphs", "rows"), [(2, (6, 5, 4)), (16, (4, 5))], ids=["evicted", "outgrown"])
+def test_a_closed_program_is_let_go(max_graphs: int, rows: tuple[int, ...]) -> None:
+    """Also where a capture closed it."""
+    _, step = make()
+    graph = graph_step(step, backend="tape", verify="off", max_graphs=max_graphs)
+    for count in rows:
+        for _ in range(8):
+            graph(torch.ones(count, 3))
+    gc.collect()
+    assert graph.stats.captured == len(rows)
+    assert all(program.is_open for program in gc.get_objects() if type(program) is Program)
