@@ -10,6 +10,7 @@ Lightning's loop does: validation, the end of the epoch, a stop. It is used wher
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import chain, islice
 from operator import contains
 from typing import Any
 
@@ -254,10 +255,11 @@ class LoopSeam:
         hooked = self._hooked[hook]
         if not hooked:
             return
-        inner = vars(self._module)
+        inner, known = vars(self._module), len(self._callbacks)
         # A module's own __setattr__ takes longer than most hooks.
         before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
-        for callback in hooked:
+        # Whom a hook adds to the Trainer's callbacks has its turn at once.
+        for callback in chain(hooked, islice(self._trainer.callbacks, known, None)):
             getattr(callback, hook)(self._trainer, self._module, *args)
         inner["_current_fx_name"] = before
 

@@ -43,6 +43,36 @@ def test_a_hook_that_the_module_gets(name: str, tmp_path: Path) -> None:
     assert_same_fits(expected, found)
 
 
+class _Notes(Callback):
+    """Which batches it was told of."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(batch_idx)
+
+
+class _Brings(_Notes):
+    """Adds another callback in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 3):
+            other = _Notes()
+            trainer.callbacks.append(other)
+            self.batches = other.batches
+
+
+def test_a_callback_that_another_one_brings(tmp_path: Path) -> None:
+    """It is told of the same batch, as by Lightning."""
+    eager, graphed = _Brings(), _Brings()
+    fit(LitDigits, tmp_path / "eager", more=[eager])
+    found = fit(LitDigits, tmp_path / "graphed", tape(), more=[graphed])
+    assert found.callback.stats.replayed
+    assert eager.batches == graphed.batches
+    assert eager.batches[:2] == [3, 4]
+
+
 class _Saves(CSVLogger):
     """Counts how often it is saved."""
 
