@@ -67,10 +67,11 @@ def rebuilder(structure: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
     keys: list[Any] = []
     try:
         source = _source(pytree.tree_unflatten(list(range(structure.num_leaves)), structure), keys)
-    except TypeError:
+        # One display of the whole tree, as named tuples make their methods: a function call per container takes longer.
+        built: Callable[[Sequence[Any]], Any] = eval(f"lambda leaves: {source}", {"keys": keys})
+    except (TypeError, SyntaxError):
+        # Other containers, or more of them in each other than Python reads.
         return lambda leaves: pytree.tree_unflatten(list(leaves), structure)
-    # One display of the whole tree, as named tuples make their methods: a function call per container takes longer.
-    built: Callable[[Sequence[Any]], Any] = eval(f"lambda leaves: {source}", {"keys": keys})
     return built
 
 

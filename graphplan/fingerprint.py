@@ -140,7 +140,7 @@ class Fingerprint:
             and not any(self._empty)
             and not any(map(contains, self._dicts, repeat("forward")))
             and hooks_registered() == self._registered
-            and (not hooks or [tuple(hooked) for _, hooked in self._hooks] == hooks)
+            and [tuple(hooked) for _, hooked in self._hooks] == hooks
             and self._geometries.fit(self._parameters)
         )
 

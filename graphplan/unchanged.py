@@ -180,8 +180,7 @@ class Modes:
             self._state is not None
             and [setting() for setting in _SETTINGS] == self._settings
             and self._state.check()
-            # A default device is a mode on this stack.
-            and (not torch._C._len_torch_function_stack() or torch.get_default_device() == self._device)
+            and _default_device() == self._device
         )
 
     def are_at(self, known: tuple[Any, ...]) -> bool:
@@ -218,6 +217,7 @@ def _settings_of(*names: str) -> list[Callable[[], Any]]:
 
 
 def _default_device() -> Any:
+    # A default device is a mode on this stack.
     return torch.get_default_device() if torch._C._len_torch_function_stack() else None
 
 

@@ -164,3 +164,35 @@ def test_betas_in_a_list() -> None:
 
     step = assert_equals_eager(make, captured=2, replayed=3 + 5)
     assert step.stats.recaptured == 1
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+def test_parameters_that_are_unfrozen_have_no_momentum_yet(dampening: float) -> None:
+    """torch's fused SGD, which is graphplan's choice, takes parameters with a momentum or without, not both."""
+
+    def run(backend: str) -> tuple[Any, dict[str, Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9, dampening=dampening)
+        model[0].requires_grad_(False)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        graph = graph_step(step, owners={"model": model, "optimizer": optimizer}, backend=backend)
+        losses = []
+        for number in range(24):
+            model[0].requires_grad_(number >= 10)
+            losses.append(graph(torch.full((2, 4), 1.0 + number % 3)))
+        assert graph.stats.replayed == (0 if backend == "eager" else 24 - 2 * 3 - 6)
+        return optimizer.param_groups[0]["fused"], flatten(losses=losses, model=model)
+
+    (flag, expected), (own, found) = run("eager"), run("tape")
+    assert flag is own is None
+    for path, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(found[path], value, msg=path)

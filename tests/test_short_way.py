@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphplan.step.graphed as graphed
-from graphplan import GraphedStep, graph_step
+from graphplan import GraphedStep, Program, graph_step
 from tests.facts import assert_same, flatten
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)
@@ -115,3 +116,44 @@ def test_many_kinds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         graph(x)
     assert len(long) == 4, "the fifth kind took the place of the one that came next, and so on"
     assert graph.stats.replayed == 40 - 5 * 6 + 12
+
+
+def test_values_that_only_the_long_way_saw() -> None:
+    """A call by keyword goes the long way, and what is held of the step is older than what that has found."""
+    runs = []
+    for name in ("tape", "eager"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, fused=True)
+
+        def step(x: Tensor, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        graph = graph_step(step, owners={"model": model, "optimizer": optimizer}, backend=name, verify="off")
+        x, y, group = torch.ones(4, 3), torch.ones(3, 3), optimizer.param_groups[0]
+        losses = [graph(x) for _ in range(8)] + [graph(x=x) for _ in range(8)]
+        group["momentum"] = 0.9
+        losses += [graph(y) for _ in range(8)]
+        group["momentum"] = 0.5
+        losses.append(graph(x=x))
+        group["momentum"] = 0.9
+        losses += [graph(x) for _ in range(2)]
+        runs.append(flatten(losses=losses, model=model))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize(("max_graphs", "rows"), [(2, (6, 5, 4)), (16, (4, 5))], ids=["evicted", "outgrown"])
+def test_a_closed_program_is_let_go(max_graphs: int, rows: tuple[int, ...]) -> None:
+    """Also where a capture closed it."""
+    _, step = make()
+    graph = graph_step(step, backend="tape", verify="off", max_graphs=max_graphs)
+    for count in rows:
+        for _ in range(8):
+            graph(torch.ones(count, 3))
+    gc.collect()
+    assert graph.stats.captured == len(rows)
+    assert all(program.is_open for program in gc.get_objects() if type(program) is Program)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +30,7 @@ OUTPUTS: dict[str, Callable[[nn.Sequential, Tensor, Tensor, Tensor], Any]] = {
     "list": lambda model, x, logits, loss: [loss],
     "namedtuple": lambda model, x, logits, loss: Result(loss, logits.softmax(1).amax()),
     "nested with constants": lambda model, x, logits, loss: {"a": [loss, (None, "train", 3)], "b": {"scale": 0.5}},
+    "nested deeper than Python reads": lambda model, x, logits, loss: reduce(lambda part, _: [part], range(250), loss),
     "several losses": lambda model, x, logits, loss: (loss, loss * 2, logits.square().mean()),
     "the input": lambda model, x, logits, loss: (loss, x),
     "a view of the input": lambda model, x, logits, loss: (loss, x[1:3].T),

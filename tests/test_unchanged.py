@@ -269,3 +269,11 @@ def test_hooks_on_a_node_go_with_it() -> None:
     assert step.stats.captured == 2, "without the hook and with it; the first program comes back"
     assert step.stats.replayed == 30 - 2 * 6
     assert any("the AccumulateGrad node of model.weight" in event for event in step.stats.events)
+
+
+def test_a_default_device_that_is_gone_is_noticed() -> None:
+    modes = Modes()
+    with torch.device("meta"):
+        there = modes.now()
+    assert not modes.unchanged()
+    assert modes.now() != there

@@ -10,40 +10,26 @@ Lightning's loop does: validation, the end of the epoch, a stop. It is used wher
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from itertools import chain, islice
 from operator import attrgetter, contains
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
-from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from graphplan.callback.fetching import Again, next_of
 from graphplan.callback.gates import has_hook
-from graphplan.callback.loop_gates import END, START, hands_out_batch
+from graphplan.callback.loop_gates import END, START, STOCK_HOOKS, hands_out_batch
 from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.standins import StandIn
 
 _SCHEDULE = "lr_scheduler_step"
 _PLAIN = frozenset({Tensor})
 _is_cpu = attrgetter("is_cpu")
-
-
-class _Again(Iterator[Any]):
-    """A fetcher whose next item is one that was taken from it already."""
-
-    def __init__(self, fetcher: Any, item: Any) -> None:
-        self._fetcher, self._item = fetcher, item
-
-    def __next__(self) -> Any:
-        return self._item
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fetcher, name)
 
 
 class LoopSeam:
@@ -88,7 +74,7 @@ class LoopSeam:
         """In place of ``advance``: this batch and those after it, up to one after which something is due."""
         loop, trainer, own = self._loop, self._trainer, vars(self._module)
         self._has_ended = False
-        if loop.restarting or self._arguments is None or own.get("training_step") is not self._step:
+        if loop.restarting or self._arguments is None or self._differs(own):
             _TrainingEpochLoop.advance(loop, fetcher)
             self._arguments = tuple(loop._build_kwargs(OrderedDict(), None, 0))
             self._step = own.get("training_step")
@@ -97,10 +83,10 @@ class LoopSeam:
         while True:
             if self._is_one_of_many:
                 loop._broadcast_sigterm_tensor()
-            item = _next_of(fetcher)
+            item = next_of(fetcher)
             if item[0] is None:
                 # Nothing to train on: Lightning has words for that.
-                again: Any = _Again(fetcher, item)
+                again: Any = Again(fetcher, item)
                 _TrainingEpochLoop.advance(loop, again)
                 return
             loop.batch_progress.is_last_batch = fetcher.done
@@ -109,9 +95,13 @@ class LoopSeam:
                 return
             self._count_step()
             loop.on_iteration_done()
-            if trainer.should_stop or own.get("training_step") is not self._step:
+            if trainer.should_stop or self._differs(own):
                 self._has_ended = True
                 return
+
+    def _differs(self, own: dict[str, Any]) -> bool:
+        """Whether the module got a step or a hook of its own since the last batch that Lightning's own code took."""
+        return own.get("training_step") is not self._step or not own.keys().isdisjoint(STOCK_HOOKS)
 
     def _is_due(self) -> bool:
         """Whether Lightning's own loop has anything to do, or to decide, after this batch."""
@@ -155,6 +145,8 @@ class LoopSeam:
             self._step_schedulers(plateau=True)
         if not accumulates:
             loop._batches_that_stepped += 1
+        if self._trainer.should_stop:
+            loop._save_loggers_on_train_batch_end()
 
     def _step_schedulers(self, *, plateau: bool) -> None:
         """Lightning's ``update_lr_schedulers("step", ...)`` after a step, without what looks for the module's hook."""
@@ -178,7 +170,8 @@ class LoopSeam:
         if self._is_cpu or (self._direct and not self._hands_out_batches()):
             tensors = batch if type(batch) in (list, tuple) else (batch,)
             if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
-                return batch
+                # A list of one's own, as Lightning gives: hooks may change it.
+                return list(batch) if type(batch) is list else batch
         return move_data_to_device(batch, self._device)
 
     def _hands_out_batches(self) -> bool:
@@ -264,35 +257,13 @@ class LoopSeam:
         hooked = self._hooked[hook]
         if not hooked:
             return
-        inner = vars(self._module)
+        inner, known = vars(self._module), len(self._callbacks)
         # A module's own __setattr__ takes longer than most hooks.
         before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
-        for callback in hooked:
+        # Whom a hook adds to the Trainer's callbacks has its turn at once.
+        for callback in chain(hooked, islice(self._trainer.callbacks, known, None)):
             getattr(callback, hook)(self._trainer, self._module, *args)
         inner["_current_fx_name"] = before
-
-
-def _next_of(fetcher: Any) -> Any:
-    """``next(fetcher)``, without its detours where one loader of known length is read in order."""
-    loader = fetcher.iterator
-    if (
-        type(fetcher) is not _PrefetchDataFetcher
-        or fetcher.length is None
-        or fetcher.batches
-        or fetcher.done
-        or type(loader) is not CombinedLoader
-        or type(loader._iterator) is not _MaxSizeCycle
-        or not loader._spec.is_leaf()
-    ):
-        return next(fetcher)
-    try:
-        batches, batch_idx, dataloader_idx = next(loader._iterator)
-    except StopIteration:
-        fetcher.done = True
-        raise
-    fetcher.fetched += 1
-    fetcher.done = fetcher.fetched >= fetcher.length
-    return batches[0], batch_idx, dataloader_idx
 
 
 def _nothing() -> None:

@@ -20,6 +20,8 @@ from graphplan.callback.gates import has_hook
 
 START, END = "on_train_batch_start", "on_train_batch_end"
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+STOCK_HOOKS = frozenset((START, *_TRANSFERS))
+"""Hooks of the module that Lightning's own loop calls for each batch, and the loop seam never."""
 _NAMES: dict[tuple[type, str], str] = {
     (_TrainingEpochLoop, "run"): "reset on_run_start done advance on_advance_end StopIteration on_iteration_done",
     (_TrainingEpochLoop, "done"): """

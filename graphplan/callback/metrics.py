@@ -11,7 +11,10 @@ exact.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from sys import getrefcount
+from types import SimpleNamespace
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
@@ -40,25 +43,37 @@ def _settled(name: str) -> Any:
     return property(read, write)
 
 
+_DICTIONARIES = ("_progress_bar_metrics", "_callback_metrics", "_logged_metrics")
+_OWN_REFERENCES = 2
+"""What refers to a dictionary that only the connector has, while they are counted."""
+
+
 class LazyConnector(_LoggerConnector):
     """The class of a Trainer's logger connector while a fit goes through graphplan."""
 
     _owed: Any = None
 
     def postpone(self, results: Any) -> None:
-        """A batch has ended: what it logged goes into the dictionaries when somebody asks for one of them. What the
-        next batch logs takes its place anyway.
+        """A batch has ended: what it logged goes into the dictionaries when somebody asks for one of them, or at once
+        where somebody has kept one.
         """
-        vars(self)["_owed"] = results
+        inner = vars(self)
+        # The next batch may log other values, and then never end.
+        logged = [(metric.meta, metric._forward_cache) for _, metric in results.valid_items()]
+        inner["_owed"] = results, logged
+        if max(getrefcount(inner[name]) for name in _DICTIONARIES) > _OWN_REFERENCES:
+            self.settle()
 
     def settle(self) -> None:
         """Make good for :meth:`postpone`."""
         if self._owed is not None:
             inner = vars(self)
-            metrics = _metrics_of(inner.pop("_owed"), on_step=True)
-            inner["_progress_bar_metrics"].update(metrics["pbar"])
-            inner["_callback_metrics"].update(metrics["callback"])
-            inner["_logged_metrics"].update(metrics["log"])
+            results, logged = inner.pop("_owed")
+            metrics = (SimpleNamespace(meta=meta, _forward_cache=cache) for meta, cache in logged)
+            found = self._found(results, metrics, on_step=True)
+            inner["_progress_bar_metrics"].update(found["pbar"])
+            inner["_callback_metrics"].update(found["callback"])
+            inner["_logged_metrics"].update(found["log"])
 
     _progress_bar_metrics = _settled("_progress_bar_metrics")
     _callback_metrics = _settled("_callback_metrics")
@@ -76,8 +91,17 @@ class LazyConnector(_LoggerConnector):
 
     @property
     def metrics(self) -> _METRICS:
-        """As Lightning's, but that values for the bar are tensors."""
-        return _metrics_of(self.trainer._results, on_step=self._first_loop_iter is not None)
+        """As Lightning's, but that values for the bar are tensors while nobody has them."""
+        results: Any = self.trainer._results
+        metrics = (metric for _, metric in results.valid_items())
+        return self._found(results, metrics, on_step=self._first_loop_iter is not None)
+
+    def _found(self, results: Any, metrics: Iterable[Any], *, on_step: bool) -> _METRICS:
+        found = _metrics_of(results, metrics, on_step=on_step)
+        if getrefcount(vars(self)["_progress_bar_metrics"]) > _OWN_REFERENCES:
+            # Whoever has kept it does not ask again.
+            found["pbar"] = convert_tensors_to_scalars(found["pbar"])
+        return found
 
     lagging: LaggingNumbers | None = None
     """What reads the numbers for a bar that is asking."""
@@ -97,9 +121,9 @@ class LazyConnector(_LoggerConnector):
         return values
 
 
-def _metrics_of(results: Any, *, on_step: bool) -> _METRICS:
+def _metrics_of(results: Any, metrics: Iterable[Any], *, on_step: bool) -> _METRICS:
     found: Any = _METRICS(callback={}, log={}, pbar={})
-    for _, metric in results.valid_items():
+    for metric in metrics:
         value = results._get_cache(metric, on_step)
         if not isinstance(value, Tensor):
             continue

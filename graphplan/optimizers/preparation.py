@@ -10,7 +10,7 @@ stores them for instance, finds the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,11 +158,23 @@ class Preparation:
         return changed
 
     def _check_gradients(self) -> None:
-        """Leave a group as it was if it turns out to have sparse gradients, which only the stock kernels take."""
+        """Leave a group as it was where only the stock kernels take it: from now on if it turns out to have sparse
+        gradients, and for one step if that is the first one of some of its parameters.
+        """
         for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
-            if any(p.grad is not None and p.grad.layout is not torch.strided for p in group["params"]):
-                group.update(self._originals.get(index, {}))
+            stepped = [param for param in group["params"] if param.grad is not None]
+            if any(param.grad.layout is not torch.strided for param in stepped):
                 self._unfit.add(index)
+            elif not self._has_newcomers(group, stepped):
+                continue
+            group.update(self._originals.get(index, {}))
+
+    def _has_newcomers(self, group: Mapping[str, Any], stepped: Sequence[Any]) -> bool:
+        """Whether some parameters have a momentum and others, unfrozen just now, do not: torch's fused SGD fails."""
+        if not isinstance(self.optimizer, torch.optim.SGD) or not group["momentum"]:
+            return False
+        momenta = [self.optimizer.state.get(param, {}).get("momentum_buffer") for param in stepped]
+        return len({momentum is None for momentum in momenta}) > 1
 
     def _note(self, index: int, key: str, old: Any, new: Any) -> None:
         text = f"{type(self.optimizer).__name__}.param_groups[{index}]['{key}']: {old!r} -> {new!r}"

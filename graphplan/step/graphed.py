@@ -261,7 +261,7 @@ class GraphedStep(Exclusive):
         return result
 
     def _advance(self, entry: Entry, feed: Feed) -> Any:
-        """One step on the way to a program."""
+        """One step on the way to a program, which closes others that are too many, or whose inputs are too small."""
         self._short.forget()
         overdue = self._programs.check_due()
         if overdue is not None:
@@ -281,6 +281,7 @@ class GraphedStep(Exclusive):
             self._programs.count_attempt()
             if self.stats.captured > captured:
                 self._programs.count_capture(entry, self._geometry(feed))
+                self._short.forget()
                 programs = self._programs.all()
                 self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
             return result

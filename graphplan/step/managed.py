@@ -52,6 +52,7 @@ class Managed:
         self._sharding: Sharding | None = None
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
+        self._held_id = -1
         self._seen: dict[tuple[Any, ...], int] = {}
         self._taken = 0
         self._churn = 0
@@ -178,14 +179,20 @@ class Managed:
 
     def held_fingerprint(self) -> int:
         """:meth:`fingerprint`, about which :meth:`is_at` will be asked."""
-        number = self.fingerprint()
+        self._held_id = self.fingerprint()
         if self._fingerprint is not None:
             self._fingerprint.hold()
-        return number
+        return self._held_id
 
     def is_at(self, fingerprint: int) -> bool:
-        """Whether the fingerprint still has this number. False also where only a closer look would tell."""
-        return fingerprint == self._last_id and self._fingerprint is not None and self._fingerprint.unchanged()
+        """Whether the fingerprint still has this number. False also where only a closer look would tell, as where the
+        values that are held are not those that were read last.
+        """
+        return (
+            fingerprint == self._held_id == self._last_id
+            and self._fingerprint is not None
+            and self._fingerprint.unchanged()
+        )
 
     def _number(self, values: tuple[Any, ...]) -> int:
         number = self._seen.pop(values, self._taken)

@@ -44,6 +44,7 @@ class Programs:
     def add(self, key: Key, entry: Entry) -> Entry:
         """Keep ``entry`` under ``key``, and under no other."""
         self._entries.put(key, entry)
+        self._let_go()
         return entry
 
     def all(self) -> list[Program]:
@@ -61,12 +62,15 @@ class Programs:
         self.close(entry)
 
     def close(self, entry: Entry) -> None:
-        """Close an entry's programs. Of each, only how often it was replayed is kept."""
-        closed = entry.programs()
-        for key, program in self._latest.items():
-            if isinstance(program, Program) and program in closed:
-                self._latest[key] = program.replays
+        """Close an entry's programs."""
         entry.drop()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep of each program that was closed only how often it was replayed."""
+        for key, program in self._latest.items():
+            if isinstance(program, Program) and not program.is_open:
+                self._latest[key] = program.replays
 
     def drop_all(self, reason: str) -> None:
         """Close every program that there is because of ``reason``."""
@@ -94,6 +98,7 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
+        self._let_go()
 
     def check_churn(self) -> None:
         """Whether one more capture is in order.

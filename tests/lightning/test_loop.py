@@ -189,24 +189,54 @@ class _Batches(IterableDataset[Any]):
             yield None if index == 6 else batch
 
 
-def _trained(callback: Any, folder: Path) -> LitDigits:
+class _Kept:
+    """The same lists in each epoch."""
+
+    def __init__(self) -> None:
+        self._batches = [list(batch) for batch in loaders()[0]]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class _Halves(Callback):
+    """Changes each batch where it stands."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        batch[0] = batch[0] * 0.5
+
+
+def _trained(data: Callable[[], Any], callback: Any, folder: Path, *more: Callback) -> LitDigits:
     torch.manual_seed(0)
     module = LitDigits()
-    trainer = trainer_of(folder, [callback] if callback else [], max_epochs=2, limit_val_batches=0)
+    callbacks = [*more, callback] if callback else list(more)
+    trainer = trainer_of(folder, callbacks, max_epochs=2, limit_val_batches=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(_Batches(), batch_size=None))
+        trainer.fit(module, data())
     return module
 
 
-def test_a_batch_that_is_none(tmp_path: Path) -> None:
-    expected = _trained(None, tmp_path / "eager")
+def _assert_same_training(folder: Path, data: Callable[[], Any], *more: Callback) -> None:
+    expected = _trained(data, None, folder / "eager", *more)
     callback = tape()
-    found = _trained(callback, tmp_path / "graphed")
+    found = _trained(data, callback, folder / "graphed", *more)
     assert reasons(callback) == []
     assert callback.stats.replayed >= 8
     for left, right in zip(expected.parameters(), found.parameters(), strict=True):
         assert torch.equal(left, right)
+
+
+def test_a_batch_that_is_none(tmp_path: Path) -> None:
+    _assert_same_training(tmp_path, lambda: DataLoader(_Batches(), batch_size=None))
+
+
+def test_a_list_that_the_loader_keeps(tmp_path: Path) -> None:
+    """Hooks are given a list of their own, as by Lightning: what they put into it is not there in the next epoch."""
+    _assert_same_training(tmp_path, _Kept, _Halves())
 
 
 def _other_step(module: Any) -> Callable[..., Tensor]:
