@@ -10,18 +10,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphplan.buffers import Buffers
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import describe
-from graphplan.signature import Feed, check_feed, flatten
+from graphplan.signature import Feed, flatten
 from graphplan.stats import Stats
 from graphplan.step.compiling import CompiledModules
-from graphplan.step.entry import Entry, Key
+from graphplan.step.entry import Entry
+from graphplan.step.lookup import Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
@@ -72,10 +72,10 @@ class GraphedStep(Exclusive):
             self._runner, self._managed, options, buffers=self._buffers, refusals=self._refusals, peers=peers
         )
         self._replays = Replays(self._runner, options, peers)
-        self._modes = Modes()
+        modes = Modes()
         self._programs: Programs = Programs(options, self.stats)
-        self._feed_device = options.feed_device
-        self._short = ShortWay(self._managed, self._modes, moved=self._is_moved)
+        self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
+        self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
         self._demoted: RefusalError | None = None
         self._calls = 0
         self._closed = False
@@ -116,13 +116,13 @@ class GraphedStep(Exclusive):
             self._refusals.refuse(error)
             return self._runner.plain(args, kwargs, error)
         if self._options.eager_if is not None and self._asks_eager(args, kwargs):
-            return self._runner.eager(self._moved(feed), SkipReason.EAGER_IF)
+            return self._runner.eager(self._lookup.moved(feed), SkipReason.EAGER_IF)
         if self._demoted is None and self._managed.refusal is not None:
             self._demote(self._managed.refusal)
         if self._demoted is not None:
             return self._refused(feed, self._demoted)
         try:
-            entry, program = self._find(feed)
+            entry, program = self._lookup.find(feed)
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
@@ -130,31 +130,13 @@ class GraphedStep(Exclusive):
             return self._refused(feed, entry.refusal)
         if program is not None:
             if not program.takes(feed):
-                return self._runner.eager(self._moved(feed), SkipReason.FEED, MEMORY_IS_FED)
+                return self._runner.eager(self._lookup.moved(feed), SkipReason.FEED, MEMORY_IS_FED)
             if program.replays + 1 == program.next_check:
-                return self._check(entry, program, self._moved(feed))
+                return self._check(entry, program, self._lookup.moved(feed))
             if not kwargs and self._options.eager_if is None:
                 self._short.remember(args, feed, entry, program)
             return self._replays.replay(program, feed.leaves)
-        return self._advance(entry, self._moved(feed))
-
-    def _find(self, feed: Feed) -> tuple[Entry, Program | None]:
-        """The feed's entry, and its program if that is ready and fits."""
-        looked = False
-        self._managed.settle()
-        while True:
-            entry = self._entry(feed)
-            program = entry.select(self._managed.grad_presence)
-            if program is None and not looked:
-                # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).
-                looked = True
-                self._managed.look_again()
-                continue
-            if program is None or program.guards.hold():
-                return entry, program
-            # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
-            if not self._follow(program, entry):
-                return self._entry(feed), None
+        return self._advance(entry, self._lookup.moved(feed))
 
     @property
     def plan(self) -> Plan | None:
@@ -182,64 +164,14 @@ class GraphedStep(Exclusive):
         """Let ``escalates(error)`` say which refusals raise; the others demote with a warning."""
         self._refusals.escalates = escalates
 
-    def _entry(self, feed: Feed) -> Entry:
-        key = self._key(feed, self._managed.next_fingerprint())
-        entry = self._programs.get(key)
-        if entry is None:
-            check_feed(feed, self._home())
-            if self._programs.knows(self._geometry(feed)):
-                self.stats.note(f"another program: {self._managed.why_changed()}")
-            wants_grad = any(leaf.requires_grad for _, leaf in feed.tensors())
-            entry = self._programs.add(key, Entry(wants_grad=wants_grad))
-        elif entry.wants_grad:
-            # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
-            check_feed(feed, self._home())
-        return entry
-
-    def _key(self, feed: Feed, fingerprint: int) -> Key:
-        return (self._geometry(feed), self._modes.now(), fingerprint)
-
-    def _geometry(self, feed: Feed) -> tuple[Any, ...]:
-        """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
-        return (feed.key, () if self._is_moved else feed.alignments())
-
-    @property
-    def _is_moved(self) -> bool:
-        return self._feed_device is not None and self._feed_device.type != "cpu"
-
-    def _home(self) -> torch.device | None:
-        return None if self._feed_device is not None else self._runner.device
-
     def _asks_eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         if callable(self._options.eager_if):
             return bool(self._options.eager_if(*args, **kwargs))
         assert self._options.eager_if is not None
         return (self._calls - 1) % self._options.eager_if == 0
 
-    def _moved(self, feed: Feed) -> Feed:
-        """The feed with its tensors on the step's device, if ``device=`` asks for that."""
-        home = self._feed_device
-        if home is None:
-            return feed
-        leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
-        return Feed(leaves, feed.structure, feed.key)
-
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
-        return self._runner.refused(self._moved(feed), error)
-
-    def _follow(self, program: Program, entry: Entry) -> bool:
-        """Let the program follow what moved; one that cannot is dropped."""
-        reason = program.resync()
-        self._managed.refresh()
-        if reason is None:
-            happened = self._managed.take_events()
-            if happened:
-                self.stats.note(f"followed{happened}")
-            return True
-        self._programs.drop(entry, f"{reason}{self._managed.take_events()}")
-        # A replaced parameter may have no optimizer state yet, which only an eager step can make.
-        entry.warm = min(entry.warm, self._options.warmup_steps - 1)
-        return False
+        return self._runner.refused(self._lookup.moved(feed), error)
 
     def _check(self, entry: Entry, program: Program, feed: Feed) -> Any:
         """A replay that is checked against eager. After a difference, the step stays eager; without a gain, it does so
@@ -280,7 +212,7 @@ class GraphedStep(Exclusive):
             result = self._stages.advance(entry, feed)
             self._programs.count_attempt()
             if self.stats.captured > captured:
-                self._programs.count_capture(entry, self._geometry(feed))
+                self._programs.count_capture(entry, self._lookup.geometry(feed))
                 self._short.forget()
                 programs = self._programs.all()
                 self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
@@ -288,10 +220,7 @@ class GraphedStep(Exclusive):
         result = self._stages.warm_up(entry, feed)
         self._programs.count_attempt()
         if entry.warm <= 1:
-            # The first steps made the owners known, on which the key depends.
-            key = self._key(feed, self._managed.fingerprint())
-            if self._programs.get(key) is None:
-                self._programs.add(key, entry)
+            self._lookup.keep(feed, entry)
         return result
 
     def _may_advance(self, entry: Entry, peers: Peers) -> bool:
