@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from graphplan.callback.standins import StandIn
+from graphplan.callback.standins import StandIn, StandsIn
 
 _INTERVAL = 0.05
 """Seconds between two pictures."""
@@ -20,28 +20,18 @@ _SLOW_START = 64
 """So many updates of a bar are drawn in any case: those of short runs, which are looked at one by one."""
 
 
-class ThrottledBar:
-    """Stands where a Trainer's bar asks whether to draw itself."""
+class ThrottledBar(StandsIn):
+    """Stands where a Trainer's bar asks whether to draw itself, unless the bar has an opinion of its own."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         bar: Any = trainer.progress_bar_callback
         known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
         self._bar = bar if known else None
-        self._standins = [StandIn(bar, "_should_update", self._should_update)] if known else []
+        super().__init__(*([StandIn(bar, "_should_update", self._should_update)] if known else []))
         self._asked = 0
         self._drawn = 0.0
         self._is_behind = False
-
-    def install(self) -> None:
-        """Put it in, unless the bar decides for itself."""
-        for standin in self._standins:
-            standin.put()
-
-    def remove(self) -> None:
-        """Take it off."""
-        for standin in self._standins:
-            standin.take_off()
 
     def _should_update(self, current: int, total: int | None) -> bool:
         assert self._bar is not None

@@ -13,25 +13,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.amp.grad_scaler import OptState
 
-from graphplan.callback.standins import StandIn
+from graphplan.callback.standins import StandIn, StandsIn
 
 
-class FusedClipping:
+class FusedClipping(StandsIn):
     """Stands where mixed precision clips, on the Trainer's plugin, unless that has a way of its own."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._plugin: Any = trainer.precision_plugin
-        self._standin = StandIn(self._plugin, "clip_gradients", self._clip)
-
-    def install(self) -> None:
-        """Put it in."""
         kind = type(self._plugin)
-        if issubclass(kind, MixedPrecision) and kind.clip_gradients is MixedPrecision.clip_gradients:
-            self._standin.put()
-
-    def remove(self) -> None:
-        """Take it off."""
-        self._standin.take_off()
+        clips = issubclass(kind, MixedPrecision) and kind.clip_gradients is MixedPrecision.clip_gradients
+        super().__init__(*([StandIn(self._plugin, "clip_gradients", self._clip)] if clips else []))
 
     def _clip(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         """In place of ``MixedPrecision.clip_gradients``."""

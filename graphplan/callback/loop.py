@@ -25,15 +25,16 @@ from graphplan.callback.fetching import Again, next_of
 from graphplan.callback.gates import has_hook
 from graphplan.callback.loop_gates import END, START, STOCK_HOOKS, hands_out_batch
 from graphplan.callback.metrics import LazyConnector
-from graphplan.callback.standins import StandIn
+from graphplan.callback.standins import StandIn, StandsIn
 
 _SCHEDULE = "lr_scheduler_step"
 _PLAIN = frozenset({Tensor})
 _is_cpu = attrgetter("is_cpu")
 
 
-class LoopSeam:
-    """Stands in for ``advance`` of one fit's loop over batches. ``install`` and ``remove`` are inverse.
+class LoopSeam(StandsIn):
+    """Stands in for ``advance`` of one fit's loop over batches. The first batch goes through Lightning's own code,
+    which warns of what there is to warn of.
 
     Args:
         direct: the step takes batches in host memory and moves them itself.
@@ -49,9 +50,9 @@ class LoopSeam:
         self._is_one_of_many = trainer.world_size > 1
         self._validates = is_overridden("validation_step", module)
         self._own_schedule = not module.automatic_optimization or is_overridden(_SCHEDULE, module)
-        self._standins = [StandIn(self._loop, "advance", self._advance)]
-        self._standins.append(StandIn(self._loop, "on_advance_end", self._advance_end))
-        self._standins += [StandIn(self._loop, name, _nothing) for name in ("_on_before_fetch", "_on_after_fetch")]
+        methods: dict[str, Any] = {"advance": self._advance, "on_advance_end": self._advance_end}
+        methods |= dict.fromkeys(("_on_before_fetch", "_on_after_fetch"), _nothing)
+        super().__init__(*(StandIn(self._loop, name, method) for name, method in methods.items()))
         self._callbacks: list[Any] = []
         self._hooked: dict[str, list[Any]] = {}
         self._module_ends = False
@@ -59,16 +60,6 @@ class LoopSeam:
         self._arguments: tuple[str, ...] | None = None
         self._step: Any = None
         self._has_ended = False
-
-    def install(self) -> None:
-        """Put it in. The first batch goes through Lightning's own code, which warns of what there is to warn of."""
-        for standin in self._standins:
-            standin.put()
-
-    def remove(self) -> None:
-        """Take it off."""
-        for standin in self._standins:
-            standin.take_off()
 
     def _advance(self, fetcher: Any) -> None:
         """In place of ``advance``: this batch and those after it, up to one after which something is due."""

@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 from graphplan.callback.copies import LaggingNumbers
-from graphplan.callback.standins import StandIn
+from graphplan.callback.standins import StandIn, StandsIn
 
 
 def _settled(name: str) -> Any:
@@ -137,7 +137,7 @@ def _metrics_of(results: Any, metrics: Iterable[Any], *, on_step: bool) -> _METR
     return found
 
 
-class LazyNumbers:
+class LazyNumbers(StandsIn):
     """Makes a Trainer's connector a lazy one, unless it has a class of the user's own, and tells it when a bar asks."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -146,21 +146,18 @@ class LazyNumbers:
         self._numbers = LaggingNumbers()
         self._asked = -1
         bars = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, ProgressBar)]
-        self._standins = [
-            StandIn(bar, "get_metrics", partial(self._ask, bar)) for bar in bars if "get_metrics" not in vars(bar)
-        ]
+        bars = [bar for bar in bars if "get_metrics" not in vars(bar)]
+        super().__init__(*(StandIn(bar, "get_metrics", partial(self._ask, bar)) for bar in bars))
 
     def install(self) -> None:
         """Put it in."""
         if type(self._connector) is _LoggerConnector:
             self._connector.__class__ = LazyConnector
-            for standin in self._standins:
-                standin.put()
+            super().install()
 
     def remove(self) -> None:
         """Read what nobody has asked for yet, and take it off."""
-        for standin in self._standins:
-            standin.take_off()
+        super().remove()
         if isinstance(self._connector, LazyConnector):
             self._connector.settle()
             self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)

@@ -12,14 +12,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
 
 from graphplan.callback.copies import HostCopy
-from graphplan.callback.standins import StandIn
+from graphplan.callback.standins import StandIn, StandsIn
 
 _METHOD = "_broadcast_sigterm_tensor"
 EVERY = 8
 """Steps between two messages; each is read when the next one is sent."""
 
 
-class LaggingSigterm:
+class LaggingSigterm(StandsIn):
     """Stands where the epoch loop broadcasts whether rank 0 got a SIGTERM, and reads the answer, before every step.
 
     The answer is read later, when it has long been there: every rank ends before the same step, as it would have, but
@@ -29,18 +29,10 @@ class LaggingSigterm:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._loop: Any = trainer.fit_loop.epoch_loop
-        self._standin = StandIn(self._loop, _METHOD, self._ask)
+        asks = trainer.world_size > 1 and hasattr(self._loop, _METHOD)
+        super().__init__(*([StandIn(self._loop, _METHOD, self._ask)] if asks else []))
         self._calls = 0
         self._answer: Callable[[], bool] = lambda: False
-
-    def install(self) -> None:
-        """Put it in, where there are other ranks and Lightning asks."""
-        if self._trainer.world_size > 1 and hasattr(self._loop, _METHOD):
-            self._standin.put()
-
-    def remove(self) -> None:
-        """Take it off."""
-        self._standin.take_off()
 
     def _ask(self) -> None:
         """In place of the loop's own method."""

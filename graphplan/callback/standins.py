@@ -37,6 +37,23 @@ class StandIn:
         return getattr, (self._owner, self._name)  # Of a copy that is still being made, and has no attributes yet.
 
 
+class StandsIn:
+    """Has stand-ins, each where its method is to be replaced. ``install`` and ``remove`` are inverse."""
+
+    def __init__(self, *standins: StandIn) -> None:
+        self._standins = standins
+
+    def install(self) -> None:
+        """Put them in."""
+        for standin in self._standins:
+            standin.put()
+
+    def remove(self) -> None:
+        """Take them off."""
+        for standin in self._standins:
+            standin.take_off()
+
+
 class ReplayedClosure(Closure):
     """Stands where Lightning expects its closure: calling it runs the graphed forward and backward."""
 
