@@ -24,6 +24,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
+from graphplan.callback.noting import NotingResults
 from graphplan.callback.sums import Sums
 from graphplan.errors import HostSyncError
 from graphplan.tracer import Source, find_source, refuse_trace
@@ -120,11 +121,11 @@ class LogNotes:
             try:
                 self._carry_out(notes)
             finally:
-                results.__class__ = _NotingResults
+                results.__class__ = NotingResults
             notes.clear()
 
         results.note, results.log_now = note, log_now
-        results.__class__ = _NotingResults
+        results.__class__ = NotingResults
         try:
             yield notes
         finally:
@@ -269,35 +270,6 @@ def _show(inner: dict[str, Any], on_step: bool, on_epoch: bool, value: Tensor) -
             inner["value"] = value
     inner["has_reset"], inner["_computed"] = False, None
     inner["_update_count"] += 1
-
-
-class _NotingResults(_ResultCollection):
-    """The class of a result collection while a managed step runs."""
-
-    note: Callable[..., None]
-    log_now: Callable[[], None]
-
-    def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
-        """Note it."""
-        self.note(fx, name, value, *args, **options)
-
-    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Nothing: resets come with the calls that are made later."""
-
-
-def _reading(name: str) -> Callable[..., Any]:
-    plain = getattr(dict, name)
-
-    def method(self: _NotingResults, *args: Any) -> Any:
-        self.log_now()
-        return plain(self, *args)
-
-    method.__name__ = name
-    return method
-
-
-for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items", "keys", "values"):
-    setattr(_NotingResults, _name, _reading(_name))
 
 
 def with_logs(notes: LogNotes, body: Callable[[], Any]) -> dict[str, Any]:
