@@ -181,6 +181,20 @@ def _accumulator(param: nn.Parameter) -> Any:
     return param.expand_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, *, graphed: bool) -> Any:
+    """A training step, as it is or graphed."""
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    owners = {"model": model, "optimizer": optimizer}
+    return graph_step(train_step, owners=owners, verify="off") if graphed else train_step
+
+
 def _scale(model: nn.Linear, factor: float) -> None:
     assert model.weight.grad is not None
     model.weight.grad.mul_(factor)
@@ -209,15 +223,7 @@ def test_a_hook_in_the_place_of_another_is_another_step(where: str) -> None:
                 return node.register_prehook(lambda grads: (grads[0] * factor,))
             return nn.modules.module.register_module_forward_hook(lambda module, args, out: out * factor)
 
-        def train_step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        owners = {"model": model, "optimizer": optimizer}
-        call: Any = graph_step(train_step, owners=owners, verify="off") if graphed else train_step
+        call = _trained(model, optimizer, graphed=graphed)
         handle, losses = hook(0.5), []
         try:
             for index in range(30):
@@ -244,15 +250,7 @@ def test_hooks_on_a_node_go_with_it() -> None:
         model = nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
 
-        def train_step(x: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        owners = {"model": model, "optimizer": optimizer}
-        call: Any = graph_step(train_step, owners=owners, verify="off") if graphed else train_step
+        call = _trained(model, optimizer, graphed=graphed)
         losses, nodes = [], []
         for index in range(30):
             if index == 8:
