@@ -115,3 +115,15 @@ class Policy:
                 f"policy of mode {mode!r} has the keys {sorted(value)}; expected static_roles and copy_roles"
             )
         return cls(mode, static_roles=value["static_roles"], copy_roles=value.get("copy_roles", ("input",)))
+
+
+def parse_policies(policies: Mapping[str, Any]) -> dict[str, Policy]:
+    """Policies by mode, each given as one or as its two role lists.
+
+    Raises:
+        PolicyError: for a mode or a policy that there is not.
+    """
+    unknown = sorted(set(policies) - set(MODES))
+    if unknown:
+        raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
+    return {name: Policy.parse(name, value) for name, value in policies.items()}

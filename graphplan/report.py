@@ -7,6 +7,18 @@ from collections.abc import Sequence
 from graphplan.stats import Stats
 
 
+def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str:
+    """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""
+    if backend == "eager":
+        return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
+    if stats.captured == 0:
+        return (
+            f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
+            f"{warmup_steps + 3} of one batch signature"
+        )
+    return summary(stats, plans=plans)
+
+
 def summary(stats: Stats, *, plans: int) -> str:
     """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory."""
     parts = [

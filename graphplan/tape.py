@@ -23,17 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
 from graphplan.owners import is_freed, same_bits, storage_id
-from graphplan.tracer import (
-    Aside,
-    Profile,
-    find_source,
-    finish,
-    is_allocation,
-    is_collective,
-    wait_for,
-    written_tensors,
-)
+from graphplan.tracer import find_source, finish, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
+from graphplan.tracer.profile import Aside, Profile
 
 _CONSTANT = (
     "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.arange.default", "aten.arange.start",

@@ -23,11 +23,12 @@ from graphplan.callback.manual import ManualSeam
 from graphplan.callback.metrics import LazyNumbers
 from graphplan.callback.seam import Figures, Seam
 from graphplan.callback.sigterm import LaggingSigterm
+from graphplan.callback.standins import StandsIn
 from graphplan.callback.variants import Variant, VariantOf
 from graphplan.errors import NotCapturedError, OptionError, PolicyError
 from graphplan.plan import Plan
-from graphplan.policy import MODES, Policy
-from graphplan.report import describe, summary
+from graphplan.policy import parse_policies
+from graphplan.report import describe, outcome, summary
 from graphplan.stats import Stats
 from graphplan.step import Backends, Options
 
@@ -57,11 +58,9 @@ class GraphPlanCallback(Callback):
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same
             state, and eager's outcome stands; that needs room for copies of parameters and state meanwhile.
-        fuse_optimizer: whether foreach optimizers are switched to torch's fused kernels where it has them on the device
-            (Adam, AdamW, SGD): faster, with other roundings. On the CPU they are what makes an optimizer capturable.
-        compile: ``True`` compiles the module's parts, and its ``forward``, with
-            ``torch.compile`` before their first step: the captured kernels are compiled ones, and the numbers the
-            compiler's. Or arguments of ``torch.compile`` by name; without them nothing is compiled on the CPU.
+        fuse_optimizer: whether Adam, AdamW and SGD run torch's fused kernels on CUDA: faster, with other roundings.
+        compile: ``True`` has ``torch.compile`` compile the module's parts and its ``forward`` before their first step;
+            or its arguments by name. Without those nothing is compiled on the CPU.
         max_graphs: how many programs are kept.
         min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
             that is surely slower is dropped, and its steps are eager from then on. None: 1.0 on CUDA, 0 on the CPU.
@@ -76,8 +75,7 @@ class GraphPlanCallback(Callback):
         eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
             ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
             metrics that a step updates are state.
-        transfer: ``"auto"``: a replay copies a batch in host memory right into the program's inputs, where nobody else
-            is given the batch; ``"stock"``: Lightning moves it to the device first, always.
+        transfer: ``"auto"``: replays copy batches in from host memory where nobody else has them; ``"stock"``: never.
         loop: ``"auto"``: what Lightning does around each step is left out where the run has no use for it; ``"stock"``:
             never.
 
@@ -116,10 +114,7 @@ class GraphPlanCallback(Callback):
         for name, value in {"loop": loop, "transfer": transfer}.items():
             if value not in ("auto", "stock"):
                 raise OptionError(f"{name} is {value!r}; expected 'auto' or 'stock'")
-        unknown = sorted(set(policies or {}) - set(MODES))
-        if unknown:
-            raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
-        parsed = {name: Policy.parse(name, value) for name, value in (policies or {}).items()}
+        parsed = parse_policies(policies or {})
         self.options = Options(
             policy=parsed.get("train"),
             backend=backend,
@@ -145,8 +140,7 @@ class GraphPlanCallback(Callback):
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
-        self._stand_ins: list[FusedClipping | LaggingSigterm | LazyNumbers | ThrottledBar | LoopSeam] = []
-        self._bar: ThrottledBar | None = None
+        self._stand_ins: list[StandsIn] = []
 
     def _of(self, part: str) -> Figures:
         """Figures of training or evaluation, in the current run or the last one."""
@@ -185,8 +179,7 @@ class GraphPlanCallback(Callback):
             self._refuse(_TRAINING, reason)
             return
         kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
-        self._bar = ThrottledBar(trainer)
-        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), LazyNumbers(trainer), self._bar]
+        self._stand_ins = [make(trainer) for make in (FusedClipping, LaggingSigterm, LazyNumbers, ThrottledBar)]
         for stand_in in self._stand_ins:
             stand_in.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
@@ -202,15 +195,14 @@ class GraphPlanCallback(Callback):
 
     def _takes_host_batches(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Whether steps copy batches to the device themselves: nobody else looks at them there."""
-        asks = self.options.eager_if is not None or self.variant.is_given or self.transfer == "stock"
-        eager = self.options.backend == "eager"
-        return not asks and not eager and keeps_stock_transfer(trainer, pl_module) is None
+        asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
+        return not asks and self.transfer == "auto" and keeps_stock_transfer(trainer, pl_module) is None
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have the progress bar show where the epoch ended."""
-        if self._bar is not None:
-            self._bar.catch_up()
+        for bar in (stand_in for stand_in in self._stand_ins if isinstance(stand_in, ThrottledBar)):
+            bar.catch_up()
 
     def _install(self, part: str, seam: Seam) -> None:
         self._seams[part] = seam
@@ -275,7 +267,6 @@ class GraphPlanCallback(Callback):
         """Take the seams off and keep their figures."""
         while self._stand_ins:
             self._stand_ins.pop().remove()
-        self._bar = None
         seams, self._seams = self._seams, {}
         for part, seam in seams.items():
             seam.remove()
@@ -288,18 +279,9 @@ class GraphPlanCallback(Callback):
         had_seam = _TRAINING in self._seams
         self._remove()
         if had_seam:
-            rank_zero_info(self._last_line())
-
-    def _last_line(self) -> str:
-        stats = self.stats
-        if self.options.backend == "eager":
-            return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
-        if stats.captured == 0:
-            return (
-                f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
-                f"{self.options.warmup_steps + 3} of one batch signature"
-            )
-        return summary(stats, plans=self._of(_TRAINING).plans)
+            backend, warmup_steps = self.options.backend, self.options.warmup_steps
+            plans = self._of(_TRAINING).plans
+            rank_zero_info(outcome(self.stats, plans=plans, backend=backend, warmup_steps=warmup_steps))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -315,4 +297,4 @@ class GraphPlanCallback(Callback):
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in _LIGHTNINGS_OWN}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_stand_ins": [], "_bar": None}
+        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_stand_ins": []}

@@ -92,7 +92,7 @@ def test_a_bar_is_its_own_again_after_the_fit(tmp_path: Path) -> None:
     callback = tape()
     run(tmp_path, bar, callback)
     assert "_should_update" not in vars(bar)
-    assert copy.deepcopy(callback)._bar is None
+    assert copy.deepcopy(callback)._stand_ins == []
 
 
 class _Looks(Callback):
