@@ -86,7 +86,9 @@ def test_batches_that_nobody_else_is_given(transfer: str, tmp_path: Path, monkey
     monkeypatch.setattr(loop, "move_data_to_device", lambda *args: (moved.append(args), original(*args))[1])
     found = fit(LitDigits, tmp_path / "graphed", callback(transfer=transfer), **ON_DEVICE)
     assert_same_fits(expected, found)
-    assert found.callback.stats.replayed == REPLAYED, found.callback.report()
+    # Lightning moves a fit's first batch, which is then a warm-up step of a feed signature of its own.
+    expected_replays = REPLAYED - (CUDA and transfer == "auto")
+    assert found.callback.stats.replayed == expected_replays, found.callback.report()
     assert bool(moved) is (CUDA and transfer == "stock")
 
 
@@ -121,6 +123,7 @@ def test_checkpoints_are_interchangeable(first: str, tmp_path: Path) -> None:
     assert graphed.callback.stats.replayed == REPLAYED
 
 
+@pytest.mark.filterwarnings("ignore:GPU available but not used")
 @pytest.mark.parametrize("first", ["host", "device"])
 def test_a_checkpoint_of_the_other_device(first: str, tmp_path: Path) -> None:
     """Moments and step counters come from a host's fit into a device's, or the reverse: it goes on as the eager fit."""
@@ -231,6 +234,9 @@ class _AtEnds(RichProgressBar):
 
 
 @needs_cuda
+@pytest.mark.filterwarnings(
+    "ignore:You defined a `validation_step`", "ignore:Synchronization debug mode is a prototype"
+)
 def test_a_bar_that_asks_after_every_batch_makes_nobody_wait(tmp_path: Path) -> None:
     """Steps, logs and the bar from one batch to the next; at an epoch's end it shows eager's numbers."""
     data = DataLoader(digits()[0], 30)
