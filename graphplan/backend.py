@@ -26,6 +26,8 @@ class Recording(Protocol):
     """Launches that one replay costs the host: one for a CUDA graph, one per recorded operator for the tape."""
     nbytes: int
     """Bytes of intermediate memory that the recording keeps."""
+    generation: object
+    """Recordings of one generation share memory, which comes back when the last of them is reset."""
 
     def replay(self) -> None:
         """Run the recorded work again, on the same storages, ordered on the current stream."""

@@ -74,6 +74,9 @@ class Buffers:
             if flat is not None and self._on_growth is not None:
                 assert isinstance(position, int)
                 self._on_growth(position)
+            if flat is not None:
+                # By leaps, so that inputs that grow slowly do not have programs captured again each time.
+                room = max(room, 2 * flat.numel())
             with torch.inference_mode(False):
                 flat = torch.empty(room, dtype=like.dtype, device=device)
             self._flat[key] = flat

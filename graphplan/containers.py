@@ -62,8 +62,12 @@ def flatten_plain(tree: Any) -> tuple[Hashable, list[Any], pytree.TreeSpec]:
     return sketch, leaves, structure
 
 
-def rebuilder(structure: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
-    """A function that makes a tree of ``structure`` from its leaves, without pytree where the containers are plain."""
+def rebuilder(
+    structure: pytree.TreeSpec, finish: Callable[[Any], Any] = lambda tree: tree
+) -> Callable[[Sequence[Any]], Any]:
+    """A function that makes a tree of ``structure`` from its leaves, without pytree where the containers are plain;
+    where they are not, ``finish`` is applied to it.
+    """
     keys: list[Any] = []
     try:
         source = _source(pytree.tree_unflatten(list(range(structure.num_leaves)), structure), keys)
@@ -71,7 +75,7 @@ def rebuilder(structure: pytree.TreeSpec) -> Callable[[Sequence[Any]], Any]:
         built: Callable[[Sequence[Any]], Any] = eval(f"lambda leaves: {source}", {"keys": keys})
     except (TypeError, SyntaxError):
         # Other containers, or more of them in each other than Python reads.
-        return lambda leaves: pytree.tree_unflatten(list(leaves), structure)
+        return lambda leaves: finish(pytree.tree_unflatten(list(leaves), structure))
     return built
 
 

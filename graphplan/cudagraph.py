@@ -50,12 +50,18 @@ class GraphRecording:
     """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, device: torch.device, nbytes: int, watched: str | None = None
+        self,
+        graph: torch.cuda.CUDAGraph,
+        device: torch.device,
+        nbytes: int,
+        watched: str | None = None,
+        generation: object = None,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._device = device
         self._watched = watched
         self.nbytes = nbytes
+        self.generation = generation
         self.launches = 1
 
     @property
@@ -161,9 +167,13 @@ class CUDAGraphBackend:
         _upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, self.watched)
+        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool)
         self._living.add(recording)
         return recording, result
+
+    def begin_generation(self) -> None:
+        """Have later recordings share memory among themselves only."""
+        self._pool = None
 
     def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self.device)

@@ -29,6 +29,12 @@ class SkipReason(Enum):
     FEED = "the fed values cannot be copied into static buffers"
     CAPTURE = "the backend could not record the step"
     EAGER_IF = "eager_if asked for an eager step"
+    ENABLE_IF = "enable_if said no"
+    GRADIENT = "gradients are wanted"
+    BUCKET = "no capture size fits"
+    PADDING = "padding changes what comes out"
+    CHECK = "a padded call was compared with the call as it came"
+    SHAPES = "shapes='eager' captures the first shape only"
     BACKEND_EAGER = "backend='eager'"
     MAX_GRAPHS = "the limit on the number of programs is reached"
     GUARD = "state moved in a way that a replay cannot follow"
@@ -188,6 +194,10 @@ class GradientError(GraphPlanError, RuntimeError):
     """A backward pass outside the step comes to a tensor that a replay left."""
 
 
+class StaleError(GraphPlanError, RuntimeError):
+    """A static output was used after a later replay had overwritten it."""
+
+
 class GuardError(RefusalError, RuntimeError):
     """A program was replayed although something that it depends on is no longer where it was."""
 
@@ -223,6 +233,12 @@ class VerifyError(RefusalError, RuntimeError):
     def __init__(self, message: str, *, result: Any = None) -> None:
         super().__init__(message)
         self.result = result
+
+
+class PaddingError(VerifyError):
+    """A call at its capture size does not come to what the call comes to as it is."""
+
+    reason = SkipReason.PADDING
 
 
 class SlowerError(RefusalError, RuntimeError):

@@ -154,7 +154,7 @@ class Fingerprint:
             or self._sharding.is_there
             or self._node_hooks
             or not _MUTABLE.isdisjoint(map(type, map(getitem, self._containers, self._keys)))
-            or not all(isinstance(forward, FunctionType) for forward in forwards)
+            or not all(isinstance(getattr(forward, "__wrapped__", forward), FunctionType) for forward in forwards)
         ):
             self._held = ()
             return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphplan.owners import Walk, storage_id
 from graphplan.policy import Policy
-from graphplan.roles import External, Role
+from graphplan.roles import External, Role, TensorSpec
 from graphplan.signature import Feed, FeedSpec
 
 
@@ -45,13 +45,14 @@ class Output:
     """One leaf of what the step returns.
 
     ``kind`` is ``"tensor"`` (made by the step), ``"input"`` (leaf ``index`` of the feed as it is), ``"owned"`` (the
-    tensor in the owners' slot ``path``), or ``"literal"`` (the Python ``value``).
+    tensor in the owners' slot ``path``), or ``"literal"`` (the Python ``value``). ``spec`` is a tensor's geometry.
     """
 
     kind: str
     index: int | None = None
     path: str | None = None
     value: Any = None
+    spec: TensorSpec | None = None
 
 
 class Rates(Protocol):

@@ -7,7 +7,7 @@ broadcast or cast to make them equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -74,11 +74,13 @@ def _open_records(tree: Any) -> Any:
     return pytree.tree_map(opened, tree)
 
 
-def _close_records(tree: Any) -> Any:
+def close_records(tree: Any) -> Any:
+    """``tree`` with the dataclass instances and partial functions that :func:`flatten_result` opened."""
+
     def closed(node: Any) -> Any:
         if not isinstance(node, _Record):
             return node
-        values = {name: _close_records(value) for name, value in node.values.items()}
+        values = {name: close_records(value) for name, value in node.values.items()}
         if node.kind is partial:
             function = partial(values["func"], *values["args"], **values["keywords"])
             vars(function).update(values["__dict__"])
@@ -98,7 +100,12 @@ def alignment_unit(tensor: Tensor) -> int:
 
 def alignment(tensor: Tensor) -> int:
     """How many bytes ``tensor`` begins after a multiple of the widest vector that its device's kernels load."""
-    return tensor.data_ptr() % alignment_unit(tensor) if tensor.layout is torch.strided else 0
+    return tensor.data_ptr() % alignment_unit(tensor) if is_dense(tensor) else 0
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has strides: it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 class Feed:
@@ -115,7 +122,7 @@ class Feed:
         """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
         if self.structure is None:
             return tuple(leaves), {}
-        args, kwargs = _close_records(pytree.tree_unflatten(list(leaves), self.structure))
+        args, kwargs = close_records(pytree.tree_unflatten(list(leaves), self.structure))
         return args, kwargs
 
     def names(self) -> list[str]:
@@ -123,8 +130,9 @@ class Feed:
         if self.structure is None:
             return [f"args[{i}]" for i in range(len(self.leaves))]
         tree = pytree.tree_unflatten(list(self.leaves), self.structure)
-        paths, _ = pytree.tree_flatten_with_path(tree)
-        return [("args" if str(p[0]) == "[0]" else "kwargs") + pytree.keystr(p[1:]) for p, _ in paths]
+        named = [(f"args[{number}]", arg) for number, arg in enumerate(tree[0])]
+        named += [(f"kwargs[{name!r}]", arg) for name, arg in tree[1].items()]
+        return [name + pytree.keystr(path) for name, arg in named for path, _ in _with_paths(arg)]
 
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves with their indices."""
@@ -144,6 +152,9 @@ def leaf_key(leaf: Any) -> Hashable:
         FeedError: for what is neither a tensor nor a literal.
     """
     if isinstance(leaf, Tensor):
+        if leaf.is_nested:
+            # Some of them have no shape to ask for.
+            return (leaf.ndim, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         if leaf.layout is not torch.strided:
             return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
@@ -172,6 +183,29 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     return Feed(leaves, structure, (structure, *map(leaf_key, leaves)))
 
 
+def _with_paths(tree: Any) -> list[tuple[Any, Any]]:
+    """The leaves of ``tree`` with their paths; with their numbers where a container's type tells no keys."""
+    try:
+        return pytree.tree_flatten_with_path(tree)[0]
+    except ValueError:
+        return [((pytree.SequenceKey(number),), leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
+
+
+def flatten_result(result: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Flatten what a step returns, dataclass instances too: named leaves, and the structure to rebuild it with."""
+    leaves, structure = pytree.tree_flatten(result)
+    if any(map(_is_record, leaves)):
+        result = _open_records(result)
+        structure = pytree.tree_structure(result)
+    return [("result" + pytree.keystr(path), leaf) for path, leaf in _with_paths(result)], structure
+
+
+def map_result(function: Callable[[Tensor], Any], result: Any) -> Any:
+    """What a step returned, with ``function`` of each tensor in its place."""
+    mapped = pytree.tree_map_only(Tensor, function, _open_records(result))
+    return close_records(mapped)
+
+
 def check_feed(feed: Feed, device: torch.device | None) -> None:
     """Refuse leaves that a program could not copy in.
 
@@ -183,6 +217,11 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
             raise FeedError(
                 f"{name} is a DTensor, and a replay copies plain tensors in: feed its shard, {name}.to_local(), and "
                 "make the DTensor in the step"
+            )
+        if leaf.is_nested:
+            raise FeedError(
+                f"{name} is a nested tensor, whose parts have lengths of their own; expected a dense (strided) "
+                f"tensor: feed torch.nested.to_padded_tensor({name}, 0.0), and the lengths or a mask beside it"
             )
         if leaf.grad_fn is not None:
             raise FeedError(
@@ -197,6 +236,13 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
             raise DeviceError(
                 f"{name} is on {leaf.device}, the step computes on {device}; move it first, or pass device='{device}'"
             )
+
+
+def asks_for_gradients(leaf: Any) -> bool:
+    """Whether a backward pass could come to ``leaf``."""
+    if not isinstance(leaf, Tensor):
+        return False
+    return leaf.grad_fn is not None or (leaf.requires_grad and torch.is_grad_enabled())
 
 
 def check_match(feed: Feed, planned: Feed | FeedSpec) -> None:

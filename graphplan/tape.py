@@ -245,6 +245,7 @@ class TapeRecording:
         ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
+        self.generation: object = object()
 
     def replay(self) -> None:
         """Run every operator again."""

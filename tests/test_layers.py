@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "graphplan"
 # modules may import each other.
 LAYERS = {
     "callback": 7,
+    "inference": 7,
     "step": 6,
     "report": 5,
     "verify": 5,

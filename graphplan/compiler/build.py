@@ -83,7 +83,7 @@ def build_plan(
         assignments=find_assignments(first, second, walk, counters, allow),
         outputs=outputs,
         output_structure=second.output_structure,
-        entry_grads=frozen(_entry_grads(second, walk)),
+        entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         launches=second.launches,
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),
@@ -121,7 +121,7 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
             # What a slot is rebound to is a new tensor in each eager step, so the caller gets a copy of it.
             owned = new.path is not None and new.path not in rebound
             kind = "input" if new.leaf is not None else "owned" if owned else "tensor"
-            outputs.append(Output(kind, index=new.leaf, path=new.path if owned else None))
+            outputs.append(Output(kind, index=new.leaf, path=new.path if owned else None, spec=new.spec))
         elif not same_value(old, new):
             raise OutputError(
                 f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "
@@ -162,6 +162,18 @@ def _host_facts(trace: Trace) -> list[str]:
         if operator.constant is not None:
             facts[f"makes a constant from Python values at {operator.source}"] = None
     return list(facts)
+
+
+def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
+    """Whether gradients may matter to the step: not to one that makes predictions while others train."""
+    if torch.is_grad_enabled() or walk.optimizers:
+        return True
+    for facts in (first, second):
+        if "grad" in facts.reads.anywhere or any(path.endswith(".grad") for path in facts.changes.rebindings):
+            return True
+        if any(slot.param is not None for storage in facts.externals for slot in facts.entry_slots.get(storage, ())):
+            return True
+    return False
 
 
 def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:

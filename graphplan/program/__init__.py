@@ -1,5 +1,8 @@
 """A program: a plan under a policy, with its buffers and one backend's recording."""
 
 from graphplan.program.capture import capture_program as capture_program
+from graphplan.program.leases import Lease as Lease
+from graphplan.program.leases import StaticOutput as StaticOutput
+from graphplan.program.leases import plain as plain
 from graphplan.program.program import NO_CHECK as NO_CHECK
 from graphplan.program.program import Program as Program

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owne
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.bindings import Bindings
-from graphplan.program.outputs import Outputs
+from graphplan.program.leases import Lease, find_lease
+from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
@@ -34,6 +36,7 @@ class _Body:
         bindings: Bindings,
         before: Walk,
         sharding: Sharding,
+        lent: Mapping[int, Lease],
     ) -> None:
         self._plan = plan
         self._args, self._kwargs = feed.rebuild(static_leaves)
@@ -41,6 +44,7 @@ class _Body:
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings
         self._sharding = sharding
+        self._lent = lent
         self.after: Walk | None = None
         self.outputs: Outputs | None = None
 
@@ -50,12 +54,15 @@ class _Body:
         self._sharding.settle()
         self.after = walk_owners(self._plan.owners())
         with torch.no_grad():
-            self.outputs = Outputs(self._plan, result, clone_from=lambda t: storage_id(t) in self._bindings.targets)
+            writes = self._bindings.targets
+            self.outputs = Outputs(self._plan, result, clone_from=lambda t: storage_id(t) in writes, lent=self._lent)
             self._bindings.close_step(self.after, self._outside)
 
 
-def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend, buffers: Buffers) -> Program:
-    """Record ``plan``'s step on ``feed`` under ``policy``.
+def capture_program(
+    plan: Plan, feed: Feed, *, policy: Policy, backend: Backend, buffers: Buffers, lends: bool = False
+) -> Program:
+    """Record ``plan``'s step on ``feed`` under ``policy``. ``lends``: whether results are the program's own memory.
 
     On a backend that executes, the recorded pass is a real step; on one that does not, nothing has run yet. Either way
     :meth:`Program.run_recorded` finishes it.
@@ -70,20 +77,24 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
     sharding = come_to_rest(plan.owners())
     walk = walk_owners(plan.owners())
     inputs: dict[int, Tensor] = {}
+    leases = _find_leases(plan, feed)
     if Role.INPUT in policy.copy_roles:
         for index, leaf in feed.tensors():
-            if index not in plan.shared:
+            if index in leases:
+                inputs[index] = leases[index].tensor
+            elif index not in plan.shared:
                 inputs[index] = buffers.view(index, leaf, plan.device)
     with torch.no_grad():
         for index, static in inputs.items():
             target = distinct(static)
-            target.copy_(feed.leaves[index] if target is static else distinct(feed.leaves[index]))
+            if index not in leases:
+                target.copy_(feed.leaves[index] if target is static else distinct(feed.leaves[index]))
     leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
     copied = CopiedOwned(plan, policy, buffers, walk)
     _check_shared(plan, feed, walk, copied)
     copied.load({})
     bindings = Bindings(plan, walk, copied.stand_ins)
-    body = _Body(plan, feed, leaves, bindings, walk, sharding)
+    body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
     copied.swap_in()
@@ -104,7 +115,23 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
         outputs=body.outputs,
         walk=walk_owners(plan.owners()),
         feed=feed,
+        leases=leases,
     )
+
+
+def _find_leases(plan: Plan, feed: Feed) -> dict[int, Lease]:
+    """Leaves that lie in lent memory already, where the program can use them without a copy."""
+    mutated = {external.leaf for external in plan.inputs if external.mutated}
+    storages = Counter(storage_id(leaf) for _, leaf in feed.tensors())
+    found = {index: find_lease(leaf) for index, leaf in feed.tensors() if index not in plan.shared}
+    return {
+        index: lease
+        for index, lease in found.items()
+        if lease is not None
+        and (lease.writable or index not in mutated)
+        and storages[storage_id(lease.tensor)] == 1
+        and lease.tensor.device == plan.device
+    }
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphplan.containers import rebuilder
 from graphplan.dtensors import is_sharded
+from graphplan.errors import CaptureError
 from graphplan.owners import Walk
 from graphplan.plan import Output, Plan
+from graphplan.program.leases import Lease, StaticOutput
+from graphplan.roles import TensorSpec
+from graphplan.signature import close_records, flatten_result
 from graphplan.tracer import place_of
 
 
@@ -23,11 +26,14 @@ class Outputs:
     clone. A tensor that was returned in several places is handed out in all of them.
     """
 
-    def __init__(self, plan: Plan, result: Any, *, clone_from: Callable[[Tensor], bool]) -> None:
-        leaves = pytree.tree_leaves(result)
+    def __init__(
+        self, plan: Plan, result: Any, *, clone_from: Callable[[Tensor], bool], lent: Mapping[int, Lease] | None = None
+    ) -> None:
+        leaves = [leaf for _, leaf in flatten_result(result)[0]]
+        self._lent = dict(lent or {})
         self._template = [output.value for output in plan.outputs]
         self._given = [(number, o) for number, o in enumerate(plan.outputs) if o.kind in ("input", "owned")]
-        self._rebuild = rebuilder(plan.output_structure)
+        self._rebuild = rebuilder(plan.output_structure, close_records)
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
         self._shared: list[tuple[int, int]] = []
@@ -41,6 +47,9 @@ class Outputs:
                 self._shared.append((number, first))
                 continue
             tensor = leaf.detach()
+            if number in self._lent:
+                _fill(self._lent[number], tensor)
+                continue
             # A carry may write into this memory at the end of the step: the caller wants what was returned.
             self._static[number] = tensor.clone() if clone_from(tensor) else tensor
             if tensor.ndim == 0 and not is_sharded(tensor):
@@ -50,11 +59,23 @@ class Outputs:
                 self._packs.append((torch.stack([self._static.pop(n) for n in numbers]), numbers))
         self._lone = len(plan.outputs) == 1 and plan.output_structure.is_leaf() and 0 in self._static
 
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the memory that is lent."""
+        return sum(lease.tensor.nbytes for lease in self._lent.values())
+
+    def renew(self) -> None:
+        """What was lent of the run before is overwritten from now on."""
+        for lease in self._lent.values():
+            lease.number += 1
+
     def build(self, leaves: Sequence[Any], walk: Walk) -> Any:
         """The step's result: clones of what it made, the caller's or owners' own tensors where it returned those."""
         if self._lone:
             return self._static[0].clone()
         built = self._template.copy()
+        for number, lease in self._lent.items():
+            built[number] = StaticOutput.of(lease)
         for number, static in self._static.items():
             built[number] = static.clone()
         for pack, numbers in self._packs:
@@ -66,6 +87,30 @@ class Outputs:
         for number, output in self._given:
             built[number] = _given(output, leaves, walk)
         return self._rebuild(built)
+
+
+def lend_outputs(plan: Plan) -> dict[int, Lease]:
+    """Memory for the dense tensors that the step makes, outside of the recording's: no other replay writes there."""
+    lent = {}
+    for number, output in enumerate(plan.outputs):
+        spec = output.spec
+        if output.kind == "tensor" and spec is not None and 0 not in spec.shape:
+            with torch.inference_mode(False), torch.no_grad():
+                like = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta")
+                memory = torch.empty_like(like, device=spec.device)
+            lent[number] = Lease(memory, f"output {number} of {plan.name}")
+    return lent
+
+
+def _fill(lease: Lease, tensor: Tensor) -> None:
+    """Copy, inside the recording, what the step made to where it is lent."""
+    memory = lease.tensor
+    if (memory.shape, memory.dtype, memory.device) != (tensor.shape, tensor.dtype, tensor.device):
+        raise CaptureError(
+            f"{lease.name} is {TensorSpec.of(tensor)} in the capture and was {TensorSpec.of(memory)} in the traces; "
+            "expected one geometry. Return the same each time, or pass outputs='clone'"
+        )
+    memory.copy_(tensor)
 
 
 def _given(output: Output, leaves: Sequence[Any], walk: Walk) -> Any:

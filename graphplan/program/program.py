@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphplan.backend import Recording
 from graphplan.buffers import distinct
@@ -19,10 +18,11 @@ from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.adopted import Adopted
 from graphplan.program.bindings import Bindings
+from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
 from graphplan.roles import Role
-from graphplan.signature import Feed, check_match, flatten, shared_leaf
+from graphplan.signature import Feed, check_match, flatten, map_result, shared_leaf
 
 _wants_grad = attrgetter("requires_grad")
 _identity_of = attrgetter("_cdata")
@@ -45,6 +45,7 @@ class Program:
         outputs: Outputs,
         walk: Walk,
         feed: Feed,
+        leases: Mapping[int, Lease],
     ) -> None:
         self.plan = plan
         # Without the leaves: a program must not keep a batch alive.
@@ -55,6 +56,7 @@ class Program:
         self._indices = list(inputs)
         self._statics = list(inputs.values())
         self._targets = [distinct(static.detach()) for static in self._statics]
+        self._leases = dict(leases)
         self._shared = {index for index, static in inputs.items() if distinct(static) is not static}
         mutated = {external.leaf for external in plan.inputs if external.mutated}
         self._write_back = [(index, static) for index, static in inputs.items() if index in mutated]
@@ -66,6 +68,7 @@ class Program:
         self._adopted = Adopted(plan, copied.paths, walk, bindings.entry_grads)
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
+        self.generation = recording.generation
         self.replays = 0
         self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
         self.next_check = NO_CHECK
@@ -75,6 +78,11 @@ class Program:
         """Bytes of all tensors that the owners hold."""
         tensors = {id(t): t for slot in self._walk.slots.values() for t in slot.tensors()}
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the results that are lent."""
+        return self._outputs.lent_bytes
 
     @property
     def guards(self) -> Guards:
@@ -103,6 +111,9 @@ class Program:
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs, in one call."""
         sources = [leaves[index] for index in self._indices]
+        if self._leases:
+            self._load_lent(sources)
+            return
         if self._shared:
             pairs = zip(sources, self._indices, strict=True)
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
@@ -112,6 +123,19 @@ class Program:
             self._targets[0].copy_(sources[0], non_blocking=True)
         elif sources:
             torch._foreach_copy_(self._targets, sources, non_blocking=True)
+
+    def _load_lent(self, sources: Sequence[Tensor]) -> None:
+        """:meth:`load` where some inputs are lent memory: what lies there already stays as it is."""
+        with torch.no_grad():
+            for index, static, source in zip(self._indices, self._statics, sources, strict=True):
+                lease = self._leases.get(index)
+                if lease is not None and source.data_ptr() == static.data_ptr():
+                    continue
+                if lease is not None:
+                    # Results that somebody still holds are overwritten.
+                    lease.number += 1
+                target = distinct(static)
+                target.copy_(source if target is static else distinct(source), non_blocking=True)
 
     def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
         """Copy in, launch, repeat effects, return results. Guards are the caller's affair.
@@ -126,6 +150,7 @@ class Program:
         self._bindings.settle_grads()
         self._adopted.refresh()
         self.load(leaves)
+        self._outputs.renew()
         self._recording.replay()
         self._bindings.repeat()
         for static, source in back:
@@ -142,7 +167,7 @@ class Program:
         args, kwargs = self._rebuild([statics.get(index, leaf) for index, leaf in enumerate(leaves)])
         result = self.plan.function()(*args, **kwargs)
         self._give_back(leaves)
-        return pytree.tree_map_only(Tensor, lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
+        return map_result(lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
 
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""

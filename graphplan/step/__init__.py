@@ -10,3 +10,5 @@ from graphplan.step.options import Options as Options
 from graphplan.step.peers import Peers as Peers
 from graphplan.step.peers import find_peers as find_peers
 from graphplan.step.runner import Backends as Backends
+from graphplan.step.served import ServedStep as ServedStep
+from graphplan.step.turn import runs_within_step as runs_within_step

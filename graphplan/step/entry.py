@@ -36,7 +36,8 @@ class Line:
 class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
-    ``used`` is the number of the latest lookup that found it.
+    ``used`` is the number of the latest lookup that found it. ``outside``: its calls are eager, since gradients are to
+    flow through their results.
     """
 
     warm: int = 0
@@ -47,6 +48,7 @@ class Entry:
     refusal: RefusalError | None = None
     captured: bool = False
     wants_grad: bool = False
+    outside: bool = False
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients that there are now, if it is ready."""
@@ -126,6 +128,28 @@ class Entries:
                 break
             min(others, key=lambda entry: entry.used).drop()
             dropped += 1
+        return dropped
+
+    def evict_bytes(self, kept: Entry, budget: int) -> int:
+        """Drop programs of other entries than ``kept`` while all take more than ``budget`` bytes; how many entries lost
+        theirs. Memory comes back only where nothing of one generation is left, so that whole generations go, the one
+        that was used least recently first.
+        """
+        dropped = 0
+        while sum(program.nbytes for program in self.programs()) > budget:
+            held = {program.generation for program in kept.programs()}
+            used: dict[object, int] = {}
+            for entry in self:
+                for program in entry.programs():
+                    used[program.generation] = max(used.get(program.generation, 0), entry.used)
+            old = [generation for generation in used if generation not in held]
+            if not old:
+                break
+            oldest = min(old, key=used.__getitem__)
+            for entry in self:
+                if any(program.generation == oldest for program in entry.programs()):
+                    entry.drop()
+                    dropped += 1
         return dropped
 
     def clear(self) -> None:

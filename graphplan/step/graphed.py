@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from graphplan.buffers import Buffers
+from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import describe
-from graphplan.signature import Feed, flatten
+from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.stats import Stats
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
@@ -31,7 +32,7 @@ from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Runner
 from graphplan.step.short import ShortWay
 from graphplan.step.stages import MEMORY_IS_FED, Stages
-from graphplan.step.turn import Exclusive
+from graphplan.step.turn import Exclusive, running_step
 from graphplan.unchanged import Modes
 
 
@@ -108,6 +109,11 @@ class GraphedStep(Exclusive):
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call, the long way."""
+        with running_step():
+            return self._find_way(args, kwargs)
+
+    def _find_way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run, trace, capture or replay."""
         if self._options.backend == "eager":
             return self._runner.untouched(args, kwargs)
         try:
@@ -115,6 +121,8 @@ class GraphedStep(Exclusive):
         except FeedError as error:
             self._refusals.refuse(error)
             return self._runner.plain(args, kwargs, error)
+        if self._options.autograd and any(map(asks_for_gradients, feed.leaves)):
+            return self._outside(feed)
         if self._options.eager_if is not None and self._asks_eager(args, kwargs):
             return self._runner.eager(self._lookup.moved(feed), SkipReason.EAGER_IF)
         if self._demoted is None and self._managed.refusal is not None:
@@ -126,6 +134,8 @@ class GraphedStep(Exclusive):
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
+        if entry.outside:
+            return self._outside(feed)
         if entry.refusal is not None:
             return self._refused(feed, entry.refusal)
         if program is not None:
@@ -137,6 +147,12 @@ class GraphedStep(Exclusive):
                 self._short.remember(args, feed, entry, program)
             return self._replays.replay(program, feed.leaves)
         return self._advance(entry, self._lookup.moved(feed))
+
+    def _outside(self, feed: Feed) -> Any:
+        """A call through which gradients flow."""
+        moved = self._lookup.moved(feed)
+        args, kwargs = moved.rebuild(moved.leaves)
+        return self._runner.outside(args, kwargs, SkipReason.GRADIENT)
 
     @property
     def plan(self) -> Plan | None:
@@ -215,6 +231,7 @@ class GraphedStep(Exclusive):
                 self._programs.count_capture(entry, self._lookup.geometry(feed))
                 self._short.forget()
                 programs = self._programs.all()
+                self._begin_generation(entry)
                 self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
             return result
         result = self._stages.warm_up(entry, feed)
@@ -222,6 +239,15 @@ class GraphedStep(Exclusive):
         if entry.warm <= 1:
             self._lookup.keep(feed, entry)
         return result
+
+    def _begin_generation(self, entry: Entry) -> None:
+        """Under a budget, have programs share memory in groups that can go one after the other."""
+        budget, backend = self._options.memory_budget, self._runner.backend
+        latest = entry.programs()[-1].generation
+        if budget is None or not isinstance(backend, CUDAGraphBackend):
+            return
+        if sum(program.nbytes for program in self._programs.all() if program.generation == latest) > budget // 4:
+            backend.begin_generation()
 
     def _may_advance(self, entry: Entry, peers: Peers) -> bool:
         """Whether the other ranks are as far as this one, where the next thing would be a capture."""

@@ -24,7 +24,9 @@ def _is_count(value: object, least: int) -> bool:
 
 @dataclass(frozen=True)
 class Options:
-    """What :func:`graphplan.graph_step` takes besides the step and its owners; see there.
+    """What :func:`graphplan.graph_step` and :func:`graphplan.graphed` take besides the step and its owners; see there.
+
+    ``autograd``: whether calls whose results shall have gradients flow through them are eager, instead of detached.
 
     Raises:
         OptionError, PolicyError, BackendError: for values that make no sense.
@@ -47,6 +49,9 @@ class Options:
     max_recaptures: int = 16
     debug: bool = False
     debug_eager: bool = False
+    outputs: str = "clone"
+    autograd: bool = False
+    memory_budget: int | None = None
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -60,6 +65,10 @@ class Options:
         for name in ("prepare_optimizers", "fuse_optimizer", "debug", "debug_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        if self.outputs not in ("clone", "static"):
+            raise OptionError(f"outputs is {self.outputs!r}; expected 'clone' or 'static'")
+        if self.memory_budget is not None and not _is_count(self.memory_budget, 1):
+            raise OptionError(f"memory_budget is {self.memory_budget!r}; expected bytes, an int >= 1, or None")
         if self.on_failure not in ("raise", "eager"):
             raise OptionError(f"on_failure is {self.on_failure!r}; expected 'raise' or 'eager'")
         if self.fuse_optimizer and not self.prepare_optimizers:

@@ -98,6 +98,9 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
+        if self._options.memory_budget is not None:
+            for _ in range(self._entries.evict_bytes(entry, self._options.memory_budget)):
+                self._stats.note("evicted: more bytes than memory_budget")
         self._let_go()
 
     def check_churn(self) -> None:

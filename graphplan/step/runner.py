@@ -89,6 +89,12 @@ class Runner:
         self.count_eager(error.reason, str(error))
         return result
 
+    def outside(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
+        """An eager call through which gradients may flow."""
+        result = self._at_rest(args, kwargs)
+        self.count_eager(reason, detail)
+        return result
+
     def refused(self, feed: Feed, error: RefusalError) -> Any:
         """:meth:`plain` on a feed."""
         return self.plain(*feed.rebuild(feed.leaves), error)

@@ -19,7 +19,7 @@ from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import capture_program
-from graphplan.signature import Feed
+from graphplan.signature import Feed, asks_for_gradients, flatten_result
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
@@ -65,6 +65,10 @@ class Stages:
         self._stats.end_call("eager")
         if self._managed.unborn:
             self._stats.skip(SkipReason.UNBORN)
+            return result
+        if self._options.autograd and any(asks_for_gradients(leaf) for _, leaf in flatten_result(result)[0]):
+            entry.outside = True
+            self._stats.skip(SkipReason.GRADIENT)
             return result
         entry.warm += 1
         if self._stats.captured:
@@ -218,7 +222,12 @@ class Stages:
             recorded = uncompiled() if backend.executes and self._managed.runs_compiled else nullcontext()
             with self._managed.rates, recorded:
                 program = capture_program(
-                    plan, feed, policy=self._options.roles, backend=backend, buffers=self._buffers
+                    plan,
+                    feed,
+                    policy=self._options.roles,
+                    backend=backend,
+                    buffers=self._buffers,
+                    lends=self._options.outputs == "static",
                 )
             if self._options.debug_eager and not backend.executes:
                 # What the step's Python did while it was captured is undone, since it does it again.

@@ -9,18 +9,34 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock, get_ident
+from threading import Lock, get_ident, local
 from types import FrameType
 from typing import NoReturn
 
 from graphplan.errors import BusyError, CopyError
 
-_TAKERS = ("__call__", "invalidate", "close")
-"""Methods that take a step's turn."""
+_RUNNING = local()
+
+
+def runs_within_step() -> bool:
+    """Whether this thread is in the Python of a step: what is called there is part of that step."""
+    return getattr(_RUNNING, "depth", 0) > 0
+
+
+@contextmanager
+def running_step() -> Iterator[None]:
+    """Make what the block calls a part of a step."""
+    _RUNNING.depth = getattr(_RUNNING, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _RUNNING.depth -= 1
 
 
 class Exclusive:
-    """What may run once at a time, and can be neither copied nor pickled."""
+    """What may run once at a time, and can be neither copied nor pickled. ``takers`` are methods that take a turn."""
+
+    takers: tuple[str, ...] = ("__call__", "invalidate", "close")
 
     def __init__(self) -> None:
         self._turn = Lock()
@@ -41,7 +57,7 @@ class Exclusive:
 
     def _check_turn(self) -> None:
         """Refuse the method that calls this, unless nobody is left who could have the turn."""
-        codes = {getattr(type(self), name).__code__ for name in _TAKERS}
+        codes = {getattr(type(self), name).__code__ for name in self.takers}
         within = -1  # The method that asks is in one of its own frames.
         for thread, innermost in sys._current_frames().items():
             for frame in _outwards(innermost):

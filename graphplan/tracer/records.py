@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphplan.errors import RefusalError
 from graphplan.owners import Slot, is_freed
+from graphplan.roles import TensorSpec
 from graphplan.tracer.changes import Changes
 from graphplan.tracer.collectives import is_collective
 from graphplan.tracer.profile import Reads
@@ -114,3 +115,4 @@ class OutputTensor:
 
     leaf: int | None = None
     path: str | None = None
+    spec: TensorSpec | None = None

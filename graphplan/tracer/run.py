@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError, HostSyncError
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
-from graphplan.signature import Feed
+from graphplan.roles import TensorSpec
+from graphplan.signature import Feed, flatten_result, is_dense
 from graphplan.tracer.changes import Changes, Recorder
 from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
@@ -49,7 +51,8 @@ def trace(
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
     result = _run(fn, feed, TraceMode(record, watch), record, sharding)
-    leaves, record.output_structure = pytree.tree_flatten(result)
+    named, record.output_structure = flatten_result(result)
+    leaves = [leaf for _, leaf in named]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes
@@ -58,7 +61,7 @@ def trace(
         changes.appended[path] = [_describe_item(item) for item in items]
     watch.finish(after, leaves)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
-    record.output_names = ["result" + pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(result)[0]]
+    record.output_names = [name for name, _ in named]
     return result, record
 
 
@@ -120,4 +123,5 @@ def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:
     if not isinstance(value, Tensor):
         return value
     leaf = next((index for index, fed in feed.tensors() if fed is value), None)
-    return OutputTensor(leaf=leaf, path=None if leaf is not None else paths.get(id(value)))
+    spec = None if is_sharded(value) or not is_dense(value) else TensorSpec.of(value)
+    return OutputTensor(leaf=leaf, path=None if leaf is not None else paths.get(id(value)), spec=spec)

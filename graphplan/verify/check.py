@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphplan.backend import first_line
 from graphplan.compiler import is_allowed
 from graphplan.owners import Snapshot, Walk, host_generators, walk_owners
 from graphplan.program import Program
+from graphplan.signature import map_result
 from graphplan.verify.compare import Difference, beyond_spread, differing, differing_values
 from graphplan.verify.speed import timed
 from graphplan.verify.state import State, collect
@@ -144,5 +144,5 @@ def check_replay(
         # The batch has been trained on: the caller must not go on as if it had not.
         reason = first_line(error)
     # As after every replay: what the caller gets back leads to no autograd graph.
-    result = pytree.tree_map_only(Tensor, lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
+    result = map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
     return Verdict(result, found, reason, (taken, alone))

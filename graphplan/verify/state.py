@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphplan.dtensors import local
 from graphplan.owners import Numbers, Walk, copy_to, default_generators
+from graphplan.signature import flatten_result
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,7 @@ def collect(
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
-    for key, leaf in pytree.tree_flatten_with_path(result)[0]:
-        name = "result" + pytree.keystr(key)
+    for name, leaf in flatten_result(result)[0]:
         if isinstance(leaf, Tensor):
             tensors[name] = local(leaf)
         else:

@@ -1,0 +1,6 @@
+"""Predictions as replays: any function, method or module, for changing shapes, with bounds on programs and memory."""
+
+from graphplan.inference import buckets as buckets
+from graphplan.inference.graphed import Graphed as Graphed
+from graphplan.inference.making import graphed as graphed
+from graphplan.inference.pool import Pool as Pool

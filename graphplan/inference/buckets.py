@@ -1,0 +1,159 @@
+"""Sizes to capture for: ladders that sizes are rounded up on, and the ladder that wastes least on given lengths."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from graphplan.errors import OptionError
+
+
+def _parse_ladder(dim: int, sizes: Any) -> tuple[int, ...]:
+    what = "buckets" if dim == 0 else f"buckets[{dim}]"
+    if isinstance(sizes, Fit):
+        sizes = sizes.sizes
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise OptionError(f"{what} is {sizes!r}; expected capture sizes, such as [1, 2, 4, 8]")
+    ladder = tuple(sizes)
+    if not ladder:
+        raise OptionError(f"{what} has no sizes; expected at least one, such as [1, 2, 4, 8]")
+    wrong = [size for size in ladder if isinstance(size, bool) or not isinstance(size, int) or size < 1]
+    if wrong:
+        raise OptionError(f"{what} has the size {wrong[0]!r}; expected integers from 1 on")
+    return tuple(sorted(set(ladder)))
+
+
+class Ladders:
+    """Capture sizes by dimension.
+
+    Args:
+        sizes: those of dimension 0, or by dimension.
+
+    Raises:
+        OptionError: for what is no size, or no dimension.
+    """
+
+    def __init__(self, sizes: Sequence[int] | Mapping[int, Sequence[int]] | Fit) -> None:
+        by_dim = sizes if isinstance(sizes, Mapping) else {0: sizes}
+        for dim in by_dim:
+            if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+                raise OptionError(f"buckets has the dimension {dim!r}; expected dimensions counted from 0")
+        if not by_dim:
+            raise OptionError("buckets has no dimensions; expected capture sizes, such as {0: [1, 2, 4, 8]}")
+        self._sizes = {dim: _parse_ladder(dim, given) for dim, given in sorted(by_dim.items())}
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Dimensions that have a ladder."""
+        return tuple(self._sizes)
+
+    def sizes(self, dim: int) -> tuple[int, ...]:
+        """The capture sizes of a dimension, smallest first."""
+        return self._sizes[dim]
+
+    def round_up(self, dim: int, size: int) -> int | None:
+        """The smallest capture size that holds ``size``; None if there is none, or if there is nothing to hold."""
+        ladder = self._sizes[dim]
+        index = bisect_left(ladder, size)
+        return ladder[index] if size > 0 and index < len(ladder) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A ladder for given lengths: its ``sizes``, and what the lengths come to without padding and with it."""
+
+    sizes: tuple[int, ...]
+    unpadded: float
+    padded: float
+
+    @property
+    def waste(self) -> float:
+        """Padded work that is not needed, as a part of all."""
+        return 1 - self.unpadded / self.padded if self.padded else 0.0
+
+    def __str__(self) -> str:
+        return f"{len(self.sizes)} sizes {[*self.sizes]}: {100 * self.waste:.1f} % of the padded work is waste"
+
+
+def fit(
+    lengths: Iterable[int] | Mapping[int, int],
+    max_graphs: int = 8,
+    *,
+    work: Callable[[int], float] = float,
+    multiple_of: int = 1,
+) -> Fit:
+    """The ladder of at most ``max_graphs`` sizes with the least padded work.
+
+    Args:
+        lengths: the lengths that come, or how often each of them comes.
+        max_graphs: how many sizes there may be.
+        work: what one call of a length costs; must not fall with the length.
+        multiple_of: sizes are multiples of this.
+
+    Raises:
+        OptionError: without lengths, or for values that make no sense.
+    """
+    counts = Counter(lengths)
+    _check_fit(counts, max_graphs, multiple_of)
+    rounded: Counter[int] = Counter()
+    for length, count in counts.items():
+        rounded[-(-length // multiple_of) * multiple_of] += count
+    sizes = sorted(rounded)
+    costs = [float(work(size)) for size in sizes]
+    if any(later < earlier for earlier, later in pairwise(costs)):
+        raise OptionError("work falls from one length to a longer one; expected longer ones to cost as much or more")
+    chosen, padded = _minimise(costs, [rounded[size] for size in sizes], max_graphs)
+    unpadded = sum(float(work(length)) * count for length, count in counts.items())
+    return Fit(tuple(sizes[index] for index in chosen), unpadded, padded)
+
+
+def _check_fit(counts: Mapping[int, int], max_graphs: int, multiple_of: int) -> None:
+    if not counts:
+        raise OptionError("there are no lengths to fit; expected some, or how often each of them comes")
+    for length, count in counts.items():
+        if isinstance(length, bool) or not isinstance(length, int) or length < 1 or count < 1:
+            raise OptionError(f"length {length!r} comes {count!r} times; expected lengths and counts from 1 on")
+    for name, value in (("max_graphs", max_graphs), ("multiple_of", multiple_of)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise OptionError(f"{name} is {value!r}; expected an int >= 1")
+
+
+def _minimise(costs: Sequence[float], counts: Sequence[int], parts: int) -> tuple[list[int], float]:
+    """Split sorted lengths into at most ``parts`` runs, each of which costs what its last length does: the ends of the
+    runs, and the least cost.
+
+    Exact: with one more run, the best end of the run before never moves down (the costs of runs satisfy the
+    quadrangle inequality), so that what is found for one end bounds the search for the others.
+    """
+    total = [0]
+    for count in counts:
+        total.append(total[-1] + count)
+    number = len(costs)
+    best = [costs[end] * total[end + 1] for end in range(number)]
+    rounds = [[0] * number]
+    for _ in range(1, min(parts, number)):
+        before = [0.0, *best]
+        best, begins = [0.0] * number, [0] * number
+        ranges = [(0, number - 1, 0, number - 1)]
+        while ranges:
+            low, high, first, last = ranges.pop()
+            if low > high:
+                continue
+            end = (low + high) // 2
+            options = range(first, min(last, end) + 1)
+            begin = min(options, key=lambda start: before[start] + costs[end] * (total[end + 1] - total[start]))
+            best[end], begins[end] = before[begin] + costs[end] * (total[end + 1] - total[begin]), begin
+            ranges += [(low, end - 1, first, begin), (end + 1, high, begin, last)]
+        rounds.append(begins)
+    ends = []
+    end = number - 1
+    for begins in reversed(rounds):
+        ends.append(end)
+        end = begins[end] - 1
+        if end < 0:
+            break
+    return ends[::-1], best[-1]

@@ -1,0 +1,297 @@
+"""A function, method or module whose calls are replays."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
+from threading import get_ident
+from types import MethodType
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from graphplan.errors import BusyError, CopyError, NotCapturedError, OptionError, SkipReason
+from graphplan.inference.bucketed import Bucketed
+from graphplan.inference.ledger import Memory, ShapeStats
+from graphplan.inference.listing import list_programs
+from graphplan.inference.options import ServeOptions
+from graphplan.inference.pool import Pool
+from graphplan.inference.prewarming import Prewarmed, Specimen, prewarm
+from graphplan.inference.shapes import Dynamic
+from graphplan.plan import Plan
+from graphplan.program import Program, plain
+from graphplan.roles import Role
+from graphplan.signature import flatten, map_result
+from graphplan.stats import Stats
+from graphplan.step import ServedStep, runs_within_step
+
+_LIMITS = ("evicted: more programs than max_graphs", "evicted: more bytes than memory_budget")
+
+
+class Graphed:
+    """Calls a function by replaying what it did before. Made by :func:`graphplan.graphed`.
+
+    On a class, it is a method: each instance gets a step, buffers and programs of its own, over one pool.
+
+    Raises:
+        OptionError: if ``fn`` cannot be called.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: ServeOptions, pool: Pool | None = None) -> None:
+        if not callable(fn):
+            raise OptionError(f"graphed was given a {type(fn).__name__}; expected a function, a method or a module")
+        self.pool = pool or options.pool or Pool()
+        self.shapes = ShapeStats()
+        self._fn = fn
+        self._options = options
+        self._step = ServedStep(fn, _owners_of(fn, options.owners), options.step, self.pool.backends)
+        self._bucketed = Bucketed(fn, self._step, options, self.shapes) if options.shapes == "bucket" else None
+        self._dynamic = Dynamic(fn, options.dynamic)
+        self._first: dict[Any, tuple[int, ...]] = {}
+        self._specimen: Specimen | None = None
+        self._warned: set[str] = set()
+        self._thread: int | None = None
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        if isinstance(fn, nn.Module):
+            self.__wrapped__ = fn
+        else:
+            update_wrapper(self, fn)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """The method of one instance: two of a class share no program."""
+        if instance is None or isinstance(self._fn, nn.Module):
+            return self
+        return _Bound.of(instance, self._name).get(
+            lambda: Graphed(MethodType(self._fn, instance), self._options, self.pool)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function: eagerly, traced, captured or replayed. Same results whichever it is.
+
+        Raises:
+            BusyError: from within a call of the same pool.
+            ClosedError: after :meth:`close`.
+            StaleError: for an argument that a later replay has overwritten (``outputs="static"``).
+            RefusalError: if the function cannot be replayed correctly (see ``on_failure``).
+        """
+        if runs_within_step():
+            if self._thread == get_ident():
+                raise BusyError(
+                    f"{self._name} was called from within its own call; expected one call at a time, since all work on "
+                    "the same memory. Let it call the functions that it is made of instead of itself"
+                )
+            # Part of another step, which has it in its own recording.
+            return self._fn(*args, **kwargs)
+        with self.pool.turn(self._step.device):
+            self._thread = get_ident()
+            try:
+                return self._serve(args, kwargs)
+            finally:
+                self._thread = None
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
+        before, captured = self.stats.replayed, self.stats.captured
+        result = self._route(args, kwargs)
+        if self.stats.replayed > before:
+            self.shapes.hits += 1
+            return result
+        self.shapes.misses += 1
+        if self.stats.captured > captured:
+            self._warn_of_limits()
+        if self._specimen is None or self.stats.captured > captured:
+            self._specimen = Specimen.of(args, kwargs)
+        return result
+
+    def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        options = self._options
+        if options.enable_if is not None and not options.enable_if():
+            return self._step.skip(args, kwargs, SkipReason.ENABLE_IF)
+        if options.backend == "eager":
+            return self._step(*args, **kwargs)
+        if self._bucketed is not None:
+            return self._bucketed.call(args, kwargs)
+        if options.shapes == "eager":
+            fixed, sizes = self._dynamic.split(flatten(args, kwargs))
+            if self._first.setdefault(fixed, sizes) != sizes:
+                return self._step.skip(args, kwargs, SkipReason.SHAPES)
+        return self._step(*args, **kwargs)
+
+    def _warn_of_limits(self) -> None:
+        for event in _LIMITS:
+            if event in self.stats.events and event not in self._warned:
+                self._warned.add(event)
+                warnings.warn(
+                    f"graphplan: {self._name}: {event}. Shapes that come back are captured again; raise the limit, or "
+                    "have more shapes share a program: shapes='bucket'",
+                    UserWarning,
+                    stacklevel=5,
+                )
+
+    def replay(self, args: tuple[Any, ...], *, params: Mapping[str, Tensor] | None = None) -> Any:
+        """Call with other weights, under ``copy_roles=("input", "param")``: one program for any number of sets.
+
+        The first time for such arguments, the function is called with copies of them until there is a program.
+
+        Args:
+            args: positional arguments.
+            params: values for all parameters by name, such as a module's ``state_dict``; the owners' own without it.
+
+        Raises:
+            OptionError: with ``shapes="bucket"``, which pads what is fed.
+            NotCapturedError: if no program came of it, with the reason.
+            FeedError: if a value is missing, unknown, or of another shape, dtype or device.
+        """
+        if self._bucketed is not None:
+            raise OptionError("replay is for shapes='exact' and 'eager'; expected calls, which are padded first")
+        with self.pool.turn(self._step.device):
+            args = tuple(map(plain, args))
+            found = self._step.find_program(args)
+            for _ in range(self._options.capture_after + 3):
+                if found is not None:
+                    break
+                self._step(*map_result(lambda tensor: tensor.clone(), args))
+                found = self._step.find_program(args)
+            if found is None:
+                why = ", ".join(self.stats.reasons) or "nothing was refused"
+                raise NotCapturedError(
+                    f"{self._name} has no program for these arguments: {why}; expected one to replay"
+                )
+            program, feed = found
+            result = program.run(feed.leaves, {Role.PARAM: params or {}})
+            program.replays += 1
+            self.stats.replayed += 1
+            return result
+
+    def prewarm(
+        self,
+        sizes: Sequence[int | Mapping[int, int]] | None = None,
+        *,
+        example: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        order: str = "largest_first",
+        progress: bool | Callable[[str], object] = False,
+    ) -> Prewarmed:
+        """Capture before the first request: see :func:`graphplan.inference.prewarming.prewarm`.
+
+        Args:
+            sizes: sizes of dimension 0, or sizes by dimension; by default all that ``buckets`` has.
+            example: positional arguments of one call, of any size; by default zeros like an earlier call's.
+            kwargs: keyword arguments of that call.
+            order: ``"largest_first"``, so that smaller ones fit into the memory of larger ones, or ``"as_given"``.
+            progress: whether to show a bar on standard error, or a function that gets its text.
+
+        Raises:
+            OptionError: for sizes that make no sense, without an example, or where gradients are wanted.
+        """
+        specimen = self._specimen if example is None else Specimen.of(tuple(example), kwargs or {})
+        if specimen is None:
+            raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
+        ladders = self._bucketed.ladders if self._bucketed is not None else None
+        return prewarm(
+            self, self._step, specimen, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress
+        )
+
+    @property
+    def stats(self) -> Stats:
+        """What the calls so far were. Calls that only compared a padded one count as eager."""
+        return self._step.stats
+
+    @property
+    def plan(self) -> Plan | None:
+        """The latest plan; None before the second trace."""
+        return self._step.plan
+
+    @property
+    def programs(self) -> list[Program]:
+        """Every program that is ready."""
+        return self._step.programs
+
+    @property
+    def num_graphs(self) -> int:
+        """How many programs are ready."""
+        return len(self._step.programs)
+
+    @property
+    def memory(self) -> Memory:
+        """Bytes by what they are for."""
+        programs = self._step.programs
+        padding = self._bucketed.padding.nbytes if self._bucketed is not None else 0
+        by_role = {
+            role: {e.name: e.spec.nbytes for program in programs for e in program.plan.by_role(role)} for role in Role
+        }
+        return Memory(
+            input=self._step.buffer_bytes + padding,
+            param=sum(by_role[Role.PARAM].values()),
+            state=sum(by_role[Role.STATE].values()),
+            output=sum(program.lent_bytes for program in programs),
+            pool=sum(program.nbytes for program in programs),
+        )
+
+    def report(self) -> str:
+        """What the calls were, why some were eager, and every program with its sizes, replays and bytes, as text."""
+        return "\n".join([self._step.report(), *list_programs(self.shapes, self.memory, self._step.programs)])
+
+    def invalidate(self, why: str) -> None:
+        """Drop every program; ``why`` goes into the report."""
+        self._step.invalidate(why)
+
+    def close(self) -> None:
+        """Drop every program. It cannot be called again."""
+        self._step.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise CopyError(
+            f"{self._name} is graphed and cannot be copied or pickled: its programs work on memory of this process. "
+            "Copy or save what it computes with, and make another one with graphed"
+        )
+
+
+class _Bound:
+    """What an instance has of a graphed method. A copy of the instance gets an empty one."""
+
+    def __init__(self) -> None:
+        self._graphed: Graphed | None = None
+
+    @classmethod
+    def of(cls, instance: Any, name: str) -> _Bound:
+        key = f"_graphed_{name}"
+        try:
+            inner = vars(instance)
+        except TypeError:
+            raise OptionError(
+                f"{name} is graphed on a {type(instance).__name__}, which has no __dict__ to keep its programs in; "
+                f"expected one: add '__dict__' to its __slots__, or graph the bound method: graphed(thing.{name})"
+            ) from None
+        if key not in inner:
+            inner[key] = cls()
+        return inner[key]
+
+    def get(self, make: Callable[[], Graphed]) -> Graphed:
+        if self._graphed is None:
+            self._graphed = make()
+        return self._graphed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Bound, ()
+
+    def __deepcopy__(self, memo: Any) -> _Bound:
+        return _Bound()
+
+
+def _owners_of(fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None) -> Any:
+    """The module that is called, or the object whose method is, beside what was named."""
+    own: Any = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
+    if own is None or inspect.ismodule(own) or isinstance(own, type):
+        return owners
+    name = "model" if isinstance(fn, nn.Module) else "self"
+    if owners is None:
+        return {name: own}
+    if isinstance(owners, Mapping):
+        return owners if any(owner is own for owner in owners.values()) else {name: own, **owners}
+    return owners if any(owner is own for owner in owners) else [own, *owners]

@@ -1,0 +1,95 @@
+"""What :func:`graphplan.graphed` takes, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from graphplan.errors import OptionError
+from graphplan.inference.buckets import Fit
+from graphplan.inference.padding import PadValue
+from graphplan.inference.pool import Pool
+from graphplan.inference.shapes import Dims
+from graphplan.policy import Policy
+from graphplan.roles import Role
+from graphplan.step import Options
+
+SHAPES = ("exact", "eager", "bucket")
+Buckets = Sequence[int] | Mapping[int, Sequence[int]] | Fit
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """See :func:`graphplan.graphed`.
+
+    Raises:
+        OptionError, PolicyError, BackendError: for values that make no sense.
+    """
+
+    enable_if: Callable[[], bool] | None = None
+    shapes: str = "exact"
+    outputs: str = "clone"
+    buckets: Buckets | None = None
+    pad: PadValue | Mapping[str, PadValue] = 0
+    mask: str | None = None
+    dynamic: Mapping[str, Dims] | None = None
+    owners: Mapping[str, Any] | Sequence[Any] | None = None
+    static_roles: Iterable[Role | str] = (Role.INPUT, Role.PARAM)
+    copy_roles: Iterable[Role | str] = (Role.INPUT,)
+    backend: str = "auto"
+    device: str | torch.device | None = None
+    capture_after: int = 1
+    max_graphs: int = 64
+    memory_budget: int | None = None
+    on_failure: str = "raise"
+    verify: str | int | None = "geometric"
+    min_speedup: float | None = None
+    allow: Sequence[str] = ()
+    pool: Pool | None = None
+    step: Options = field(init=False)
+    """The options of the step underneath."""
+
+    def __post_init__(self) -> None:
+        if self.enable_if is not None and not callable(self.enable_if):
+            raise OptionError(f"enable_if is {self.enable_if!r}; expected a function without arguments, or None")
+        if self.shapes not in SHAPES:
+            raise OptionError(f"shapes is {self.shapes!r}; expected one of: {', '.join(SHAPES)}")
+        if self.pool is not None and not isinstance(self.pool, Pool):
+            raise OptionError(f"pool is {self.pool!r}; expected a Pool, or None for one of the function's own")
+        if not isinstance(self.capture_after, int) or isinstance(self.capture_after, bool) or self.capture_after < 1:
+            raise OptionError(f"capture_after is {self.capture_after!r}; expected an int >= 1")
+        policy = Policy("inference", static_roles=self.static_roles, copy_roles=self.copy_roles)
+        self._check_buckets(policy)
+        options = Options(
+            mode="inference",
+            policy=policy,
+            backend=self.backend,
+            device=self.device,
+            warmup_steps=self.capture_after,
+            on_failure=self.on_failure,
+            allow=self.allow,
+            max_graphs=self.max_graphs,
+            verify=self.verify,
+            min_speedup=self.min_speedup,
+            outputs=self.outputs,
+            autograd=True,
+            memory_budget=self.memory_budget,
+        )
+        object.__setattr__(self, "step", options)
+
+    def _check_buckets(self, policy: Policy) -> None:
+        if self.shapes == "bucket":
+            if self.buckets is None:
+                raise OptionError("shapes='bucket' needs capture sizes; expected buckets=[1, 2, 4, 8], or those of fit")
+            if Role.STATE in policy.static_roles:
+                raise OptionError(
+                    "shapes='bucket' pads what is fed, and state that the function carries on would take in the "
+                    "padding; expected static_roles=('input', 'param'). Feed the state, or pass shapes='exact'"
+                )
+            return
+        given = [name for name, unset in (("buckets", None), ("mask", None)) if getattr(self, name) is not unset]
+        if given:
+            raise OptionError(f"{given[0]} is given with shapes={self.shapes!r}; expected shapes='bucket' with it")

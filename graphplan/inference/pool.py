@@ -1,0 +1,60 @@
+"""What several graphed functions share: one stream and one pool of memory, and with them one turn at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident
+
+import torch
+
+from graphplan.errors import BusyError
+from graphplan.step import Backends
+
+
+class Pool:
+    """Memory for the programs of several graphed functions.
+
+    Programs of one pool use the same memory for what they compute on the way, so that they take turns: calls from
+    several threads wait for each other, and one stream for the work that another one was given before.
+    """
+
+    def __init__(self) -> None:
+        self.backends = Backends()
+        self._lock = Lock()
+        self._thread: int | None = None
+        self._last: torch.cuda.Stream | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this thread has the turn."""
+        return self._thread == get_ident()
+
+    @contextmanager
+    def turn(self, device: torch.device | None) -> Iterator[None]:
+        """Have the pool for the block, in which ``device`` computes.
+
+        Raises:
+            BusyError: if this thread has it already.
+        """
+        if self.is_ours:
+            raise BusyError(
+                "a graphed function was called from within a call of the same pool; expected one call at a time, "
+                "since all work on the same memory. Let the function call what it is made of instead of itself"
+            )
+        with self._lock:
+            self._thread = get_ident()
+            try:
+                self._order(device)
+                yield
+            finally:
+                self._thread = None
+
+    def _order(self, device: torch.device | None) -> None:
+        """Have this thread's stream wait for what the last call of another stream's has to do."""
+        if device is None or device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current

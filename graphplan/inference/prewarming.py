@@ -1,0 +1,175 @@
+"""Capturing before the first request comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import OptionError, SkipReason
+from graphplan.inference.buckets import Ladders
+from graphplan.inference.shapes import Dynamic, outer_first
+from graphplan.signature import Feed, flatten
+from graphplan.step import ServedStep
+
+Size = int | Mapping[int, int]
+_BAR = 24
+_CALLS = 64
+"""A size is called at most this often; a capture that has not come by then does not come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prewarmed:
+    """What was captured: ``sizes`` by dimension, how many programs came of them, and bytes of the pool.
+
+    ``estimate`` is what the pool was expected to take after the first capture: where the largest is captured first and
+    programs share memory, what that took; else in proportion to the elements.
+    """
+
+    sizes: tuple[dict[int, int], ...]
+    captured: int
+    estimate: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.captured} captures for {len(self.sizes)} sizes; {self.nbytes / 2**20:.1f} MiB, "
+            f"estimated {self.estimate / 2**20:.1f} MiB"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Specimen:
+    """One call without its values: enough to make calls of other sizes."""
+
+    feed: Feed
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Specimen:
+        """The call's geometry."""
+        feed = flatten(args, kwargs)
+        bare = [_bare(leaf) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
+        return cls(Feed(bare, feed.structure, feed.key))
+
+    def resized(self, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
+        places = dynamic.of(self.feed)
+        leaves = list(self.feed.leaves)
+        for index, leaf in self.feed.tensors():
+            own = {dim: dims[dim] for position, dim in places if position == index and dim in dims}
+            shape = [own.get(dim, size) for dim, size in enumerate(leaf.shape)]
+            order = outer_first(leaf)
+            where = self.feed.key[1 + index][3]  # type: ignore[index]
+            leaves[index] = torch.empty_permuted(shape, order, dtype=leaf.dtype, device=where).zero_()
+        return self.feed.rebuild(leaves)
+
+
+def _bare(leaf: Tensor) -> Tensor:
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def prewarm(
+    call: Callable[..., Any],
+    step: ServedStep,
+    specimen: Specimen,
+    dynamic: Dynamic,
+    *,
+    sizes: Sequence[Size] | None,
+    ladders: Ladders | None,
+    order: str,
+    progress: bool | Callable[[str], object],
+) -> Prewarmed:
+    """Call with zeros of each size until there is a program for it.
+
+    Raises:
+        OptionError: for sizes that make no sense, or calls that nothing is captured for.
+    """
+    wanted = _parse_sizes(sizes, ladders, order)
+    before = step.stats.captured
+    estimate = 0
+    for number, dims in enumerate(wanted):
+        _show(progress, number, len(wanted), dims, estimate)
+        _capture(call, step, specimen.resized(dynamic, dims), dims)
+        if number == 0:
+            estimate = _estimate(step, wanted)
+    _show(progress, len(wanted), len(wanted), {}, estimate)
+    used = sum(program.nbytes for program in step.programs)
+    return Prewarmed(tuple(wanted), step.stats.captured - before, estimate, used)
+
+
+def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None, order: str) -> list[dict[int, int]]:
+    if order not in ("largest_first", "as_given"):
+        raise OptionError(f"order is {order!r}; expected 'largest_first' or 'as_given'")
+    if sizes is None:
+        if ladders is None:
+            raise OptionError("prewarm has no sizes; expected some, such as [1, 2, 4, 8], or shapes='bucket'")
+        choices = product(*(ladders.sizes(dim) for dim in ladders.dims))
+        parsed = [dict(zip(ladders.dims, choice, strict=True)) for choice in choices]
+    else:
+        parsed = [dict(size) if isinstance(size, Mapping) else {0: size} for size in sizes]
+    for dims in parsed:
+        for dim, size in dims.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1 or not isinstance(dim, int) or dim < 0:
+                raise OptionError(f"prewarm has the size {size!r} in dimension {dim!r}; expected integers from 1 on")
+    if not parsed:
+        raise OptionError("prewarm has no sizes; expected at least one, such as [1, 2, 4, 8]")
+    return sorted(parsed, key=_elements, reverse=True) if order == "largest_first" else parsed
+
+
+def _elements(dims: Mapping[int, int]) -> int:
+    count = 1
+    for size in dims.values():
+        count *= size
+    return count
+
+
+def _capture(call: Callable[..., Any], step: ServedStep, arguments: Any, dims: Mapping[int, int]) -> None:
+    args, kwargs = arguments
+    done = step.stats.captured + step.stats.replayed
+    reasons = dict(step.stats.skipped)
+    for _ in range(_CALLS):
+        call(*args, **kwargs)
+        if step.stats.captured + step.stats.replayed > done:
+            return
+        why = next(
+            (r for r, n in step.stats.skipped.items() if n > reasons.get(r, 0) and r is not SkipReason.SHAPE), None
+        )
+        if why is not None:
+            break
+    hint = ": call prewarm under torch.inference_mode(), as the calls to come" if why is SkipReason.GRADIENT else ""
+    text = why.value if why is not None else "no capture came"
+    raise OptionError(
+        f"nothing is captured for the size {dict(dims)}: {text}{hint}; expected calls that can be replayed"
+    )
+
+
+def _estimate(step: ServedStep, wanted: Sequence[Mapping[int, int]]) -> int:
+    """Bytes of the pool in the end, after the first capture."""
+    programs = step.programs
+    first = max((program.nbytes for program in programs), default=0)
+    if step.device is not None and step.device.type == "cuda" and _elements(wanted[0]) == max(map(_elements, wanted)):
+        return first
+    return round(first * sum(map(_elements, wanted)) / _elements(wanted[0]))
+
+
+def _show(
+    progress: bool | Callable[[str], object], done: int, total: int, dims: Mapping[int, int], estimate: int
+) -> None:
+    if not progress:
+        return
+    filled = _BAR * done // total
+    size = " x ".join(map(str, dims.values()))
+    text = f"prewarm [{'#' * filled}{'.' * (_BAR - filled)}] {done}/{total}" + (f" size {size}" if size else "")
+    text += f", about {estimate / 2**20:.1f} MiB" if estimate else ""
+    if callable(progress):
+        progress(text)
+    else:
+        sys.stderr.write(f"\r{text}" + ("\n" if done == total else ""))
+        sys.stderr.flush()

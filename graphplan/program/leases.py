@@ -1,0 +1,153 @@
+"""Memory that is written again and again, and lent: static outputs, and inputs that somebody fills where they lie.
+
+A replay with static outputs hands its own memory out. Whoever still uses a result of an earlier replay would find the
+later one's values in it, so results come as tensors that know which replay they are of, and refuse to be used after the
+next one. Views of them know it too. What is fed from lent memory need not be copied: a program that is captured on it
+takes it for its own static input.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.dtensors import is_sharded
+from graphplan.errors import StaleError
+from graphplan.owners import storage_id
+from graphplan.roles import TensorSpec
+
+
+class Lease:
+    """One lent tensor. ``number`` counts how often it was written; ``writable``: whether programs may write to it."""
+
+    __slots__ = ("__weakref__", "name", "number", "tensor", "writable")
+
+    def __init__(self, tensor: Tensor, name: str, *, writable: bool = False) -> None:
+        self.tensor = tensor
+        self.name = name
+        self.number = 0
+        self.writable = writable
+        _LEASES[_place(tensor)] = self
+
+
+_LEASES: weakref.WeakValueDictionary[Any, Lease] = weakref.WeakValueDictionary()
+"""By where the memory lies, which is the lease's own while there is one."""
+
+
+def _place(tensor: Tensor) -> Any:
+    return (storage_id(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def find_lease(tensor: Tensor) -> Lease | None:
+    """The lease of just this memory, if it is lent."""
+    if not _LEASES or is_sharded(tensor) or tensor.requires_grad:
+        return None
+    return _LEASES.get(_place(tensor))
+
+
+class StaticOutput(Tensor):
+    """A result that the next replay overwrites. Using it afterwards raises; copy it first to keep it."""
+
+    _lease: Lease
+    _number: int
+
+    @classmethod
+    def of(cls, lease: Lease) -> StaticOutput:
+        """The lease's tensor as it is now."""
+        return cls._marked(lease.tensor, lease, lease.number)
+
+    @classmethod
+    def _marked(cls, tensor: Tensor, lease: Lease, number: int) -> StaticOutput:
+        marked = tensor.as_subclass(cls)
+        marked._lease = lease
+        marked._number = number
+        return marked
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a later replay has overwritten it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._lease.number != self._number
+
+    def plain(self) -> Tensor:
+        """The same memory as an ordinary tensor, which nobody watches.
+
+        Raises:
+            StaleError: if a later replay has overwritten it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._check()
+            return self.as_subclass(Tensor)
+
+    def _check(self) -> None:
+        lease = self._lease
+        if lease.number != self._number:
+            raise StaleError(
+                f"{lease.name} of an earlier replay is used after the next one has overwritten it; expected it to be "
+                "used before the function is called again. Keep a .clone() of it, or pass outputs='clone'"
+            )
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            used = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, StaticOutput)]
+            if func not in _HARMLESS:
+                for output in used:
+                    output._check()
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor | tuple | list):
+                by_storage = {storage_id(output): output for output in used}
+                result = pytree.tree_map_only(Tensor, lambda tensor: _mark_view(tensor, by_storage), result)
+            return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.is_stale:
+            return f"StaticOutput(overwritten {TensorSpec.of(self.plain_memory())})"
+        return repr(self.plain())
+
+    def plain_memory(self) -> Tensor:
+        """The memory as it is now, whosever values are in it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.plain().clone()
+
+
+def _mark_view(tensor: Tensor, by_storage: Mapping[int | None, StaticOutput]) -> Tensor:
+    source = by_storage.get(storage_id(tensor)) if type(tensor) is Tensor else None
+    return tensor if source is None else StaticOutput._marked(tensor, source._lease, source._number)
+
+
+_FACTS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_nested", "is_sparse")
+_HARMLESS = {
+    *(vars(torch._C.TensorBase)[name].__get__ for name in _FACTS if name in vars(torch._C.TensorBase)),
+    Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point, Tensor.element_size,
+}  # fmt: skip
+"""What tells about a tensor and not about its values."""
+
+
+def plain(value: Any) -> Any:
+    """``value`` with the ordinary tensors in the places of static outputs.
+
+    Raises:
+        StaleError: if a later replay has overwritten one of them.
+    """
+    if not _LEASES:
+        return value
+    if type(value) is StaticOutput:
+        return value.plain()
+    if isinstance(value, Tensor | int | float | str | None):
+        return value
+    return pytree.tree_map_only(StaticOutput, StaticOutput.plain, value)

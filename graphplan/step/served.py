@@ -1,0 +1,65 @@
+"""A graphed step with what a server of predictions asks of it besides calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from graphplan.errors import RefusalError, SkipReason
+from graphplan.program import Program
+from graphplan.signature import Feed, flatten, map_result
+from graphplan.step.graphed import GraphedStep
+from graphplan.step.turn import running_step
+
+
+class ServedStep(GraphedStep):
+    """A step whose programs can be looked at and picked, and whose calls can be left out."""
+
+    takers = (*GraphedStep.takers, "find_program", "skip")
+
+    @property
+    def programs(self) -> list[Program]:
+        """Every program that is ready."""
+        return self._programs.all()
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the static inputs that the programs share."""
+        return self._buffers.nbytes
+
+    @property
+    def owners(self) -> Mapping[str, Any]:
+        """The owners that were named or found so far."""
+        return self._managed.owners
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the step computes, once a call has shown it."""
+        return self._runner.device
+
+    def refuse(self, error: RefusalError) -> None:
+        """Raise ``error`` or warn of it, as a refusal of the step's own."""
+        self._refusals.refuse(error)
+
+    def skip(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
+        """An eager call for a reason of the caller's, on arguments of any kind, through which gradients may flow."""
+        with self._alone(), running_step():
+            home = self._options.feed_device
+            if home is not None:
+                args, kwargs = map_result(lambda tensor: tensor.to(home, non_blocking=True), (args, dict(kwargs)))
+            return self._runner.outside(args, kwargs, reason, detail)
+
+    def find_program(self, args: tuple[Any, ...]) -> tuple[Program, Feed] | None:
+        """The program that a call with ``args`` would replay now, and its feed; None if it would not replay one.
+
+        Raises:
+            RefusalError: for arguments that no program could take.
+        """
+        with self._alone():
+            feed = flatten(args, {})
+            entry, program = self._lookup.find(feed)
+            if program is None or entry.refusal is not None or not program.takes(feed):
+                return None
+            return program, self._lookup.moved(feed)

@@ -1,0 +1,1 @@
+"""Graphed functions: calls, shapes, buckets, pieces."""
