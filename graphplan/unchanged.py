@@ -43,7 +43,7 @@ def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
 
 def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
     """Hooks on the node that accumulates ``param``'s gradient: they last while somebody keeps that node."""
-    if not param.requires_grad or not param.is_leaf or is_sharded(param):
+    if not param.requires_grad or not param.is_leaf or param.is_inference() or is_sharded(param):
         return []
     # A dispatch mode of the caller's watches the step, and this is no part of it.
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.buffers import Buffers
@@ -228,10 +229,10 @@ class GraphedStep(Exclusive):
             result = self._stages.advance(entry, feed)
             self._programs.count_attempt()
             if self.stats.captured > captured:
-                self._programs.count_capture(entry, self._lookup.geometry(feed))
+                dropped = self._programs.count_capture(entry, self._lookup.geometry(feed))
                 self._short.forget()
                 programs = self._programs.all()
-                self._begin_generation(entry)
+                self._share_memory(entry, freed=dropped > 0)
                 self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
             return result
         result = self._stages.warm_up(entry, feed)
@@ -240,14 +241,18 @@ class GraphedStep(Exclusive):
             self._lookup.keep(feed, entry)
         return result
 
-    def _begin_generation(self, entry: Entry) -> None:
-        """Under a budget, have programs share memory in groups that can go one after the other."""
+    def _share_memory(self, entry: Entry, *, freed: bool) -> None:
+        """Under a budget, have programs share memory in groups that can go one after the other, and ``freed`` memory go
+        back to the device.
+        """
         budget, backend = self._options.memory_budget, self._runner.backend
         latest = entry.programs()[-1].generation
         if budget is None or not isinstance(backend, CUDAGraphBackend):
             return
         if sum(program.nbytes for program in self._programs.all() if program.generation == latest) > budget // 4:
             backend.begin_generation()
+        if freed:
+            torch.cuda.empty_cache()
 
     def _may_advance(self, entry: Entry, peers: Peers) -> bool:
         """Whether the other ranks are as far as this one, where the next thing would be a capture."""

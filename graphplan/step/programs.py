@@ -84,8 +84,13 @@ class Programs:
             self.close(entry)
             entry.refusal = None
 
-    def count_capture(self, entry: Entry, geometry: Hashable) -> None:
-        """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many."""
+    def count_capture(self, entry: Entry, geometry: Hashable) -> int:
+        """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many or takes
+        too much memory.
+
+        Returns:
+            How many entries lost their programs because of their memory.
+        """
         program = next(program for program in reversed(entry.programs()) if program.replays == 0)
         before = self._latest.pop(geometry, None)
         self._stats.recaptured += self._entries.has_captured(geometry)
@@ -98,10 +103,12 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
-        if self._options.memory_budget is not None:
-            for _ in range(self._entries.evict_bytes(entry, self._options.memory_budget)):
-                self._stats.note("evicted: more bytes than memory_budget")
+        budget = self._options.memory_budget
+        dropped = 0 if budget is None else self._entries.evict_bytes(entry, budget)
+        for _ in range(dropped):
+            self._stats.note("evicted: more bytes than memory_budget")
         self._let_go()
+        return dropped
 
     def check_churn(self) -> None:
         """Whether one more capture is in order.

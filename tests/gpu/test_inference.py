@@ -1,0 +1,189 @@
+"""Graphed functions on the device: shapes, buckets, weights, static results, threads and streams, memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import Graphed, Pool, StaleError, graphed
+from tests.gpu.helpers import BACKEND, CUDA, DEVICE, MIB, is_healthy, memory, needs_cuda
+from tests.zoo import Transformer
+
+
+@pytest.fixture(autouse=True)
+def _predicting() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def make_network(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, 4)).to(
+        DEVICE
+    )
+
+
+def fast_of(fn: Callable[..., Any], **options: Any) -> Graphed:
+    return graphed(fn, **{"backend": BACKEND, "min_speedup": 0.0, **options})
+
+
+def batch(size: int, generator: torch.Generator | None = None) -> Tensor:
+    return torch.randn(size, 16, generator=generator).to(DEVICE)
+
+
+def test_shapes_in_turn_equal_eager() -> None:
+    """Each shape has a program; all are in one pool, and none disturbs another's results."""
+    model = make_network()
+    fast = fast_of(model)
+    kept = []
+    for size in (8, 3, 5, 1) * 9:
+        x = batch(size)
+        kept.append((fast(x), model(x)))
+    for found, wanted in kept:
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert fast.num_graphs == 4
+    assert fast.stats.verified > 4
+
+
+def test_buckets_and_prewarming() -> None:
+    model = make_network()
+    fast = fast_of(model, shapes="bucket", buckets=[1, 2, 4, 8])
+    assert fast.prewarm(example=(batch(3),)).captured == 4
+    rng = random.Random(0)
+    for _ in range(60):
+        x = batch(rng.randint(1, 8))
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-4)
+    assert fast.num_graphs == 4 and fast.stats.captured == 4
+    assert fast._step.buffer_bytes == 0, "padded where the programs read it"
+
+
+def test_batches_from_the_host() -> None:
+    """Moved by device=, padded or not."""
+    model = make_network()
+    for options in ({}, {"shapes": "bucket", "buckets": [4, 8]}):
+        fast = fast_of(model, device=DEVICE, **options)
+        for size in (3, 8) * 8:
+            x = torch.randn(size, 16)
+            torch.testing.assert_close(fast(x), model(x.to(DEVICE)), rtol=1e-3, atol=1e-4)
+        assert fast.num_graphs == 2
+
+
+def test_weights_from_the_feed() -> None:
+    models = [make_network() for _ in range(3)]
+    fast = fast_of(models[0], copy_roles=("input", "param"))
+    for _ in range(3):
+        x = batch(4)
+        for model in models:
+            torch.testing.assert_close(fast.replay((x,), params=model.state_dict()), model(x), rtol=0, atol=0)
+    assert fast.stats.captured == 1
+
+
+def test_static_results_are_chained_without_copies() -> None:
+    first_layer, second_layer = make_network(), nn.Linear(4, 3).to(DEVICE)
+    pool = Pool()
+    first = fast_of(first_layer, outputs="static", verify="off", pool=pool)
+    second = fast_of(second_layer, outputs="static", verify="off", pool=pool)
+    for _ in range(12):
+        x = batch(5)
+        middle = first(x)
+        found = second(middle) + 0
+        torch.testing.assert_close(found, second_layer(first_layer(x)), rtol=0, atol=0)
+    assert second.stats.replayed > 6
+    first(batch(5))
+    with pytest.raises(StaleError, match="used after the next one"):
+        middle.sum()
+    with pytest.raises(StaleError, match="used after the next one"):
+        middle[1:].t().cpu()
+
+
+def test_other_programs_of_the_pool_leave_static_results_alone() -> None:
+    """Whatever is captured and replayed meanwhile, before or after: a result is good until its own program's next."""
+    pool = Pool()
+    layers = [make_network(width) for width in (32, 128, 64, 256)]
+    steps = [fast_of(layer, outputs="static", verify="off", pool=pool) for layer in layers]
+    for _ in range(8):
+        x = batch(6)
+        found = [(step(x), layer(x)) for step, layer in zip(steps, layers, strict=True)]
+        for result, wanted in reversed(found):
+            torch.testing.assert_close(result + 0, wanted, rtol=0, atol=0)
+
+
+def test_what_a_program_changes_is_written_back() -> None:
+    def fill(cache: Tensor, x: Tensor) -> Tensor:
+        cache.mul_(0.5).add_(x)
+        return cache.sum(0)
+
+    fast = fast_of(fill)
+    mine, twin = batch(4), batch(4)
+    twin.copy_(mine)
+    for _ in range(9):
+        x = batch(4)
+        torch.testing.assert_close(fast(mine, x), fill(twin, x), rtol=0, atol=0)
+        torch.testing.assert_close(mine, twin, rtol=0, atol=0)
+
+
+def test_eviction_frees_memory_and_leaves_the_rest() -> None:
+    """Under a budget, programs share memory in groups that go one after the other."""
+
+    def fn(x: Tensor) -> Tensor:
+        return (x[:, :, None] * x[:, None, :]).sin().relu().sum((1, 2))
+
+    probe = fast_of(fn, verify="off")
+    probe.prewarm([4096], example=(batch(2),))
+    budget = probe.memory.pool * 3 // 2
+    probe.close()
+    before = memory()[1]
+    fast = fast_of(fn, verify="off", memory_budget=budget)
+    with pytest.warns(UserWarning, match="evicted: more bytes than memory_budget"):
+        fast.prewarm(range(4096, 4096 - 5, -1), example=(batch(2),))
+    assert fast.memory.pool <= budget
+    if CUDA:
+        assert memory()[1] - before <= budget + 64 * MIB
+    assert 0 < fast.num_graphs < 5
+    x = batch(4092)
+    torch.testing.assert_close(fast(x), fn(x))
+    is_healthy() if CUDA else None
+
+
+@needs_cuda
+def test_many_shapes_take_little_more_memory_than_the_largest() -> None:
+    model = Transformer(width=128, length=64).to(DEVICE).eval()
+
+    def run(sizes: list[int]) -> int:
+        before = memory()[1]
+        fast = fast_of(model, verify="off")
+        fast.prewarm(sizes, example=(torch.zeros(1, 64, dtype=torch.long, device=DEVICE),))
+        used = memory()[1] - before
+        fast.close()
+        return used
+
+    largest = run([256])
+    assert run([256, 192, 128, 96, 64, 32, 16, 8]) <= 1.3 * largest + 8 * MIB
+
+
+def test_threads_and_streams() -> None:
+    """Eight threads, each on a stream of its own, two functions in one pool, random shapes: eager's results."""
+    pool = Pool()
+    layers = [make_network(), make_network(96)]
+    steps = [fast_of(layer, pool=pool, verify="off") for layer in layers]
+
+    def serve(seed: int) -> float:
+        generator = torch.Generator().manual_seed(seed)
+        worst = 0.0
+        stream = torch.cuda.Stream() if CUDA else None
+        with torch.cuda.stream(stream), torch.inference_mode():
+            for index in range(40):
+                size = int(torch.randint(1, 5, (), generator=generator))
+                x = batch(size, generator)
+                difference = steps[index % 2](x) - layers[index % 2](x)
+                worst = max(worst, float(difference.abs().max()))
+        return worst
+
+    with ThreadPoolExecutor(8) as threads:
+        assert max(threads.map(serve, range(8))) <= 1e-5
+    assert all(step.num_graphs == 4 for step in steps)

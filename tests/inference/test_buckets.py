@@ -1,0 +1,410 @@
+"""Capture sizes: ladders that fit, padding and cutting, masks, checks against the call as it came, prewarming."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphplan import Graphed, OptionError, PaddingError, SkipReason, StaleError, buckets, graphed
+from graphplan.inference.buckets import Ladders
+from tests.inference.helpers import Layer
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def padded_work(lengths: list[int], sizes: tuple[int, ...], work: Any) -> float:
+    return sum(work(min(size for size in sizes if size >= length)) for length in lengths)
+
+
+@pytest.mark.parametrize("work", [float, lambda n: float(n * n), lambda n: 10.0 + n, lambda n: 1.0])
+def test_the_ladder_is_the_best_there_is(work: Any) -> None:
+    """Against every other ladder, of random lengths."""
+    rng = random.Random(0)
+    for _ in range(40):
+        lengths = [rng.randint(1, 12) for _ in range(rng.randint(1, 9))]
+        count = rng.randint(1, 5)
+        found = buckets.fit(lengths, count, work=work)
+        known = sorted(set(lengths))
+        best = min(
+            padded_work(lengths, (*chosen, known[-1]), work)
+            for number in range(count)
+            for chosen in combinations(known[:-1], min(number, len(known) - 1))
+        )
+        assert len(found.sizes) <= count
+        assert found.padded == pytest.approx(padded_work(lengths, found.sizes, work)) == pytest.approx(best)
+        assert found.unpadded == pytest.approx(sum(map(work, lengths)))
+
+
+def test_a_ladder_of_many_lengths_and_of_a_histogram() -> None:
+    rng = random.Random(1)
+    lengths = [min(4096, int(rng.lognormvariate(5, 1)) + 1) for _ in range(20000)]
+    found = buckets.fit(lengths, 8)
+    assert len(found.sizes) == 8 and found.sizes[-1] == max(lengths)
+    assert found.waste < 0.25
+    histogram = {length: lengths.count(length) for length in set(lengths[:50])}
+    assert buckets.fit(histogram, 3) == buckets.fit([n for n, k in histogram.items() for _ in range(k)], 3)
+    aligned = buckets.fit(lengths, 8, multiple_of=64)
+    assert all(size % 64 == 0 for size in aligned.sizes)
+    assert str(buckets.fit([1, 1, 4], 1)) == "1 sizes [4]: 50.0 % of the padded work is waste"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ([], {}, "there are no lengths to fit"),
+        ([0], {}, "length 0 comes 1 times; expected lengths and counts from 1 on"),
+        ([-3], {}, "length -3 comes"),
+        ({3: 0}, {}, "length 3 comes 0 times"),
+        (["a"], {}, "length 'a' comes"),
+        ([3], {"max_graphs": 0}, "max_graphs is 0; expected an int >= 1"),
+        ([3], {"multiple_of": 1.5}, "multiple_of is 1.5"),
+        ([3, 4], {"work": lambda n: -n}, "work falls from one length to a longer one"),
+    ],
+)
+def test_lengths_that_make_no_sense(arguments: Any, options: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        buckets.fit(arguments, **options)
+
+
+def test_rounding() -> None:
+    ladders = Ladders({0: [4, 1, 2, 2], 1: buckets.fit([16, 64], 2)})
+    assert ladders.dims == (0, 1)
+    assert [ladders.round_up(0, size) for size in (0, 1, 2, 3, 4, 5)] == [None, 1, 2, 4, 4, None]
+    assert ladders.sizes(1) == (16, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "shapes='bucket' needs capture sizes"),
+        ({"buckets": []}, "buckets has no sizes"),
+        ({"buckets": {}}, "buckets has no dimensions"),
+        ({"buckets": 8}, "buckets is 8; expected capture sizes"),
+        ({"buckets": "8"}, "buckets is '8'; expected capture sizes"),
+        ({"buckets": [0, 4]}, "buckets has the size 0; expected integers from 1 on"),
+        ({"buckets": [-4]}, "buckets has the size -4"),
+        ({"buckets": [2.0]}, "buckets has the size 2.0"),
+        ({"buckets": {1: [True]}}, r"buckets\[1\] has the size True"),
+        ({"buckets": {-1: [4]}}, "buckets has the dimension -1"),
+        ({"buckets": [4], "pad": "0"}, "pad is '0'; expected a number, or a function"),
+        ({"buckets": [4], "pad": {"y": 0}}, "pad names 'y'; expected one of: x, mask, causal"),
+        ({"buckets": [4], "mask": "attention"}, "mask names 'attention'; expected one of: x, mask, causal"),
+        ({"buckets": [4], "static_roles": ("input", "param", "state")}, "would take in the padding"),
+    ],
+)
+def test_options_that_make_no_sense(options: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        graphed(Layer(), shapes="bucket", **options)
+
+
+def bucketed(fn: Any, sizes: Any, **options: Any) -> Graphed:
+    return graphed(fn, **{"backend": "tape", "shapes": "bucket", "buckets": sizes, **options})
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+def test_batches_of_one_to_eight_have_four_graphs_with_padding_and_eight_without() -> None:
+    model = network()
+    exact = graphed(model, backend="tape", verify="off")
+    fast = bucketed(model, [1, 2, 4, 8], verify="off")
+    for _ in range(6):
+        for size in range(8, 0, -1):
+            x = torch.randn(size, 8)
+            torch.testing.assert_close(fast(x), model(x))
+            assert torch.equal(exact(x), model(x))
+    assert (exact.num_graphs, fast.num_graphs) == (8, 4)
+    assert (len(fast.shapes.shapes), len(fast.shapes.capture_sizes)) == (8, 4)
+    assert fast.shapes.unpadded_elements == 6 * 36 * 8
+    assert fast.shapes.padded_elements == 6 * (1 + 2 + 4 + 4 + 4 * 8) * 8
+    assert fast.shapes.padding == pytest.approx(43 / 36, abs=0.06)
+    assert "8 shapes on 4 capture sizes" in fast.report()
+
+
+def test_five_and_seven_reuse_the_program_of_eight() -> None:
+    model = network()
+    fast = bucketed(model, [1, 2, 4, 8])
+    fast.prewarm([8], example=(torch.randn(3, 8),))
+    assert (fast.num_graphs, fast.stats.captured) == (1, 1)
+    replayed = fast.stats.replayed
+    for size in (5, 7, 8, 6):
+        x = torch.randn(size, 8)
+        found = fast(x)
+        assert found.shape == (size, 4)
+        torch.testing.assert_close(found, model(x))
+    assert fast.stats.replayed == replayed + 4 and fast.num_graphs == 1
+
+
+def test_padding_lies_in_the_programs_own_input() -> None:
+    """What is padded is written where the program reads it: nothing is copied a second time."""
+    fast = bucketed(network(), [4, 8], verify="off")
+    fast.prewarm(example=(torch.randn(3, 8),))
+    assert fast._step.buffer_bytes == 0
+    addresses = {program._statics[0].data_ptr() for program in fast.programs}
+    assert len(addresses) == 1, "one allocation for all sizes"
+
+
+def test_two_dimensions_and_a_mask() -> None:
+    """Attention over padded lengths is right because the function is told what is real."""
+    width = 8
+
+    def attend(tokens: Tensor, mask: Tensor, *, scale: float = 1.0) -> dict[str, Tensor]:
+        keys = mask[:, None, :].expand(-1, mask.shape[1], -1)
+        out = F.scaled_dot_product_attention(tokens * scale, tokens, tokens, attn_mask=keys)
+        mean = (out * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return {"out": out, "mean": mean, "width": torch.arange(width)}
+
+    fast = bucketed(attend, {0: [2, 4], 1: [4, 8, 16]}, mask="mask", dynamic={"tokens": (0, 1)})
+    rng = random.Random(0)
+    for _ in range(60):
+        batch, length = rng.randint(1, 4), rng.randint(1, 16)
+        x = torch.randn(batch, length, width)
+        found = fast(x)
+        wanted = attend(x, torch.ones(batch, length, dtype=torch.bool))
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor)
+    assert fast.num_graphs <= 6 and fast.stats.replayed > 20
+
+
+def test_a_mask_of_the_callers_is_padded_like_any_input() -> None:
+    def total(x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask[:, None]).sum()
+
+    fast = bucketed(total, [4, 8], mask="mask", pad={"x": 3.0})
+    for size in (3, 4, 5, 6, 7) * 6:
+        x, mask = torch.ones(size, 8), torch.arange(size) % 2 == 0
+        assert float(fast(x, mask)) == float(total(x, mask))
+    assert fast.stats.replayed > 10
+
+
+def test_results_whose_size_is_the_capture_size_by_chance() -> None:
+    """Four classes are four classes, also where the batch is padded to four."""
+    model = network()
+    fast = bucketed(lambda x: (model(x), model(x).T, model.state_dict()["2.bias"] * 2), [4])
+    for size in (4, 4, 3, 2, 4, 1, 3, 3, 4, 2):
+        x = torch.randn(size, 8)
+        scores, turned, bias = fast(x)
+        assert scores.shape == (size, 4) and turned.shape == (4, size) and bias.shape == (4,)
+        torch.testing.assert_close(turned, model(x).T)
+
+
+def test_which_of_two_equal_dimensions_a_result_follows_is_found_out() -> None:
+    fast = bucketed(lambda x: (x.amax(-1), x.sum(-1).amax(0)), {0: [4], 1: [4]}, pad=-9.0, verify="off")
+    for batch, length in ((2, 2), (2, 2), (3, 2), (2, 3), (4, 1), (1, 4), (3, 3)):
+        x = torch.rand(batch, length, 5)
+        first, second = fast(x)
+        assert first.shape == (batch, length) and second.shape == (length,)
+        torch.testing.assert_close(second, x.sum(-1).amax(0))
+    assert 0 < fast.shapes.checked < 7
+
+
+def test_padding_values_and_functions_by_argument() -> None:
+    seen = []
+
+    def repeat_last(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        seen.append((tuple(tensor.shape), shape))
+        return torch.cat([tensor, tensor[-1:].expand(shape[0] - len(tensor), -1)])
+
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return x.amax(0), y.amin(0)
+
+    fast = bucketed(fn, [4], pad={"x": float("-inf"), "y": repeat_last})
+    for size in (3, 2, 4, 1) * 3:
+        x, y = torch.randn(size, 3), torch.randn(size, 2)
+        for found, wanted in zip(fast(x, y), fn(x, y), strict=True):
+            assert torch.equal(found, wanted)
+    assert seen[:2] == [((3, 2), (4, 2)), ((2, 2), (4, 2))]
+
+
+@pytest.mark.parametrize(
+    ("pad", "text"),
+    [
+        (
+            lambda tensor, shape: tensor,
+            r"the function that pads x made torch.float32\[3, 8\] of .* expected .*\[4, 8\]",
+        ),
+        (lambda tensor, shape: torch.zeros(shape).double(), r"made torch.float64\[4, 8\]"),
+        (lambda tensor, shape: None, "made a NoneType of"),
+    ],
+)
+def test_a_function_that_does_not_pad(pad: Any, text: str) -> None:
+    with pytest.raises(PaddingError, match=text):
+        bucketed(Layer(), [4], pad=pad)(torch.randn(3, 8))
+
+
+def test_padding_that_changes_the_outcome_is_refused_by_name() -> None:
+    def mean(x: Tensor) -> Tensor:
+        return x.mean(0)
+
+    x = torch.ones(3, 8)
+    with pytest.raises(PaddingError, match=r"padding from 3 to 4 changes what comes out: result differs by 0\.25") as e:
+        bucketed(mean, [4])(x)
+    assert torch.equal(e.value.result, mean(x))
+    fast = bucketed(mean, [4], on_failure="eager")
+    with pytest.warns(UserWarning, match="runs this step eagerly: padding from 3 to 4 changes what comes out"):
+        assert torch.equal(fast(x), mean(x))
+    for _ in range(5):
+        assert torch.equal(fast(x), mean(x))
+    assert fast.stats.skipped[SkipReason.PADDING] == 5
+
+
+def test_a_result_that_follows_no_dimension_is_refused_by_name() -> None:
+    with pytest.raises(PaddingError, match=r"result is torch.float32\[6\] without padding and torch.float32\[8\] with"):
+        bucketed(lambda x: torch.cat([x[:, 0], x[:, 0]]), [4])(torch.ones(3, 8))
+    with pytest.raises(PaddingError, match=r"result is 3 without padding and 4 with it"):
+        bucketed(lambda x: len(x), [4])(torch.ones(3, 8))
+    with pytest.raises(PaddingError, match="the results' structure is"):
+        bucketed(lambda x: [x[0]] * len(x), [4])(torch.ones(3, 8))
+
+
+def test_a_step_that_pads_badly_only_later_is_demoted() -> None:
+    """Values decide: found at a later check, with a warning and the right outcome."""
+    fast = bucketed(lambda x: x.amax(0), [4], verify=1)
+    for _ in range(8):
+        fast(torch.rand(3, 8))
+    assert fast.stats.replayed > 2
+    with pytest.warns(UserWarning, match="changes what comes out: result differs"):
+        assert torch.equal(fast(torch.full((3, 8), -1.0)), torch.full((8,), -1.0))
+
+
+def test_what_is_changed_in_place_is_written_back_at_its_own_size() -> None:
+    def grow(x: Tensor) -> Tensor:
+        x += 1
+        return x
+
+    fast = bucketed(grow, [4, 8])
+    for size in (3, 4, 5, 3, 7, 3, 6, 3, 2, 5, 5):
+        x = torch.randn(size, 2)
+        wanted = x + 1
+        found = fast(x)
+        assert found is x and torch.equal(x, wanted)
+    assert fast.stats.replayed > 2
+
+
+def test_views_of_the_input_do_not_change_with_the_next_call() -> None:
+    fast = bucketed(lambda x: x[:, 1:], [4])
+    kept = []
+    for index in range(7):
+        x = torch.full((3, 4), float(index))
+        kept.append((fast(x), x[:, 1:].clone()))
+    assert all(torch.equal(found, wanted) for found, wanted in kept)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: torch.randn(9, 8),
+            r"dimension 0 of args\[0\] has 9 elements, which is beyond the largest capture size 8",
+        ),
+        (lambda: torch.randn(0, 8), r"dimension 0 of args\[0\] has 0 elements, which is empty"),
+        (lambda: torch.tensor(3.0), "none of the arguments has a dimension with a ladder"),
+    ],
+)
+def test_calls_that_fit_no_size_are_eager_with_the_reason(make: Any, text: str) -> None:
+    fast = bucketed(lambda x: x * 2, [4, 8])
+    x = make()
+    assert torch.equal(fast(x), x * 2)
+    assert fast.stats.skipped[SkipReason.BUCKET] == 1
+    assert any(re.search(text, reason) for reason in fast.stats.reasons)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: torch.randn(8, size).t(),
+        lambda size: torch.randn(1, 8).expand(size, 8),
+        lambda size: torch.randn(40).as_strided((size, 8), (2, 1)),
+        lambda size: torch.randn(size + 2, 8)[1 : size + 1],
+    ],
+    ids=["transposed", "expanded", "overlapping", "offset"],
+)
+def test_inputs_of_any_geometry(make: Any) -> None:
+    fast = bucketed(lambda x: (x * 2 + 1).sum(1), [4, 8])
+    for size in (3, 5, 8, 4, 6) * 3:
+        x = make(size)
+        torch.testing.assert_close(fast(x), (x * 2 + 1).sum(1))
+    assert fast.stats.replayed > 4
+
+
+def test_gradients_flow_through_an_eager_call() -> None:
+    layer = Layer()
+    fast = bucketed(layer, [4])
+    with torch.enable_grad():
+        for _ in range(4):
+            fast(torch.randn(3, 8)).sum().backward()
+    assert layer.scale.grad is not None
+    assert fast.stats.skipped[SkipReason.GRADIENT] == 4
+
+
+def test_static_results_are_cut_and_still_know_their_replay() -> None:
+    fast = bucketed(lambda x: x * 2, [4], outputs="static", verify="off")
+    fast.prewarm(example=(torch.randn(3, 8),))
+    x = torch.randn(3, 8)
+    fast(x)
+    found = fast(x)
+    assert found.shape == (3, 8) and torch.equal(found + 0, x * 2)
+    fast(x)
+    with pytest.raises(StaleError, match="used after the next one"):
+        found.sum()
+
+
+def test_prewarming_takes_the_largest_first() -> None:
+    texts: list[str] = []
+    fast = bucketed(network(), {0: [1, 4], 1: [8]}, dynamic={"input": (0,)})
+    outcome = fast.prewarm(example=(torch.randn(2, 8),), progress=texts.append)
+    assert outcome.sizes == ({0: 4, 1: 8}, {0: 1, 1: 8})
+    assert outcome.captured == 2 == fast.num_graphs
+    assert outcome.nbytes == fast.memory.pool > 0
+    assert outcome.estimate >= outcome.nbytes // 2
+    assert str(outcome).startswith("2 captures for 2 sizes; ")
+    assert texts[0] == "prewarm [........................] 0/2 size 4 x 8"
+    assert texts[-1].startswith("prewarm [########################] 2/2, about ")
+    before = fast.stats.captured
+    assert fast.prewarm().captured == 0 and fast.stats.captured == before, "an earlier call is the example"
+
+
+def test_prewarming_exact_shapes_in_the_order_given(capsys: pytest.CaptureFixture[str]) -> None:
+    fast = graphed(Layer(), backend="tape")
+    outcome = fast.prewarm([2, {0: 3}], example=(torch.randn(1, 8),), order="as_given", progress=True)
+    assert outcome.sizes == ({0: 2}, {0: 3})
+    assert [program.plan.inputs[0].spec.shape for program in fast.programs] == [(3, 8)], "3 grew the input"
+    assert fast.prewarm([3, 2]).captured == 1
+    assert fast.num_graphs == 2
+    assert "2/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "text"),
+    [
+        ([4], {}, "prewarm has no example and there was no call"),
+        ([0], {"example": (torch.ones(2, 8),)}, "prewarm has the size 0 in dimension 0"),
+        ([-1], {"example": (torch.ones(2, 8),)}, "prewarm has the size -1"),
+        ([], {"example": (torch.ones(2, 8),)}, "prewarm has no sizes; expected at least one"),
+        (None, {"example": (torch.ones(2, 8),)}, "prewarm has no sizes; expected some"),
+        ([4], {"example": (torch.ones(2, 8),), "order": "random"}, "order is 'random'"),
+    ],
+)
+def test_prewarming_that_makes_no_sense(sizes: Any, options: Any, text: str) -> None:
+    with pytest.raises(OptionError, match=text):
+        graphed(Layer(), backend="tape").prewarm(sizes, **options)
+
+
+def test_prewarming_where_nothing_is_captured() -> None:
+    with torch.enable_grad(), pytest.raises(OptionError, match=r"gradients are wanted: call prewarm under torch\.inf"):
+        graphed(Layer(), backend="tape").prewarm([4], example=(torch.ones(2, 8),))
+    with pytest.raises(OptionError, match=r"nothing is captured for the size \{0: 9\}: no capture size fits"):
+        bucketed(Layer(), [4]).prewarm([9], example=(torch.ones(2, 8),))
