@@ -6,7 +6,7 @@ The two implementations are :mod:`graphplan.cudagraph` and :mod:`graphplan.tape`
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -26,6 +26,10 @@ class Recording(Protocol):
     """Launches that one replay costs the host: one for a CUDA graph, one per recorded operator for the tape."""
     nbytes: int
     """Bytes of intermediate memory that the recording keeps."""
+    operators: int
+    """Operators that one replay runs."""
+    nodes: Mapping[str, int]
+    """The recorded graph's nodes by type, where somebody asked for them while it was recorded."""
     generation: object
     """Recordings of one generation share memory, which comes back when the last of them is reset."""
 

@@ -14,7 +14,8 @@ import inspect
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -56,12 +57,15 @@ class GraphRecording:
         nbytes: int,
         watched: str | None = None,
         generation: object = None,
+        nodes: Mapping[str, int] | None = None,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._device = device
         self._watched = watched
         self.nbytes = nbytes
         self.generation = generation
+        self.nodes: Mapping[str, int] = nodes or {}
+        self.operators = sum(self.nodes.values())
         self.launches = 1
 
     @property
@@ -114,6 +118,18 @@ def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
 
 
+def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
+    """A kept graph's nodes by type; empty where CUDA's Python bindings are not installed."""
+    runtime = _runtime()
+    if runtime is None:
+        return {}
+    handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
+    _, _, number = runtime.cudaGraphGetNodes(handle, 0)
+    _, nodes, _ = runtime.cudaGraphGetNodes(handle, number)
+    kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes[:number]]
+    return dict(Counter(kind.name.removeprefix("cudaGraphNodeType") for kind in kinds))
+
+
 class CUDAGraphBackend:
     """Captures on one CUDA device. Capturing does not execute: the first replay is the captured step."""
 
@@ -129,6 +145,8 @@ class CUDAGraphBackend:
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self.constants = list(constants)
+        self.inspects = False
+        """Whether what is recorded next is kept, so that its nodes can be counted."""
         self.watched: str | None = None
         """The name of what is recorded next, if torch shall watch what that reads."""
 
@@ -150,7 +168,8 @@ class CUDAGraphBackend:
         if self._pool is None or not any(recording.alive for recording in self._living):
             # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        # Only a graph that is kept can be looked at.
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if self.inspects else torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
         collecting = gc.isenabled()
@@ -164,10 +183,13 @@ class CUDAGraphBackend:
         finally:
             if collecting:
                 gc.enable()
+        nodes = count_nodes(graph) if self.inspects else {}
+        if self.inspects:
+            graph.instantiate()
         _upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool)
+        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, nodes)
         self._living.add(recording)
         return recording, result
 

@@ -162,6 +162,12 @@ class TemporaryCopyError(RefusalError, RuntimeError):
     reason = SkipReason.TEMPORARY_COPY
 
 
+class SplitError(RefusalError, RuntimeError):
+    """A model cannot be taken apart into pieces."""
+
+    reason = SkipReason.CONTROL_FLOW
+
+
 class GeneratorSeekError(RefusalError, RuntimeError):
     """The step sets a generator's state or seed, or draws from a generator that a replay cannot advance."""
 

@@ -9,7 +9,7 @@ gives back (``storage.resize_(0)``) is there while a replay runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import groupby
@@ -245,6 +245,8 @@ class TapeRecording:
         ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
+        self.operators = len(live)
+        self.nodes: Mapping[str, int] = {}
         self.generation: object = object()
 
     def replay(self) -> None:

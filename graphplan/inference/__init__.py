@@ -2,5 +2,7 @@
 
 from graphplan.inference import buckets as buckets
 from graphplan.inference.graphed import Graphed as Graphed
+from graphplan.inference.launches import LaunchCounter as LaunchCounter
 from graphplan.inference.making import graphed as graphed
+from graphplan.inference.making import piecewise as piecewise
 from graphplan.inference.pool import Pool as Pool

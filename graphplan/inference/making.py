@@ -1,4 +1,4 @@
-"""The public verb that makes a graphed function."""
+"""The public verbs: one function graphed, or several in pieces."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from graphplan.errors import OptionError
 from graphplan.inference.graphed import Graphed
+from graphplan.inference.models import SplitModel
 from graphplan.inference.options import Buckets, ServeOptions
 from graphplan.inference.padding import PadValue
+from graphplan.inference.pieces import Segment
 from graphplan.inference.pool import Pool
+from graphplan.inference.segments import Segments
 from graphplan.inference.shapes import Dims
 from graphplan.roles import Role
 
@@ -108,3 +113,48 @@ def graphed(
         pool=pool,
     )
     return partial(Graphed, options=options) if fn is None else Graphed(fn, options)
+
+
+def piecewise(
+    segments: nn.Module | Sequence[Segment],
+    is_capturable: Callable[[Segment], bool] | Sequence[bool] | None = None,
+    *,
+    at: Sequence[str] | None = None,
+    scope: str = "auto",
+    **options: Any,
+) -> Segments | SplitModel:
+    """Capture what can be captured of a chain of functions, or of a model, and run the rest eagerly in between.
+
+    Example:
+        >>> run = piecewise([embed, sample, decode])
+        >>> run(tokens); run.num_graphs, run.reasons
+        >>> run = piecewise(model, at=["blocks.*.attention"])
+
+    Args:
+        segments: functions or modules, each called with the results of the one before; or one model, with ``at``.
+        is_capturable: tells of each segment whether it can be captured. By default that is found out: each is traced
+            and captured alone in the first calls. Consecutive ones then become one program.
+        at: names, or patterns of names, of modules of the model that run eagerly.
+        scope: ``"full"`` (one program), ``"piecewise"``, ``"none"`` (eager), or ``"auto"``: one program if that can be,
+            else pieces, else eager, with the reasons.
+        **options: as for :func:`graphplan.graphed`, but for buckets.
+
+    Returns:
+        A callable with ``scope``, ``reasons``, ``num_graphs``, ``report()`` and ``close()``. Of functions, an index
+        gives one alone: call them as your own code decides, they share memory all the same.
+
+    Raises:
+        OptionError: for arguments that make no sense.
+    """
+    serve = ServeOptions(**options)
+    if isinstance(segments, nn.Module):
+        if at is None:
+            raise OptionError(
+                "piecewise was given a module without at=; expected names of modules to cut at, or a list"
+            )
+        if is_capturable is not None:
+            raise OptionError("is_capturable is given with at=, which says what runs eagerly; expected one of the two")
+        return SplitModel(segments, at, scope, serve)
+    if at is not None:
+        raise OptionError("at is given with a list of segments, which are cut already; expected a module with it")
+    return Segments(segments, is_capturable, scope, serve)

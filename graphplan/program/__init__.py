@@ -6,3 +6,4 @@ from graphplan.program.leases import StaticOutput as StaticOutput
 from graphplan.program.leases import plain as plain
 from graphplan.program.program import NO_CHECK as NO_CHECK
 from graphplan.program.program import Program as Program
+from graphplan.program.watching import WATCHERS as WATCHERS

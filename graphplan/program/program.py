@@ -21,6 +21,7 @@ from graphplan.program.bindings import Bindings
 from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
+from graphplan.program.watching import replay
 from graphplan.roles import Role
 from graphplan.signature import Feed, check_match, flatten, map_result, shared_leaf
 
@@ -151,7 +152,7 @@ class Program:
         self._adopted.refresh()
         self.load(leaves)
         self._outputs.renew()
-        self._recording.replay()
+        replay(self._recording)
         self._bindings.repeat()
         for static, source in back:
             with torch.no_grad():
@@ -173,7 +174,7 @@ class Program:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
         assert self._recording is not None
         if not executed:
-            self._recording.replay()
+            replay(self._recording)
         self._copied.give_back()
         self._bindings.replace_recorded()
         return self.collect(leaves)

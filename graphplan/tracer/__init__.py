@@ -16,6 +16,7 @@ from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.mode import is_allocation as is_allocation
 from graphplan.tracer.mode import is_traced as is_traced
 from graphplan.tracer.mode import refuse_trace as refuse_trace
+from graphplan.tracer.mode import tensors_in as tensors_in
 from graphplan.tracer.mode import written_tensors as written_tensors
 from graphplan.tracer.profile import Aside as Aside
 from graphplan.tracer.profile import Profile as Profile

@@ -1,0 +1,89 @@
+"""Counting what is launched: operators one by one, and recordings as a whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from threading import get_ident
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan.backend import Recording
+from graphplan.dtensors import is_imagined, is_wrapped
+from graphplan.owners import storage_id
+from graphplan.program import WATCHERS
+from graphplan.tracer import is_allocation, tensors_in, written_tensors
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts what this thread launches in a ``with`` block.
+
+    Example:
+        >>> with LaunchCounter() as counter:
+        ...     model(x)
+        >>> counter.eager, counter.replays
+
+    Attributes:
+        eager: operators that were launched one by one: not views, and not what only allocates.
+        replays: launches of recordings, one for each.
+        replayed: operators that these ran. On CUDA, nodes of the graphs that were captured in such a block.
+        operators: the operators by name.
+        nodes: nodes of the replayed graphs by type; on CUDA, for graphs that were captured in such a block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eager = 0
+        self.replays = 0
+        self.replayed = 0
+        self.operators: Counter[str] = Counter()
+        self.nodes: Counter[str] = Counter()
+        self._replaying = False
+        self._thread = get_ident()
+
+    @property
+    def launches(self) -> int:
+        """What the host launched in all."""
+        return self.eager + self.replays
+
+    def __enter__(self) -> LaunchCounter:
+        self._thread = get_ident()
+        WATCHERS.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        WATCHERS.remove(self)
+
+    def replay(self, recording: Recording) -> None:
+        """Count a replay, and leave out what it runs; what other threads replay is not counted."""
+        if get_ident() != self._thread:
+            recording.replay()
+            return
+        self.replays += 1
+        self.replayed += recording.operators
+        self.nodes.update(recording.nodes)
+        self._replaying = True
+        try:
+            recording.replay()
+        finally:
+            self._replaying = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_wrapped(types):
+            return NotImplemented
+        if self._replaying or is_imagined():
+            return func(*args, **kwargs)
+        taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
+        out = func(*args, **kwargs)
+        made = any(storage_id(tensor) not in taken for tensor in tensors_in(out))
+        name = str(func)
+        if (made or written_tensors(func, args, kwargs)) and not is_allocation(name):
+            self.eager += 1
+            self.operators[name] += 1
+        return out
