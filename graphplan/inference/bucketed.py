@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphplan.errors import PaddingError, SkipReason
 from graphplan.inference.buckets import Ladders
+from graphplan.inference.effects import Effects
 from graphplan.inference.ledger import ShapeStats
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.padding import Padded, Padding
@@ -42,6 +43,7 @@ class Bucketed:
         self._stats = stats
         self._device = options.step.feed_device
         self._schedule = options.step.schedule
+        self._allow = options.allow
         self._sizes: dict[Hashable, _Size] = {}
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -88,13 +90,15 @@ class Bucketed:
 
     def _run(self, feed: Feed, places: Sequence[Place], padded: Padded, size: _Size) -> Any:
         versions = {index: memory._version for index, memory in padded.staged.items()}
+        size.calls += padded.is_padded
+        due = size.calls == size.next_check or not size.slicer.is_sure(padded.true, padded.sizes)
+        effects = Effects(self._step.owners, self._allow) if due and padded.is_padded else None
         result = self._step(*padded.args, **padded.kwargs)
         leaves = [leaf for _, leaf in flatten_result(result)[0]]
         mutated = [index for index, memory in padded.staged.items() if memory._version != versions[index]]
         size.slicer.meet(result, padded.sizes)
-        size.calls += padded.is_padded
-        if padded.is_padded and (size.calls == size.next_check or not size.slicer.is_sure(padded.true, padded.sizes)):
-            return self._check(feed, places, padded, size, leaves, mutated)
+        if effects is not None:
+            return self._check(feed, places, padded, size, leaves, mutated, effects)
         for index in mutated:
             feed.leaves[index].copy_(padded.own_part(index))
         return size.slicer.cut([_handed_on(leaf, padded, feed) for leaf in leaves], padded.true)
@@ -107,12 +111,16 @@ class Bucketed:
         size: _Size,
         leaves: list[Any],
         mutated: list[int],
+        effects: Effects,
     ) -> Any:
         """Make the call as it came, too: its outcome stands."""
+        kept = [plain(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        effects.undo()
         expected = self._leave(feed, places, SkipReason.CHECK)
         self._stats.checked += 1
         size.next_check = self._schedule.after(size.calls)
-        problems = size.slicer.learn(expected, list(map(plain, leaves)), padded.true, padded.sizes)
+        problems = size.slicer.learn(expected, kept, padded.true, padded.sizes)
+        problems += effects.problems()
         for index in mutated:
             own, part = feed.leaves[index], padded.own_part(index)
             if distance(own.to(part.device), part) > tolerance(own.dtype):

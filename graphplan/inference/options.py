@@ -62,7 +62,7 @@ class ServeOptions:
         if not isinstance(self.capture_after, int) or isinstance(self.capture_after, bool) or self.capture_after < 1:
             raise OptionError(f"capture_after is {self.capture_after!r}; expected an int >= 1")
         policy = Policy("inference", static_roles=self.static_roles, copy_roles=self.copy_roles)
-        self._check_buckets(policy)
+        self._check_buckets()
         options = Options(
             mode="inference",
             policy=policy,
@@ -80,15 +80,10 @@ class ServeOptions:
         )
         object.__setattr__(self, "step", options)
 
-    def _check_buckets(self, policy: Policy) -> None:
+    def _check_buckets(self) -> None:
         if self.shapes == "bucket":
             if self.buckets is None:
                 raise OptionError("shapes='bucket' needs capture sizes; expected buckets=[1, 2, 4, 8], or those of fit")
-            if Role.STATE in policy.static_roles:
-                raise OptionError(
-                    "shapes='bucket' pads what is fed, and state that the function carries on would take in the "
-                    "padding; expected static_roles=('input', 'param'). Feed the state, or pass shapes='exact'"
-                )
             return
         given = [name for name, unset in (("buckets", None), ("mask", None)) if getattr(self, name) is not unset]
         if given:

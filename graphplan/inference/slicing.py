@@ -41,8 +41,9 @@ class Slicer:
             ]
 
     def is_sure(self, true: Mapping[Place, int], sizes: Mapping[Place, int]) -> bool:
-        """Whether everything that is known leads to the same results for a call of these sizes."""
-        assert self._known is not None
+        """Whether what is known is enough to cut the results of a call of these sizes."""
+        if self._known is None:
+            return False
         for dims in self._known:
             for candidates in dims:
                 wanted = {_size(candidate, true, sizes) for candidate in candidates}

@@ -101,7 +101,6 @@ def test_rounding() -> None:
         ({"buckets": [4], "pad": "0"}, "pad is '0'; expected a number, or a function"),
         ({"buckets": [4], "pad": {"y": 0}}, "pad names 'y'; expected one of: x, mask, causal"),
         ({"buckets": [4], "mask": "attention"}, "mask names 'attention'; expected one of: x, mask, causal"),
-        ({"buckets": [4], "static_roles": ("input", "param", "state")}, "would take in the padding"),
     ],
 )
 def test_options_that_make_no_sense(options: Any, text: str) -> None:
@@ -408,3 +407,47 @@ def test_prewarming_where_nothing_is_captured() -> None:
         graphed(Layer(), backend="tape").prewarm([4], example=(torch.ones(2, 8),))
     with pytest.raises(OptionError, match=r"nothing is captured for the size \{0: 9\}: no capture size fits"):
         bucketed(Layer(), [4]).prewarm([9], example=(torch.ones(2, 8),))
+
+
+class Cached(nn.Module):
+    """Keeps what it was given in slots, of which the last is for padding; counts its calls."""
+
+    def __init__(self, *, careful: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("slots", torch.zeros(5, 3))
+        self.register_buffer("total", torch.zeros(3))
+        self.careful = careful
+        self.calls = 0
+
+    def forward(self, x: Tensor, where: Tensor) -> Tensor:
+        self.calls += 1
+        self.slots[where] = 0.5 * self.slots[where] + x
+        if not self.careful:
+            self.total += x.sum(0) + (where == 4).sum()
+        return self.slots[where] * 2
+
+
+def test_state_is_what_the_calls_leave_as_they_came() -> None:
+    """Checks undo what padding did: decayed slots are decayed once, and calls are counted once."""
+    model, twin = Cached(), Cached()
+    options = {"static_roles": ("input", "param", "state"), "pad": {"where": 4}, "allow": ("model.slots",)}
+    fast = bucketed(model, [2, 4], **options)
+    rng = random.Random(0)
+    for _ in range(40):
+        where = torch.tensor(rng.sample(range(4), rng.randint(1, 4)))
+        x = torch.randn(len(where), 3)
+        torch.testing.assert_close(fast(x, where), twin(x, where))
+        torch.testing.assert_close(model.slots[:4], twin.slots[:4])
+    assert model.calls == twin.calls == 40
+    assert fast.stats.replayed > 20 and fast.shapes.checked > 4
+
+
+def test_state_that_takes_in_padding_is_refused_by_name() -> None:
+    options = {"static_roles": ("input", "param", "state"), "pad": {"where": 4}}
+    x, where = torch.randn(3, 3), torch.arange(3)
+    model = Cached(careful=False)
+    with pytest.raises(PaddingError, match=r"model\.total, which the function changes, differs by"):
+        bucketed(model, [4], **options)(x, where)
+    twin = Cached(careful=False)
+    twin(x, where)
+    assert torch.equal(model.slots, twin.slots) and torch.equal(model.total, twin.total) and model.calls == 1
