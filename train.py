@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
-from graphplan import GraphPlanError, Policy, graph_step
+from graphplan import GraphPlanError, Policy, graphed
 from recipes.configuration import ConfigError, check_config, explain_overrides
 
 
@@ -31,18 +31,17 @@ def fit(trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataMo
 
 
 def predict(trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule, cfg: DictConfig) -> None:
-    """Predict the validation set from a checkpoint with a graphed step, and say how much of it is right."""
+    """Predict the validation set from a checkpoint with a graphed method, and say how much of it is right."""
     policy = Policy.parse("inference", instantiate(cfg.mode.policies.get("inference"), _convert_="all"))
-    # One eager step is enough where no optimizer has state to create.
-    step = graph_step(
+    step = graphed(
         model.predict_step,
         owners={"model": model},
-        mode="inference",
-        policy=policy,
+        static_roles=policy.static_roles,
+        copy_roles=policy.copy_roles,
         backend=cfg.backend.name,
-        warmup_steps=1,
+        **instantiate(cfg.shapes, _convert_="all"),
     )
-    # Lightning asks for the code of this method, so it gets a function and not the step itself.
+    # Lightning asks for the code of this method, so it gets a function and not what is graphed.
     model.predict_step = lambda batch: step(batch)  # type: ignore[method-assign, misc]
     batches: Any = trainer.predict(model, datamodule=data, ckpt_path=cfg.ckpt_path)
     correct = torch.cat([batch["correct"].flatten() for batch in batches])

@@ -26,6 +26,7 @@ HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 # Keys that are there and nobody would want to set by hand; never offered as a choice.
 NOT_CHOICES = HYDRA_KEYS | {"hydra"}
 MODES = ("train", "inference")
+SHAPES = ("exact", "eager", "bucket")
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
 
 
@@ -50,6 +51,18 @@ class Mode:
 
 
 @dataclass
+class Shapes:
+    """Schema of the group ``shapes``."""
+
+    shapes: str = MISSING
+    buckets: list[int] | None = MISSING
+    pad: float = MISSING
+    capture_after: int = MISSING
+    max_graphs: int = MISSING
+    memory_budget: int | None = MISSING
+
+
+@dataclass
 class Backend:
     """Schema of the group ``backend``."""
 
@@ -69,6 +82,7 @@ class Schema:
     """Schema of the whole configuration; groups that are one ``_target_`` are checked against its signature."""
 
     mode: Mode = MISSING
+    shapes: Shapes = MISSING
     backend: Backend = MISSING
     model: dict[str, Any] = MISSING
     data: dict[str, Any] = MISSING
@@ -103,6 +117,8 @@ def check_config(cfg: DictConfig) -> None:
         raise ConfigError(f"mode.name is {checked.mode.name!r}; choose from: {', '.join(MODES)}")
     if checked.backend.name not in BACKENDS:
         raise ConfigError(f"backend.name is {checked.backend.name!r}; choose from: {', '.join(BACKENDS)}")
+    if checked.shapes.shapes not in SHAPES:
+        raise ConfigError(f"shapes.shapes is {checked.shapes.shapes!r}; choose from: {', '.join(SHAPES)}")
     for mode, roles in checked.mode.policies.items():
         Policy.parse(mode, {"static_roles": list(roles.static_roles), "copy_roles": list(roles.copy_roles)})
     if checked.mode.name == "inference" and cfg.ckpt_path is None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from recipes import lightning_digits, plain_loop
+from recipes import embed_stream, lightning_digits, plain_loop, serve_buckets, weight_swap
 from recipes.comparison import require_equal
 from recipes.data import DigitsData, StdlibText
 from recipes.datasets import (
@@ -24,6 +24,7 @@ from recipes.datasets import (
     stdlib_splits,
     text_windows,
 )
+from recipes.latencies import require_close
 from recipes.networks import GPT, DigitsMLP
 from recipes.schedules import adamw, cosine_schedule
 
@@ -184,3 +185,32 @@ def test_lightning_digits_replays_and_equals_eager(capsys: pytest.CaptureFixture
 def test_a_run_without_steps_is_refused(main: Callable[..., None]) -> None:
     with pytest.raises(SystemExit, match="too few steps to trace one: ask for more epochs"):
         main(["--epochs", "0", "--backend", "tape"])
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "expected"),
+    [
+        (serve_buckets.main, ["--requests", "4", "--slots", "2"], r"equal to eager: all 4 generated texts"),
+        (embed_stream.main, ["--batches", "8", "--sizes", "2"], r"lengths: 2 sizes .* % of the padded work is waste"),
+        (weight_swap.main, ["--steps", "2"], r"programs: 1, captured 1 time for 2 sets of weights"),
+    ],
+)
+def test_serving_equals_eager(
+    main: Callable[..., None], arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([*arguments, "--device", "cpu", "--backend", "tape"])
+    printed = capsys.readouterr().out
+    assert re.search(expected, printed), printed
+    assert re.search(r"equal to eager: (bitwise|within rounding), ", printed)
+    assert re.search(r", replayed +\d+ +\d+ +\d+ +\d+\n", printed)
+
+
+def test_results_that_differ_end_a_recipe() -> None:
+    one = [torch.ones(3)]
+    assert require_close(one, [torch.ones(3) + 1e-6]).startswith("equal to eager: within rounding, 1 of 1 results")
+    with pytest.raises(SystemExit, match="not equal to eager: 1 of 1 results differ, by up to 1"):
+        require_close(one, [torch.zeros(3)])
+    with pytest.raises(SystemExit, match="not equal to eager: 1 of 1 results differ, by up to inf"):
+        require_close(one, [torch.ones(2)])
+    with pytest.raises(SystemExit, match="not equal to eager"):
+        require_close(one, [torch.ones(3) + 1e-6], exact=True)

@@ -135,8 +135,10 @@ def test_inference_predicts_with_the_inference_policy(trained: tuple[str, Path],
     arguments = ["mode=inference", f"ckpt_path={trained[1]}"]
     replayed = printed(run_script(tmp_path, *arguments, limit))
     eager = printed(run_script(tmp_path, *arguments, limit, "backend=eager"))
-    # Five full batches, of which the first is the warm-up, two are traced and one is captured; the sixth is smaller.
-    assert "1 of 6 steps replayed" in replayed
+    # Five full batches, of which the first is the warm-up, two are traced and one is captured; the sixth is smaller, so
+    # that it is padded, and predicted as it is besides.
+    assert "2 of 7 steps replayed" in replayed
+    assert "2 shapes on 1 capture sizes" in replayed
     result = re.compile(r"^(?:predictions|accuracy): .*$", re.MULTILINE)
     assert result.findall(replayed) == result.findall(eager)
     assert result.findall(replayed)[0] == "predictions: 359 in 6 batches"
@@ -237,6 +239,8 @@ def test_every_choice_of_every_group_is_valid(group: str, choice: str) -> None:
         (["+model.widht=64"], ConfigError, r"model \(recipes\.models\.DigitsClassifier\) has no key 'widht'"),
         (["model.width=wide"], ConfigError, r"model\.width is 'wide': expected int"),
         (["model.width=true"], ConfigError, r"model\.width is True: expected int"),
+        (["shapes.shapes=all"], ConfigError, "shapes.shapes is 'all'; choose from: exact, eager, bucket"),
+        (["+shapes.bucket=[1]"], ConfigError, "shapes has no key 'bucket': did you mean 'buckets'"),
         (["seed=later"], ConfigError, "Value 'later' of type 'str' could not be converted to Integer"),
         (["mode=inference"], ConfigError, "mode=inference predicts with trained weights: add ckpt_path="),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphplan.errors import PaddingError, SkipReason
+from graphplan.errors import OptionError, PaddingError, SkipReason
 from graphplan.inference.buckets import Ladders
 from graphplan.inference.effects import Effects
 from graphplan.inference.ledger import ShapeStats
@@ -54,6 +54,7 @@ class Bucketed:
         """
         feed = flatten(args, kwargs)
         places = self.padding.places(feed)
+        self._check_dims(feed, places)
         misfit = "none of the arguments has a dimension with a ladder" if not places else ""
         misfit = misfit or self.padding.misfit(feed, places) or ""
         if misfit:
@@ -65,6 +66,20 @@ class Bucketed:
         if size.refusal is not None:
             return self._leave(feed, places, SkipReason.PADDING, str(size.refusal))
         return self._run(feed, places, padded, size)
+
+    def _check_dims(self, feed: Feed, places: Sequence[Place]) -> None:
+        """Refuse a ladder that nothing is ever padded by.
+
+        Raises:
+            OptionError: naming its dimension.
+        """
+        missing = [dim for dim in self.ladders.dims if places and all(dim != padded for _, padded in places)]
+        if missing:
+            raise OptionError(
+                f"buckets has sizes for dimension {missing[0]}, which is a dynamic one of none of the arguments "
+                f"({', '.join(feed.names())}); expected one that may vary: by default, the last of several may not. "
+                f"Name it: dynamic={{'argument': ({missing[0]},)}}"
+            )
 
     def _leave(self, feed: Feed, places: Sequence[Place], reason: SkipReason, detail: str = "") -> Any:
         """The call as it came."""

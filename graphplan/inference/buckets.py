@@ -37,7 +37,7 @@ class Ladders:
         OptionError: for what is no size, or no dimension.
     """
 
-    def __init__(self, sizes: Sequence[int] | Mapping[int, Sequence[int]] | Fit) -> None:
+    def __init__(self, sizes: Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]) -> None:
         by_dim = sizes if isinstance(sizes, Mapping) else {0: sizes}
         for dim in by_dim:
             if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:

@@ -18,7 +18,7 @@ from graphplan.roles import Role
 from graphplan.step import Options
 
 SHAPES = ("exact", "eager", "bucket")
-Buckets = Sequence[int] | Mapping[int, Sequence[int]] | Fit
+Buckets = Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]
 
 
 @dataclass(frozen=True)

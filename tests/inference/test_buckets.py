@@ -361,9 +361,16 @@ def test_static_results_are_cut_and_still_know_their_replay() -> None:
         found.sum()
 
 
+def test_a_ladder_that_nothing_is_padded_by_is_refused() -> None:
+    with pytest.raises(
+        OptionError, match=r"sizes for dimension 1, which is a dynamic one of none .*dynamic={'argument'"
+    ):
+        bucketed(network(), {0: [4], 1: [8]})(torch.randn(3, 8))
+
+
 def test_prewarming_takes_the_largest_first() -> None:
     texts: list[str] = []
-    fast = bucketed(network(), {0: [1, 4], 1: [8]}, dynamic={"input": (0,)})
+    fast = bucketed(network(), {0: [1, 4], 1: [8]}, dynamic={"input": (0, 1)})
     outcome = fast.prewarm(example=(torch.randn(2, 8),), progress=texts.append)
     assert outcome.sizes == ({0: 4, 1: 8}, {0: 1, 1: 8})
     assert outcome.captured == 2 == fast.num_graphs
