@@ -26,6 +26,8 @@ from graphplan.signature import Feed, check_match, flatten, shared_leaf
 
 _wants_grad = attrgetter("requires_grad")
 _identity_of = attrgetter("_cdata")
+_FEW = 3
+"""So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
 NO_CHECK = -1
 """No replay has this number."""
 
@@ -101,17 +103,18 @@ class Program:
         return not self._adopted.written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
 
     def load(self, leaves: Sequence[Any]) -> None:
-        """Copy the feed's tensors into the static inputs, in one call."""
+        """Copy the feed's tensors into the static inputs."""
         sources = [leaves[index] for index in self._indices]
         if self._shared:
             pairs = zip(sources, self._indices, strict=True)
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
         if any(map(_wants_grad, sources)):
             sources = [source.detach() for source in sources]
-        if len(sources) == 1:
-            self._targets[0].copy_(sources[0], non_blocking=True)
-        elif sources:
+        if len(sources) > _FEW:
             torch._foreach_copy_(self._targets, sources, non_blocking=True)
+            return
+        for target, source in zip(self._targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
     def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
         """Copy in, launch, repeat effects, return results. Guards are the caller's affair.
