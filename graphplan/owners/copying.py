@@ -6,13 +6,16 @@ it does to one of them. So small ones of one dtype and device are handled togeth
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-_SMALL = 2**20
-"""Bytes. What is larger is handled alone: that takes longer than its launch."""
+_SMALL, _TOGETHER = 2**24, 2**26
+"""Bytes of a tensor that is handled with others, and of all of those: the others take longer than their launch, and a
+comparison needs two more copies of what is compared together.
+"""
 _WITHOUT_LAUNCHES = frozenset({"cpu"})
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,14 +41,19 @@ def _is_small(tensor: Tensor) -> bool:
     return plain and tensor.nbytes <= _SMALL and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _groups(keys: Iterable[Hashable | None]) -> Iterator[tuple[bool, list[int]]]:
-    """Positions of what belongs together, and whether it does so as small tensors; each of the others alone."""
+def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None]) -> Iterator[tuple[bool, list[int]]]:
+    """Positions of tensors that belong together by their keys, and whether they do; those without a key alone."""
     together: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
+    sizes: Counter[Hashable] = Counter()
+    for index, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
         if key is None:
             yield False, [index]
-        else:
-            together.setdefault(key, []).append(index)
+            continue
+        if sizes[key] + tensor.nbytes > _TOGETHER:
+            sizes[key] = 0
+            yield True, together.pop(key)
+        together.setdefault(key, []).append(index)
+        sizes[key] += tensor.nbytes
     yield from ((True, members) for members in together.values())
 
 
@@ -61,7 +69,7 @@ def _home(tensor: Tensor) -> Hashable | None:
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
     """Detached copies, beside the tensors or on ``device``. Small ones share memory with each other."""
     copies: list[Tensor] = list(tensors)
-    for are_small, members in _groups(map(_home, tensors)):
+    for are_small, members in _groups(tensors, map(_home, tensors)):
         if not are_small:
             (index,) = members
             tensor = tensors[index].detach()
@@ -77,7 +85,7 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
 @torch.no_grad()
 def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes."""
-    for are_small, members in _groups(map(_home, targets)):
+    for are_small, members in _groups(targets, map(_home, targets)):
         if are_small:
             torch._foreach_copy_([targets[i].detach() for i in members], [values[i] for i in members])
         else:
@@ -92,7 +100,7 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     """
     pairs = zip(ones, twos, strict=True)
     keys = [(_home(one), two.device) if _is_small(one) and _is_small(two) else None for one, two in pairs]
-    groups = [members for _, members in _groups(keys)]
+    groups = [members for _, members in _groups(ones, keys)]
     suspects = [groups[place] for place in _marked(_sides(ones, twos, members) for members in groups)]
     several = [index for members in suspects if len(members) > 1 for index in members]
     found = [members[0] for members in suspects if len(members) == 1]

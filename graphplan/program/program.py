@@ -136,6 +136,10 @@ class Program:
                 source.copy_(static)
         return self.collect(leaves)
 
+    def keeps_places(self, walk: Walk) -> bool:
+        """Whether ``walk``, made before a replay, leads to all that the owners hold after it."""
+        return self._bindings.keep_places(walk)
+
     def run_eagerly(self, leaves: Sequence[Any]) -> Any:
         """:meth:`run` with the step itself in place of the recording: same copies in and out, no replay."""
         self._bindings.settle_grads()

@@ -69,10 +69,11 @@ class _Check:
         drawn = self._program.plan.generators
         return collect(walk, result, self._extra, drawn, allowed, copy=copy, device=self._device)
 
-    def replay(self) -> tuple[State, float]:
-        """What a replay leaves, and the seconds that it took."""
+    def replay(self, walk: Walk) -> tuple[State, float]:
+        """What a replay leaves, and the seconds that it took. ``walk`` is from before it."""
         result, seconds = timed(lambda: self._program.run(self._feed), self._program.plan.device)
-        return self.state(self.walk(), result, copy=True), seconds
+        walk = walk if self._program.keeps_places(walk) else self.walk()
+        return self.state(walk, result, copy=True), seconds
 
     def compare(self, start: Snapshot, before: State, replayed: State, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
@@ -83,7 +84,7 @@ class _Check:
             end = self.snapshot(self.walk())
             start.restore()
             try:
-                again, _ = self.replay()
+                again, _ = self.replay(self.walk())
             finally:
                 end.restore()
             old = {path: value for path, t in before.tensors.items() if (value := start.value(t)) is not None}
@@ -123,7 +124,7 @@ def check_replay(
     before = check.state(walk, None, copy=False)
     hosts = host_generators()
     try:
-        replayed, taken = check.replay()
+        replayed, taken = check.replay(walk)
     finally:
         start.restore()
     try:
