@@ -21,7 +21,10 @@ from graphplan.dtensors import is_sharded
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _FALSE_ALARMS = 4
-"""Containers that are written to this often without having changed are not worth watching."""
+_CALLS_PER_ALARM = 256
+"""Containers that were written to without having changed are watched anew, a few times at once and then once in so
+many calls: that takes about a hundred times as long as to ask.
+"""
 
 
 _own_hooks = 0
@@ -73,8 +76,9 @@ class Containers:
     def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]]) -> None:
         self._places: list[Any] = [*dicts, *lists]
         self._dicts = len(dicts)
-        self._alarms = 0
+        self._alarms = self._calls = 0
         self._root = self._arm()
+        self._can_watch = self._root is not None
 
     def _arm(self) -> Any:
         """A guard on what the containers hold now; None if this torch, or this Python, has no such thing."""
@@ -96,13 +100,15 @@ class Containers:
 
     def unchanged(self) -> bool:
         """Whether nothing was written to them."""
+        self._calls += 1
         return self._root is not None and self._root.check(self._places)
 
     def rearm(self) -> None:
         """Whoever looked closely found them as they were: watch anew, unless that comes too often."""
-        if self._root is not None:
-            self._alarms += 1
-            self._root = self._arm() if self._alarms < _FALSE_ALARMS else None
+        if self._can_watch:
+            is_rare = self._alarms < _FALSE_ALARMS + self._calls // _CALLS_PER_ALARM
+            self._alarms += is_rare
+            self._root = self._arm() if is_rare else None
 
 
 class Functions:

@@ -35,6 +35,8 @@ from recipes.catalogue import CONTENDERS, PEER, SETS, WAYS, Contender
 from recipes.tables import draw, markdown, show
 
 Row = dict[str, Any]
+_SHARE = 5
+"""Whoever launches each kernel from the host takes this many times fewer steps."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,9 +59,11 @@ def parser() -> argparse.ArgumentParser:
         help="one contender more: a Python file with make_step(train_step, model, optimizer, device), which returns a "
         "callable (x, y) that trains on one batch in (pinned) host memory; optimizer is a list if a step has several",
     )  # fmt: skip
-    made.add_argument("--steps", type=int, help="steps in a block (default 300; gpt2 35; on a CPU 50)")
+    made.add_argument(
+        "--steps", type=int, help="steps in a block (default: the workload's; a fifth for those without graphs)"
+    )
     made.add_argument("--repeats", type=int, help="blocks, of which the median counts (default 3; on a CPU 11)")
-    made.add_argument("--warmup", type=int, help="steps before the first block, at least 10 (default 30; gpt2 140)")
+    made.add_argument("--warmup", type=int, help="steps before the first block, at least 10 (default: likewise)")
     made.add_argument("--threads", type=int, default=0, help="CPU threads of torch (default: torch's own choice)")
     made.add_argument("--timeout", type=float, default=300, help="seconds that one contender may take")
     made.add_argument("--bars", action="store_true", help="print the bars too, each met or missed")
@@ -95,7 +99,9 @@ def child(args: argparse.Namespace) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     chosen = workloads(args.cpu)[args.workloads]
-    steps, warmup = args.steps or chosen.steps, max(args.warmup or chosen.warmup, 10)
+    # Replays are many, so that checks are as rare among them as in a long run. Without a GPU all take as many steps.
+    share = 1 if args.cpu or Contender(args.contenders).replays else _SHARE
+    steps, warmup = args.steps or chosen.steps // share, max(args.warmup or chosen.warmup // share, 10)
     print(json.dumps(measure(Job(chosen.name, args.contenders, args.cpu, steps, args.repeats, warmup))), flush=True)
 
 

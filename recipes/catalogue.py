@@ -75,6 +75,11 @@ class Contender:
         return "fuse" in self.added
 
     @property
+    def replays(self) -> bool:
+        """Whether most of its steps are launches of graphs."""
+        return self.way not in ("eager", "trainer", "typical")
+
+    @property
     def wraps_model(self) -> bool:
         """Whether something else stands in the place of the model's call."""
         return self.compile or (self.way in WAYS and WAYS[self.way].wraps)

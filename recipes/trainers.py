@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recipes.contenders import POOL, compiled
 from recipes.measuring import Feed, Job, Row, row, stats_of, weights
@@ -24,12 +24,12 @@ def _is_typical(job: Job) -> bool:
     return job.who.way.startswith("typical")
 
 
-def make_module(job: Job) -> Any:
+def make_module(job: Job, shard: Callable[[nn.Module, Any], None] | None = None) -> Any:
     """The workload as a ``LightningModule``, its learning rate scheduled at every step.
 
     Under a typical Trainer mixed precision is the Trainer's, and a few values are logged; under a bare one autocast is
     inside ``training_step``, as it is in the plain loops' steps. Several optimizers make a module with manual
-    optimization.
+    optimization. ``shard`` takes the model and a device mesh and makes it an FSDP2 module.
     """
     import lightning.pytorch as pl
 
@@ -63,7 +63,13 @@ def make_module(job: Job) -> Any:
             schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, cosine) for optimizer in optimizers]
             return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
-    module = Module()
+    class Sharded(Module):
+        def configure_model(self) -> None:
+            assert shard is not None
+            assert self.device_mesh is not None
+            shard(self.model, self.device_mesh["data_parallel"])
+
+    module = Module() if shard is None else Sharded()
     module.model = compiled(module.model, job)
     return module
 

@@ -1,8 +1,8 @@
-"""DDP on two devices, measured: ``python -m recipes.two_devices [--cpu] [--json PATH]``.
+"""DDP and FSDP2 on two devices, measured: ``python -m recipes.two_devices [--cpu] [--json PATH]``.
 
 The character GPT of the benchmark, trained by two processes, each contender in a process group of its own: a plain
-loop, the same loop as a CUDA graph written by hand (the floor), a bare Trainer, and that Trainer with the callback. On
-the CPU (gloo, the tape) there is no floor.
+loop, the same loop as a CUDA graph written by hand (the floor), a bare Trainer, and that Trainer with the callback.
+Under FSDP2 each block of the GPT is sharded, and then the rest. On the CPU (gloo, the tape) there is no floor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -28,15 +30,25 @@ from recipes.measuring import Feed, Job
 from recipes.trainers import callback_of, make_module, make_trainer
 from recipes.workloads import Workload, cosine
 
+STRATEGIES = ("ddp", "fsdp2")
 CONTENDERS = ("eager", "floor", "trainer", "trainer_callback")
 _WARMUP = 11
 """Steps before a capture: DDP times some of its first ten on the host."""
+_WARMUP_STEPS = 150
+"""Steps before the first block: a replay is checked at the 1st, 2nd, 4th, 8th, ..., and then at every 1,000th."""
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2 for each block of the GPT, and for the rest."""
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 class Floor:
     """A hand-written CUDA graph of the whole step, collectives and optimizer included."""
 
-    def __init__(self, workload: Workload, model: DistributedDataParallel, optimizer: Optimizer, side: Any) -> None:
+    def __init__(self, workload: Workload, model: nn.Module, optimizer: Optimizer, side: Any) -> None:
         self._step = make_step(workload, model, [optimizer])
         device = next(model.parameters()).device
         self._static = [torch.empty_like(tensor, device=device) for tensor in workload.pool(1, pin=False)[0]]
@@ -62,8 +74,16 @@ class Floor:
         self._graph.replay()
 
 
-def _loop(job: Job, feed: Feed) -> dict[str, Any]:
-    """A plain DDP loop, or its graph."""
+def _distributed(job: Job, strategy: str, device: torch.device) -> nn.Module:
+    model = job.work.make_model(device)
+    if strategy == "ddp":
+        return DistributedDataParallel(model, device_ids=None if job.cpu else [device.index])
+    shard(model, init_device_mesh(device.type, (distributed.get_world_size(),)))
+    return model
+
+
+def _loop(job: Job, strategy: str, feed: Feed) -> dict[str, Any]:
+    """A plain loop, or its graph."""
     workload = job.work
     rank = int(os.environ["RANK"])
     device = torch.device("cpu") if job.cpu else torch.device("cuda", rank)
@@ -71,7 +91,7 @@ def _loop(job: Job, feed: Feed) -> dict[str, Any]:
     torch.manual_seed(0)
     side = None if job.cpu else torch.cuda.Stream()
     with torch.cuda.stream(side):
-        model = DistributedDataParallel(workload.make_model(device), device_ids=None if job.cpu else [rank])
+        model = _distributed(job, strategy, device)
     lr = None if job.contender == "eager" else torch.tensor(workload.lr, dtype=torch.float64, device=device)
     (optimizer,) = workload.make_optimizers(model, fused=False, lr=lr, capturable=lr is not None)
     call: Any = make_step(workload, model, [optimizer])
@@ -89,43 +109,49 @@ def _loop(job: Job, feed: Feed) -> dict[str, Any]:
     return {}
 
 
-def _trainer(job: Job, feed: Feed) -> dict[str, Any]:
+def _trainer(job: Job, strategy: str, feed: Feed) -> dict[str, Any]:
     """A bare Trainer, with or without the callback."""
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
     torch.manual_seed(0)
-    strategy = DDPStrategy(process_group_backend="gloo" if job.cpu else "nccl")
-    trainer = make_trainer(job, devices=2, strategy=strategy, use_distributed_sampler=False)
-    trainer.fit(make_module(job), feed)
+    backend: Any = {"process_group_backend": "gloo" if job.cpu else "nccl"}
+    made = DDPStrategy(**backend) if strategy == "ddp" else ModelParallelStrategy(2, 1, **backend)
+    trainer = make_trainer(job, devices=2, strategy=made, use_distributed_sampler=False)
+    trainer.fit(make_module(job, shard=None if strategy == "ddp" else shard), feed)
     callback = callback_of(trainer)
     return {} if callback is None else {"replayed": callback.stats.replayed, "report": callback.report()}
 
 
-def work(job: Job, out: Path) -> None:
+def work(job: Job, strategy: str, out: Path) -> None:
     """Measure one contender on this rank; rank 0 writes it down."""
     rank = int(os.environ["RANK"])
     if not job.cpu:
         torch.cuda.set_device(rank)
     torch.set_num_threads(1)
     feed = Feed(job, job.work.pool(POOL, pin=not job.cpu))
-    facts = (_trainer if job.contender.startswith("trainer") else _loop)(job, feed)
+    facts = (_trainer if job.contender.startswith("trainer") else _loop)(job, strategy, feed)
     if rank == 0:
         us = feed.us()
-        out.write_text(json.dumps({"contender": job.contender, "us": median(us), "us_of_repeats": us, **facts}))
+        out.write_text(
+            json.dumps(
+                {"strategy": strategy, "contender": job.contender, "us": median(us), "us_of_repeats": us, **facts}
+            )
+        )
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def _launch(contender: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    out = folder / f"{contender}.json"
+def _launch(strategy: str, contender: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    out = folder / f"{strategy} {contender}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", "-m", "recipes.two_devices", "--contender", contender]
+    command += ["--rdzv-endpoint", "localhost:0", "-m", "recipes.two_devices"]
+    command += ["--strategies", strategy, "--contender", contender]
     command += ["--out", str(out), "--steps", str(arguments.steps), "--repeats", str(arguments.repeats)]
     command += ["--cpu"] if arguments.cpu else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"the contender {contender} failed:\n{done.stderr[-4000:]}")
+        raise SystemExit(f"the contender {strategy} {contender} failed:\n{done.stderr[-4000:]}")
     row: dict[str, Any] = json.loads(out.read_text())
     return row
 
@@ -134,22 +160,27 @@ def main() -> None:
     """Measure all contenders, print a table, and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cpu", action="store_true", help="two processes on the CPU, over gloo")
-    parser.add_argument("--steps", type=int, default=100, help="steps of a block")
+    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated; default: both")
+    parser.add_argument("--steps", type=int, default=150, help="steps of a block")
     parser.add_argument("--repeats", type=int, default=3, help="blocks, of which the median counts")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender is not None:
-        job = Job("gpt", arguments.contender, arguments.cpu, arguments.steps, arguments.repeats, 40)
-        work(job, arguments.out)
+        job = Job("gpt", arguments.contender, arguments.cpu, arguments.steps, arguments.repeats, _WARMUP_STEPS)
+        work(job, arguments.strategies, arguments.out)
         return
+    base = "eager" if arguments.cpu else "floor"
     chosen = [name for name in CONTENDERS if name != "floor" or not arguments.cpu]
-    with tempfile.TemporaryDirectory() as folder:
-        rows = [_launch(name, arguments, Path(folder)) for name in chosen]
-    for row in rows:
-        ratio = row["us"] / rows[1]["us"] if not arguments.cpu else row["us"] / rows[0]["us"]
-        print(f"{row['contender']:<18} {row['us']:>9.0f} µs/step  {ratio:.2f}x of {chosen[0 if arguments.cpu else 1]}")
+    rows: list[dict[str, Any]] = []
+    for strategy in arguments.strategies.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            of = {name: _launch(strategy, name, arguments, Path(folder)) for name in chosen}
+        for name, row in of.items():
+            row["ratio"] = row["us"] / of[base]["us"]
+            print(f"{strategy:<6} {name:<18} {row['us']:>9.0f} µs/step  {row['ratio']:.2f}x of {base}", flush=True)
+        rows += of.values()
     if arguments.json is not None:
         device = "cpu" if arguments.cpu else torch.cuda.get_device_name()
         facts = {"torch": torch.__version__, "device": f"2x {device}", "date": date.today().isoformat()}

@@ -62,7 +62,8 @@ class Workload:
         update: the whole step, where it has several optimizers: of model, optimizers, batch, and how to go backward.
         one_call: whether the step calls the model once, and differentiates it once: what compilers and
             ``make_graphed_callables`` ask for.
-        steps: steps in a block, where nothing else is asked for.
+        steps: steps in a block of replays, where nothing else is asked for: one check of a replay against an eager
+            step falls into each, as in a long run.
         warmup: steps before the first block.
     """
 
@@ -78,8 +79,8 @@ class Workload:
     parameters: Callable[[nn.Module], list[Iterable[nn.Parameter]]] = one_group
     update: Update | None = None
     one_call: bool = True
-    steps: int = 300
-    warmup: int = 30
+    steps: int = 1000
+    warmup: int = 550
 
     @property
     def lr(self) -> float:
@@ -223,13 +224,17 @@ def _by_name(*workloads: Workload) -> dict[str, Workload]:
 # takes as long as several steps; of a whole training run, which has one in a thousand, they are no such part.
 _GPT2 = replace(_gpt("gpt2", 12, 768, 12, 1024, 8, vocabulary=50304, tied=True), warmup=140, steps=35)
 
+_LARGE = (
+    _mlp("mlp_large", features=64, width=256, size=16384),
+    _gpt("gpt_large", 6, 384, 6, 256, size=64),
+    _resnet("resnet_large", width=64, blocks=2, side=32, size=512),
+)
+
 GPU_WORKLOADS = _by_name(
     _mlp("mlp", features=64, width=256, size=256),
     _gpt("gpt", 6, 384, 6, 256, size=16),
     _resnet("resnet", width=64, blocks=2, side=32, size=64),
-    _mlp("mlp_large", features=64, width=256, size=16384),
-    _gpt("gpt_large", 6, 384, 6, 256, size=64),
-    _resnet("resnet_large", width=64, blocks=2, side=32, size=512),
+    *(replace(workload, steps=150, warmup=140) for workload in _LARGE),
     _GPT2,
     _sac(observed=17, acted=6, width=256, size=256),
     _pinn(width=128, depth=5, size=4096),
@@ -250,7 +255,7 @@ _CPU = (
     _sac(observed=5, acted=2, width=32, size=32),
     _pinn(width=16, depth=2, size=32),
 )  # fmt: skip
-CPU_WORKLOADS = _by_name(*(replace(workload, steps=50) for workload in _CPU))
+CPU_WORKLOADS = _by_name(*(replace(workload, steps=50, warmup=30) for workload in _CPU))
 """The same workloads in sizes that suit a CPU, and two that the tape backend is held to."""
 
 

@@ -1,5 +1,9 @@
 """Owners: walking them, naming them, finding them, and putting them back as they were."""
 
+from graphplan.owners.copying import bits as bits
+from graphplan.owners.copying import copy_all as copy_all
+from graphplan.owners.copying import same_bits as same_bits
+from graphplan.owners.copying import unequal as unequal
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
@@ -17,11 +21,8 @@ from graphplan.owners.records import tensor_leaves as tensor_leaves
 from graphplan.owners.sharding import Sharding as Sharding
 from graphplan.owners.sharding import come_to_rest as come_to_rest
 from graphplan.owners.snapshot import Snapshot as Snapshot
-from graphplan.owners.snapshot import bits as bits
-from graphplan.owners.snapshot import copy_to as copy_to
 from graphplan.owners.snapshot import default_generators as default_generators
 from graphplan.owners.snapshot import host_generators as host_generators
-from graphplan.owners.snapshot import same_bits as same_bits
 from graphplan.owners.spaces import WIDEST as WIDEST
 from graphplan.owners.spaces import Cell as Cell
 from graphplan.owners.spaces import Contents as Contents

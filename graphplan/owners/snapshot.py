@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.owners.copying import copy_all, unequal, write_all
 from graphplan.owners.records import Container, Walk, is_freed
 from graphplan.owners.sharding import Sharding
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Snapshot:
@@ -46,12 +45,10 @@ class Snapshot:
         if values:
             # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
-            with torch.no_grad():
-                for tensor in [*slots, *extra]:
-                    # An expanded tensor cannot be written to, by the step no more than by us.
-                    written = tensor.layout is torch.strided and 0 not in tensor.stride()
-                    if written and id(tensor) not in self._tensors:
-                        self._tensors[id(tensor)] = (tensor, copy_to(tensor, device))
+            # An expanded tensor cannot be written to, by the step no more than by us.
+            all_of = {id(t): t for t in [*slots, *extra] if t.layout is torch.strided and 0 not in t.stride()}
+            live = list(all_of.values())
+            self._tensors = {id(t): (t, copy) for t, copy in zip(live, copy_all(live, device), strict=True)}
             self._generators = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
             self._generators += _host_generators()
 
@@ -70,33 +67,14 @@ class Snapshot:
         for param, grad in self._grads:
             if param.grad is not grad:
                 param.grad = grad
-        with torch.no_grad():
-            for tensor, value in self._tensors.values():
-                # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
-                if is_freed(tensor):
-                    continue
-                if tensor.device.type != "cpu" or not torch.equal(bits(tensor), bits(value)):
-                    tensor.detach().copy_(value)
+        # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
+        pairs = [pair for pair in self._tensors.values() if not is_freed(pair[0])]
+        on_host = [pair for pair in pairs if pair[0].device.type == "cpu"]
+        changed = [on_host[index] for index in unequal([live for live, _ in on_host], [copy for _, copy in on_host])]
+        changed += [pair for pair in pairs if pair[0].device.type != "cpu"]
+        write_all([live for live, _ in changed], [copy for _, copy in changed])
         for set_state, state in self._generators:
             set_state(state)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """``tensor`` as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors on one device have the same shape, dtype and bits."""
-    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(bits(first), bits(second))
-
-
-def copy_to(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A detached copy of ``tensor``, beside it or on ``device``."""
-    return tensor.detach().clone() if device is None else tensor.detach().to(device, copy=True)
 
 
 def _shallow(container: Container, without: Sequence[str]) -> Any:

@@ -33,6 +33,9 @@ from graphplan.owners.spaces import (
 )
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = frozenset(SCALARS)
+MAPPINGS = (dict, MutableMapping)
+"""Dictionaries first: asking an abstract class takes long."""
 _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
 _HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
 _FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
@@ -72,6 +75,11 @@ class Values(ABC):
         self.walk.slots[path] = Slot(path, container, key)
 
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        if type(value) in _PLAIN:
+            # Most values are; nothing that is asked below is true of them.
+            if depth <= _MAX_DEPTH:
+                self.walk.scalars[path] = Scalar(container, key, *source)
+            return
         if _is_gone(value):
             return
         if isinstance(value, nn.Parameter):
@@ -120,7 +128,7 @@ class Values(ABC):
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
             self.walk.objects[f"len({path})"] = Scalar(Extent(items), "len", *source)
-        dotted = isinstance(items, MutableMapping)
+        dotted = isinstance(items, MAPPINGS)
         if isinstance(items, list | deque):
             self.walk.lists[path] = items
         if isinstance(items, deque):
@@ -128,7 +136,7 @@ class Values(ABC):
             via = f"{source[1]}[:]"
             self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items, ("maxlen",)), "maxlen", *source, via)
             self.walk.objects[f"full({path})"] = Scalar(Room(items), "full", *source, via)
-        pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MutableMapping) else enumerate(items)
+        pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MAPPINGS) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
             if count >= _MAX_ITEMS:
                 if len(items) <= _MOST_ITEMS:

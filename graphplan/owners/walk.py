@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from graphplan.owners.records import Namespace, Scalar, Slot, Via, Walk
 from graphplan.owners.spaces import Numbers
-from graphplan.owners.values import SCALARS, Values, is_user_object
+from graphplan.owners.values import MAPPINGS, SCALARS, Values, is_user_object
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
@@ -48,7 +48,7 @@ class _Walker(Values):
             self._optimizer(owner, path)
         elif isinstance(owner, GradScaler):
             self._scaler(owner, path)
-        elif isinstance(owner, MutableMapping | list | deque):
+        elif isinstance(owner, (*MAPPINGS, list, deque)):
             self._items(owner, path, 0, (owner, path))
         elif isinstance(owner, set):
             self._contents(owner, path, (owner, path))
@@ -80,7 +80,7 @@ class _Walker(Values):
         inner = vars(module)
         # A scripted module keeps its own in C++ and shows views of that.
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
-        self.walk.containers += [items for items in kinds if isinstance(items, MutableMapping)]
+        self.walk.containers += [items for items in kinds if isinstance(items, MAPPINGS)]
         self.walk.containers.append(inner)
         self.walk.attributes.append((type(module), inner))
         for name, param in module._parameters.items():
@@ -90,7 +90,7 @@ class _Walker(Values):
             if buffer is not None:
                 self._slot(f"{path}.{name}", module._buffers, name)
         for kind in _HOOKS:
-            for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), Mapping) else ():
+            for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), (dict, Mapping)) else ():
                 self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
         for name, value in list(inner.items()):
             if name not in _MODULE_INTERNALS and name != "training":
@@ -127,7 +127,7 @@ class _Walker(Values):
         for owner, values in state.items():
             known = self.walk.parameters.get(id(owner))
             name = known[0] if known else str(owner)
-            if isinstance(values, MutableMapping):
+            if isinstance(values, MAPPINGS):
                 self.walk.links.append((state, owner, values))
                 self._items(values, f"{path}.state[{name}]", 1, (optimizer, "state"))
             else:

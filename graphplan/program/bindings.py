@@ -174,6 +174,11 @@ class Bindings:
             if slot is not None:
                 slot.set(_renew(value, path))
 
+    def keep_places(self, walk: Walk) -> bool:
+        """Whether ``walk`` finds whatever there is after :meth:`repeat` too, as it did before."""
+        stay = (path in walk.slots and value is not None for path, value in self._fresh.items())
+        return not self._appended and all(stay)
+
     def repeat(self) -> None:
         """Repeat the step's Python effects after a replay."""
         if any(map(is_not, map(_get_grad, self._grad_params), self._grad_values)):

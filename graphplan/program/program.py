@@ -27,6 +27,8 @@ from graphplan.signature import Feed, check_match, flatten, map_result, shared_l
 
 _wants_grad = attrgetter("requires_grad")
 _identity_of = attrgetter("_cdata")
+_FEW = 3
+"""So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
 NO_CHECK = -1
 """No replay has this number."""
 
@@ -110,7 +112,7 @@ class Program:
         return not self._adopted.written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
 
     def load(self, leaves: Sequence[Any]) -> None:
-        """Copy the feed's tensors into the static inputs, in one call."""
+        """Copy the feed's tensors into the static inputs."""
         sources = [leaves[index] for index in self._indices]
         if self._leases:
             self._load_lent(sources)
@@ -120,10 +122,11 @@ class Program:
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
         if any(map(_wants_grad, sources)):
             sources = [source.detach() for source in sources]
-        if len(sources) == 1:
-            self._targets[0].copy_(sources[0], non_blocking=True)
-        elif sources:
+        if len(sources) > _FEW:
             torch._foreach_copy_(self._targets, sources, non_blocking=True)
+            return
+        for target, source in zip(self._targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
 
     def _load_lent(self, sources: Sequence[Tensor]) -> None:
         """:meth:`load` where some inputs are lent memory: what lies there already stays as it is."""
@@ -158,6 +161,10 @@ class Program:
             with torch.no_grad():
                 source.copy_(static)
         return self.collect(leaves)
+
+    def keeps_places(self, walk: Walk) -> bool:
+        """Whether ``walk``, made before a replay, leads to all that the owners hold after it."""
+        return self._bindings.keep_places(walk)
 
     def run_eagerly(self, leaves: Sequence[Any]) -> Any:
         """:meth:`run` with the step itself in place of the recording: same copies in and out, no replay."""

@@ -59,32 +59,32 @@ class _Check:
     def walk(self) -> Walk:
         return walk_owners(self._program.plan.owners())
 
-    def snapshot(self) -> Snapshot:
-        walk = self.walk()
+    def snapshot(self, walk: Walk) -> Snapshot:
         # All of them, also what only a name leads to: code that nobody sees may have written anywhere.
         extra = [*self._extra.values(), *(tensor for slot in walk.slots.values() for tensor in slot.tensors())]
         return Snapshot(walk, extra=extra, generators=self._program.plan.generators, device=self._device)
 
-    def state(self, result: Any, *, copy: bool) -> State:
+    def state(self, walk: Walk, result: Any, *, copy: bool) -> State:
         allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731
         drawn = self._program.plan.generators
-        return collect(self.walk(), result, self._extra, drawn, allowed, copy=copy, device=self._device)
+        return collect(walk, result, self._extra, drawn, allowed, copy=copy, device=self._device)
 
-    def replay(self) -> tuple[State, float]:
-        """What a replay leaves, and the seconds that it took."""
+    def replay(self, walk: Walk) -> tuple[State, float]:
+        """What a replay leaves, and the seconds that it took. ``walk`` is from before it."""
         result, seconds = timed(lambda: self._program.run(self._feed), self._program.plan.device)
-        return self.state(result, copy=True), seconds
+        walk = walk if self._program.keeps_places(walk) else self.walk()
+        return self.state(walk, result, copy=True), seconds
 
     def compare(self, start: Snapshot, before: State, replayed: State, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
-        after = self.state(result, copy=False)
+        after = self.state(self.walk(), result, copy=False)
         found: list[Difference] = []
         paths = differing(replayed.tensors, after.tensors)
         if self._wants_again(bool(paths)):
-            end = self.snapshot()
+            end = self.snapshot(self.walk())
             start.restore()
             try:
-                again, _ = self.replay()
+                again, _ = self.replay(self.walk())
             finally:
                 end.restore()
             old = {path: value for path, t in before.tensors.items() if (value := start.value(t)) is not None}
@@ -119,11 +119,12 @@ def check_replay(
     check = _Check(program, leaves, allow, device, wants_again)
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
-    start = check.snapshot()
-    before = check.state(None, copy=False)
+    walk = check.walk()
+    start = check.snapshot(walk)
+    before = check.state(walk, None, copy=False)
     hosts = host_generators()
     try:
-        replayed, taken = check.replay()
+        replayed, taken = check.replay(walk)
     finally:
         start.restore()
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners import bits
+from graphplan.owners import bits, unequal
 from graphplan.roles import TensorSpec
 from graphplan.tracer.changes import same_value
 
@@ -34,22 +34,11 @@ def _fits(first: Tensor, second: Tensor) -> bool:
 
 
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has.
-
-    Flags are gathered per device, so that each costs one synchronisation.
-    """
-    found: set[str] = set(first.keys() ^ second.keys())
-    flags: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for path in second.keys() & first.keys():
-        one, two = first[path], second[path].detach()
-        if not _fits(one, two):
-            found.add(path)
-            continue
-        two = two.to(one.device)
-        flags.setdefault(one.device, []).append((path, (bits(one) != bits(two)).any()))
-    for pairs in flags.values():
-        equal = torch.stack([flag for _, flag in pairs]).tolist()
-        found.update(path for (path, _), differs in zip(pairs, equal, strict=True) if differs)
+    """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has."""
+    shared = [path for path in second if path in first]
+    fitting = [path for path in shared if _fits(first[path], second[path])]
+    places = unequal([first[path] for path in fitting], [second[path] for path in fitting])
+    found = {fitting[place] for place in places} | (set(shared) - set(fitting)) | (first.keys() ^ second.keys())
     return [path for path in [*second, *first.keys() - second.keys()] if path in found]
 
 

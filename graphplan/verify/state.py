@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan.dtensors import local
-from graphplan.owners import Numbers, Walk, copy_to, default_generators
+from graphplan.owners import Numbers, Walk, copy_all, default_generators
 from graphplan.signature import flatten_result
 
 
@@ -51,7 +51,9 @@ def collect(
             values[path] = scalar.get()
     values.update({f"len({path})": len(items) for path, items in walk.lists.items() if not allowed(path)})
     strided = {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided}
-    return State({path: copy_to(t, device) for path, t in strided.items()} if copy else strided, values)
+    if copy:
+        strided = dict(zip(strided, copy_all(list(strided.values()), device), strict=True))
+    return State(strided, values)
 
 
 def _held(walk: Walk, allowed: Callable[[str], bool]) -> Iterable[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_faster_kernels_are_replayed_like_they_run(name: str) -> None:
     expected, *_ = train(graphed=False, **OPTIONS[name])
@@ -62,14 +64,20 @@ def test_faster_kernels_are_replayed_like_they_run(name: str) -> None:
     assert (True, True) in flags or name == "compiled"
 
 
+def reserved() -> int:
+    """Bytes that torch holds, without the workspaces that it keeps for each stream that cuBLAS ever ran on."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
 @needs_cuda
 def test_a_program_that_does_not_pay_is_dropped_and_its_memory_is_free() -> None:
     expected, *_ = train(graphed=False)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    before = reserved()
     found, step, (_, report) = train(graphed=True, min_speedup=1e6, verify=1)
     assert_same(expected, found)
     assert step.stats.skipped[SkipReason.SLOWER] >= STEPS - 15, report
     del step
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + 2**21
+    assert reserved() <= before + 2**21
