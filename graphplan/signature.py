@@ -200,6 +200,16 @@ def flatten_result(result: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [("result" + pytree.keystr(path), leaf) for path, leaf in _with_paths(result)], structure
 
 
+def result_leaves(result: Any) -> tuple[list[Any], Any]:
+    """:func:`flatten_result` without names, and without pytree where the containers are plain."""
+    try:
+        _, leaves, structure = flatten_plain(result)
+    except TypeError:
+        named, structure = flatten_result(result)
+        leaves = [leaf for _, leaf in named]
+    return leaves, structure
+
+
 def map_result(function: Callable[[Tensor], Any], result: Any) -> Any:
     """What a step returned, with ``function`` of each tensor in its place."""
     mapped = pytree.tree_map_only(Tensor, function, _open_records(result))

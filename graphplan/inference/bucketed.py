@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphplan.errors import OptionError, PaddingError, SkipReason
@@ -18,7 +19,7 @@ from graphplan.inference.shapes import Dynamic, Place
 from graphplan.inference.slicing import Slicer, distance, tolerance
 from graphplan.owners import storage_id
 from graphplan.program import StaticOutput, plain
-from graphplan.signature import Feed, asks_for_gradients, flatten, flatten_result, leaf_key
+from graphplan.signature import Feed, asks_for_gradients, flatten, leaf_key, result_leaves
 from graphplan.step import ServedStep
 
 
@@ -87,6 +88,8 @@ class Bucketed:
 
     def _trains(self) -> bool:
         """Whether gradients could flow to parameters: what is padded lies in memory that the next call overwrites."""
+        if not torch.is_grad_enabled():
+            return False
         found = [owner for owner in self._step.owners.values() if isinstance(owner, nn.Module)]
         return any(asks_for_gradients(param) for owner in found for param in owner.parameters())
 
@@ -109,9 +112,9 @@ class Bucketed:
         due = size.calls == size.next_check or not size.slicer.is_sure(padded.true, padded.sizes)
         effects = Effects(self._step.owners, self._allow) if due and padded.is_padded else None
         result = self._step(*padded.args, **padded.kwargs)
-        leaves = [leaf for _, leaf in flatten_result(result)[0]]
+        leaves, structure = result_leaves(result)
         mutated = [index for index, memory in padded.staged.items() if memory._version != versions[index]]
-        size.slicer.meet(result, padded.sizes)
+        size.slicer.meet(leaves, structure, padded.sizes)
         if effects is not None:
             return self._check(feed, places, padded, size, leaves, mutated, effects)
         for index in mutated:

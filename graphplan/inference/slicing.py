@@ -27,9 +27,8 @@ class Slicer:
         self._known: list[list[Candidates]] | None = None
         self._structure: Any = None
 
-    def meet(self, result: Any, sizes: Mapping[Place, int]) -> None:
+    def meet(self, leaves: Sequence[Any], structure: Any, sizes: Mapping[Place, int]) -> None:
         """Take in a padded result, the first time."""
-        named, structure = flatten_result(result)
         if self._known is None or structure != self._structure:
             self._structure = structure
             self._rebuild = rebuilder(structure, close_records)
@@ -37,7 +36,7 @@ class Slicer:
                 [[None, *(p for p, size in sizes.items() if size == found)] for found in leaf.shape]
                 if isinstance(leaf, Tensor)
                 else []
-                for _, leaf in named
+                for leaf in leaves
             ]
 
     def is_sure(self, true: Mapping[Place, int], sizes: Mapping[Place, int]) -> bool:
@@ -51,14 +50,16 @@ class Slicer:
                     return False
         return True
 
-    def learn(self, expected: Any, result: Any, true: Mapping[Place, int], sizes: Mapping[Place, int]) -> list[str]:
-        """Compare an unpadded result with the padded one: what cannot be explained, or is not the same, in words."""
+    def learn(
+        self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int], sizes: Mapping[Place, int]
+    ) -> list[str]:
+        """What is not explained or differs between an unpadded result and the ``leaves`` of the padded one, in words."""
         assert self._known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:
             return [f"the results' structure is {structure} without padding, and {self._structure} with it"]
         problems: list[str] = []
-        for (name, own), (_, leaf), dims in zip(wanted, flatten_result(result)[0], self._known, strict=True):
+        for (name, own), leaf, dims in zip(wanted, leaves, self._known, strict=True):
             if not isinstance(leaf, Tensor) or not isinstance(own, Tensor):
                 if own != leaf:
                     problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import Graphed, Pool, StaleError, graphed
+from graphplan import Graphed, LaunchCounter, Pool, StaleError, graphed, piecewise
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, MIB, is_healthy, memory, needs_cuda
 from tests.zoo import Transformer
 
@@ -187,3 +187,38 @@ def test_threads_and_streams() -> None:
     with ThreadPoolExecutor(8) as threads:
         assert max(threads.map(serve, range(8))) <= 1e-5
     assert all(step.num_graphs == 4 for step in steps)
+
+
+def _pick(x: Tensor) -> Tensor:
+    """Reads a value on the host, which no graph can."""
+    return x * (2 if x.sum().item() > 0 else 3)
+
+
+def test_pieces_with_an_eager_call_between_programs() -> None:
+    first, last = make_network(), nn.Linear(4, 3).to(DEVICE)
+    run = piecewise([first, torch.sin, _pick, torch.cos, last], backend=BACKEND, min_speedup=0.0)
+    for _ in range(14):
+        x = batch(5)
+        torch.testing.assert_close(run(x), last(torch.cos(_pick(torch.sin(first(x))))), rtol=0, atol=0)
+    assert run.scope == "piecewise" and run.num_graphs == 2
+    assert "_pick" in run.reasons
+
+
+def test_launches() -> None:
+    """Eager pays for each operator; a replay is one launch, and on CUDA its graph's nodes are told by type."""
+    model = make_network()
+    fast = fast_of(model, verify="off")
+    x = batch(8)
+    with LaunchCounter():
+        for _ in range(6):
+            fast(x)
+    with LaunchCounter() as eager:
+        model(x)
+    with LaunchCounter() as replayed:
+        fast(x)
+    assert (eager.eager, eager.replays) == (5, 0)
+    assert replayed.replays == 1 and replayed.eager <= 2
+    if CUDA and replayed.nodes:
+        assert replayed.nodes["Kernel"] >= 5 and replayed.replayed == sum(replayed.nodes.values())
+    if not CUDA:
+        assert replayed.replayed == 5

@@ -592,3 +592,10 @@ def test_a_container_without_keys_is_fed() -> None:
     assert fast.stats.replayed == 2
     with pytest.raises(FeedError, match=r"args\[0\]\[0\] has layout"):
         graphed(fast.__wrapped__, backend="tape")(Registered([torch.eye(3).to_sparse(), 1]), k=2)
+
+
+def test_a_module_that_was_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        layer = Layer()
+        fast = assert_replays(layer, inputs(*[4] * 6))
+    assert fast.stats.replayed == 2
