@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from graphplan.inference.shapes import Dynamic, Place
 from graphplan.inference.slicing import Slicer, distance, tolerance
 from graphplan.owners import storage_id
 from graphplan.program import StaticOutput, plain
-from graphplan.signature import Feed, asks_for_gradients, flatten, leaf_key, result_leaves
+from graphplan.signature import Feed, asks_for_gradients, leaf_key, result_leaves
 from graphplan.step import ServedStep
 
 
@@ -47,13 +47,12 @@ class Bucketed:
         self._allow = options.allow
         self._sizes: dict[Hashable, _Size] = {}
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """One call.
+    def call(self, feed: Feed) -> Any:
+        """One call of dense tensors.
 
         Raises:
             PaddingError: if padding changes what comes out.
         """
-        feed = flatten(args, kwargs)
         places = self.padding.places(feed)
         self._check_dims(feed, places)
         misfit = "none of the arguments has a dimension with a ladder" if not places else ""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from threading import get_ident
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from graphplan.errors import BusyError, CopyError, NotCapturedError, OptionError, SkipReason
 from graphplan.inference.bucketed import Bucketed
+from graphplan.inference.instances import Bound, dense_feed, owners_of
 from graphplan.inference.ledger import Memory, ShapeStats
 from graphplan.inference.listing import list_programs
 from graphplan.inference.options import ServeOptions
@@ -46,7 +46,7 @@ class Graphed:
         self.shapes = ShapeStats()
         self._fn = fn
         self._options = options
-        self._step = ServedStep(fn, _owners_of(fn, options.owners), options.step, self.pool.backends)
+        self._step = ServedStep(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._bucketed = Bucketed(fn, self._step, options, self.shapes) if options.shapes == "bucket" else None
         self._dynamic = Dynamic(fn, options.dynamic)
         self._first: dict[Any, tuple[int, ...]] = {}
@@ -54,19 +54,21 @@ class Graphed:
         self._warned: set[str] = set()
         self._thread: int | None = None
         self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._key = f"_graphed_{self._name}"
         if isinstance(fn, nn.Module):
             self.__wrapped__ = fn
         else:
             update_wrapper(self, fn)
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        # A class and its base may both have a graphed method of that name.
+        self._key = f"_graphed_{owner.__module__}.{owner.__qualname__}.{name}"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The method of one instance: two of a class share no program."""
-        if instance is None or isinstance(self._fn, nn.Module):
+        if instance is None or not isinstance(self._fn, FunctionType):
             return self
-        return _Bound.of(instance, self._name).get(
+        return Bound.of(instance, self._key, self._name).get(
             lambda: Graphed(MethodType(self._fn, instance), self._options, self.pool)
         )
 
@@ -105,7 +107,8 @@ class Graphed:
         if self.stats.captured > captured:
             self._warn_of_limits()
         if self._specimen is None or self.stats.captured > captured:
-            self._specimen = Specimen.of(args, kwargs)
+            feed = dense_feed(args, kwargs)
+            self._specimen = self._specimen if feed is None else Specimen.of(feed)
         return result
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,12 +117,15 @@ class Graphed:
             return self._step.skip(args, kwargs, SkipReason.ENABLE_IF)
         if options.backend == "eager":
             return self._step(*args, **kwargs)
+        feed = dense_feed(args, kwargs) if options.shapes != "exact" else None
+        if feed is None:
+            # What no program takes, the step refuses.
+            return self._step(*args, **kwargs)
         if self._bucketed is not None:
-            return self._bucketed.call(args, kwargs)
-        if options.shapes == "eager":
-            fixed, sizes = self._dynamic.split(flatten(args, kwargs))
-            if self._first.setdefault(fixed, sizes) != sizes:
-                return self._step.skip(args, kwargs, SkipReason.SHAPES)
+            return self._bucketed.call(feed)
+        fixed, sizes = self._dynamic.split(feed)
+        if self._first.setdefault(fixed, sizes) != sizes:
+            return self._step.skip(args, kwargs, SkipReason.SHAPES)
         return self._step(*args, **kwargs)
 
     def _warn_of_limits(self) -> None:
@@ -189,7 +195,11 @@ class Graphed:
         Raises:
             OptionError: for sizes that make no sense, without an example, or where gradients are wanted.
         """
-        specimen = self._specimen if example is None else Specimen.of(tuple(example), kwargs or {})
+        specimen = (
+            self._specimen
+            if example is None and kwargs is None
+            else Specimen.of(flatten(tuple(example or ()), kwargs or {}))
+        )
         if specimen is None:
             raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
         ladders = self._bucketed.ladders if self._bucketed is not None else None
@@ -250,48 +260,3 @@ class Graphed:
             f"{self._name} is graphed and cannot be copied or pickled: its programs work on memory of this process. "
             "Copy or save what it computes with, and make another one with graphed"
         )
-
-
-class _Bound:
-    """What an instance has of a graphed method. A copy of the instance gets an empty one."""
-
-    def __init__(self) -> None:
-        self._graphed: Graphed | None = None
-
-    @classmethod
-    def of(cls, instance: Any, name: str) -> _Bound:
-        key = f"_graphed_{name}"
-        try:
-            inner = vars(instance)
-        except TypeError:
-            raise OptionError(
-                f"{name} is graphed on a {type(instance).__name__}, which has no __dict__ to keep its programs in; "
-                f"expected one: add '__dict__' to its __slots__, or graph the bound method: graphed(thing.{name})"
-            ) from None
-        if key not in inner:
-            inner[key] = cls()
-        return inner[key]
-
-    def get(self, make: Callable[[], Graphed]) -> Graphed:
-        if self._graphed is None:
-            self._graphed = make()
-        return self._graphed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Bound, ()
-
-    def __deepcopy__(self, memo: Any) -> _Bound:
-        return _Bound()
-
-
-def _owners_of(fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None) -> Any:
-    """The module that is called, or the object whose method is, beside what was named."""
-    own: Any = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
-    if own is None or inspect.ismodule(own) or isinstance(own, type):
-        return owners
-    name = "model" if isinstance(fn, nn.Module) else "self"
-    if owners is None:
-        return {name: own}
-    if isinstance(owners, Mapping):
-        return owners if any(owner is own for owner in owners.values()) else {name: own, **owners}
-    return owners if any(owner is own for owner in owners) else [own, *owners]

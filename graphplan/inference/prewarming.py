@@ -14,7 +14,7 @@ from torch import Tensor
 from graphplan.errors import OptionError, SkipReason
 from graphplan.inference.buckets import Ladders
 from graphplan.inference.shapes import Dynamic, outer_first
-from graphplan.signature import Feed, flatten
+from graphplan.signature import Feed
 from graphplan.step import ServedStep
 
 Size = int | Mapping[int, int]
@@ -50,9 +50,8 @@ class Specimen:
     feed: Feed
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Specimen:
+    def of(cls, feed: Feed) -> Specimen:
         """The call's geometry."""
-        feed = flatten(args, kwargs)
         bare = [_bare(leaf) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
         return cls(Feed(bare, feed.structure, feed.key))
 

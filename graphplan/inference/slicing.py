@@ -53,7 +53,7 @@ class Slicer:
     def learn(
         self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int], sizes: Mapping[Place, int]
     ) -> list[str]:
-        """What is not explained or differs between an unpadded result and the ``leaves`` of the padded one, in words."""
+        """What is not explained, or differs, between an unpadded result and a padded one's ``leaves``, in words."""
         assert self._known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:

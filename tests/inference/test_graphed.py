@@ -599,3 +599,37 @@ def test_a_module_that_was_made_in_inference_mode() -> None:
         layer = Layer()
         fast = assert_replays(layer, inputs(*[4] * 6))
     assert fast.stats.replayed == 2
+
+
+class Derived(Decorated):
+    """A graphed method over a graphed one of its base."""
+
+    @graphed(backend="tape")
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, causal: bool = True) -> Tensor:
+        return super().forward(x, mask, causal=causal) * 2
+
+
+def test_a_method_that_calls_its_bases() -> None:
+    layer = Derived()
+    for (x,) in inputs(*[4] * 7):
+        assert torch.equal(layer(x), Layer.forward(layer, x) * 2)
+    assert layer.forward.stats.replayed >= 2
+    assert super(Derived, layer).forward is not layer.forward
+
+
+def test_what_is_no_function_is_not_bound() -> None:
+    class Holder:
+        layer = graphed(Layer(), backend="tape")
+        method = graphed(Layer().forward, backend="tape")
+
+    assert Holder().layer is Holder.layer and Holder().method is Holder.method
+
+
+@pytest.mark.parametrize("options", [{}, {"shapes": "eager"}, {"shapes": "bucket", "buckets": [4]}])
+def test_what_no_program_takes_is_refused_whatever_the_shapes(options: Any) -> None:
+    for bad, text in ((torch.eye(3).to_sparse(), r"args\[0\] has layout"), (object(), "a object is fed")):
+        with pytest.raises(FeedError, match=text):
+            graphed(lambda x: x, backend="tape", **options)(bad)
+        fast = graphed(lambda x: x, backend="tape", on_failure="eager", **options)
+        with pytest.warns(UserWarning, match=text):
+            assert fast(bad) is bad
