@@ -49,6 +49,7 @@ class Graphed:
         self._step = ServedStep(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._bucketed = Bucketed(fn, self._step, options, self.shapes) if options.shapes == "bucket" else None
         self._dynamic = Dynamic(fn, options.dynamic)
+        self._is_direct = options.enable_if is None and options.shapes == "exact"
         self._first: dict[Any, tuple[int, ...]] = {}
         self._specimen: Specimen | None = None
         self._warned: set[str] = set()
@@ -89,24 +90,28 @@ class Graphed:
                 )
             # Part of another step, which has it in its own recording.
             return self._fn(*args, **kwargs)
-        with self.pool.turn(self._step.device):
-            self._thread = get_ident()
-            try:
-                return self._serve(args, kwargs)
-            finally:
-                self._thread = None
+        self.pool.take(self._step.device)
+        self._thread = get_ident()
+        try:
+            return self._serve(args, kwargs)
+        finally:
+            self._thread = None
+            self.pool.give_back()
 
     def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = tuple(map(plain, args)), {name: plain(value) for name, value in kwargs.items()}
-        before, captured = self.stats.replayed, self.stats.captured
-        result = self._route(args, kwargs)
-        if self.stats.replayed > before:
+        args = tuple(map(plain, args))
+        if kwargs:
+            kwargs = {name: plain(value) for name, value in kwargs.items()}
+        stats = self._step.stats
+        before, captured = stats.replayed, stats.captured
+        result = self._step(*args, **kwargs) if self._is_direct else self._route(args, kwargs)
+        if stats.replayed > before:
             self.shapes.hits += 1
             return result
         self.shapes.misses += 1
-        if self.stats.captured > captured:
+        if stats.captured > captured:
             self._warn_of_limits()
-        if self._specimen is None or self.stats.captured > captured:
+        if self._specimen is None or stats.captured > captured:
             feed = dense_feed(args, kwargs)
             self._specimen = self._specimen if feed is None else Specimen.of(feed)
         return result

@@ -25,30 +25,38 @@ class Pool:
         self._thread: int | None = None
         self._last: torch.cuda.Stream | None = None
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this thread has the turn."""
-        return self._thread == get_ident()
-
     @contextmanager
     def turn(self, device: torch.device | None) -> Iterator[None]:
-        """Have the pool for the block, in which ``device`` computes.
+        """Have the pool for the block; see :meth:`take`."""
+        self.take(device)
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def take(self, device: torch.device | None) -> None:
+        """Have the pool until :meth:`give_back`. ``device`` is what computes meanwhile.
 
         Raises:
             BusyError: if this thread has it already.
         """
-        if self.is_ours:
+        if self._thread == get_ident():
             raise BusyError(
                 "a graphed function was called from within a call of the same pool; expected one call at a time, "
                 "since all work on the same memory. Let the function call what it is made of instead of itself"
             )
-        with self._lock:
-            self._thread = get_ident()
-            try:
-                self._order(device)
-                yield
-            finally:
-                self._thread = None
+        self._lock.acquire()
+        self._thread = get_ident()
+        try:
+            self._order(device)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Let the next one have it."""
+        self._thread = None
+        self._lock.release()
 
     def _order(self, device: torch.device | None) -> None:
         """Have this thread's stream wait for what the last call of another stream's has to do."""
