@@ -17,10 +17,11 @@ from graphplan.inference.options import ServeOptions
 from graphplan.inference.padding import Padded, Padding
 from graphplan.inference.shapes import Dynamic, Place
 from graphplan.inference.slicing import Slicer, distance, tolerance
-from graphplan.owners import storage_id
+from graphplan.owners import storage_id, walk_owners
 from graphplan.program import StaticOutput, plain
 from graphplan.signature import Feed, asks_for_gradients, leaf_key, result_leaves
 from graphplan.step import ServedStep
+from graphplan.verify import find_room
 
 
 @dataclass(slots=True)
@@ -108,8 +109,14 @@ class Bucketed:
     def _run(self, feed: Feed, places: Sequence[Place], padded: Padded, size: _Size) -> Any:
         versions = {index: memory._version for index, memory in padded.staged.items()}
         size.calls += padded.is_padded
-        due = size.calls == size.next_check or not size.slicer.is_sure(padded.true, padded.sizes)
-        effects = Effects(self._step.owners, self._allow) if due and padded.is_padded else None
+        is_sure = not padded.is_padded or size.slicer.is_sure(padded.true, padded.sizes)
+        room, reason = None, ""
+        if padded.is_padded and (size.calls == size.next_check or not is_sure):
+            room, reason = self._find_room(padded)
+            size.next_check = self._schedule.after(size.calls)
+        if reason and not is_sure:
+            return self._leave(feed, places, SkipReason.CHECK, reason)
+        effects = Effects(self._step.owners, self._allow, room) if room is not None else None
         result = self._step(*padded.args, **padded.kwargs)
         leaves, structure = result_leaves(result)
         mutated = [index for index, memory in padded.staged.items() if memory._version != versions[index]]
@@ -119,6 +126,12 @@ class Bucketed:
         for index in mutated:
             feed.leaves[index].copy_(padded.own_part(index))
         return size.slicer.cut([_handed_on(leaf, padded, feed) for leaf in leaves], padded.true)
+
+    def _find_room(self, padded: Padded) -> tuple[torch.device | None, str]:
+        """Where copies of what the owners hold can lie during a check; or why nowhere."""
+        held = {id(t): t for slot in walk_owners(self._step.owners).slots.values() for t in slot.tensors()}
+        where = next((memory.device for memory in padded.staged.values()), torch.device("cpu"))
+        return find_room(sum(tensor.nbytes for tensor in held.values()), where)
 
     def _check(
         self,
@@ -135,7 +148,6 @@ class Bucketed:
         effects.undo()
         expected = self._leave(feed, places, SkipReason.CHECK)
         self._stats.checked += 1
-        size.next_check = self._schedule.after(size.calls)
         problems = size.slicer.learn(expected, kept, padded.true, padded.sizes)
         problems += effects.problems()
         for index in mutated:

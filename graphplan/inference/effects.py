@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphplan.compiler import is_allowed
@@ -13,17 +14,20 @@ from graphplan.owners import Snapshot, Walk, same_bits, walk_owners
 
 
 class Effects:
-    """Begun before a padded call. ``allow`` names tensors in which padding may leave something."""
+    """Begun before a padded call. ``allow`` names tensors in which padding may leave something; copies of what the
+    owners hold lie on the device ``room``.
+    """
 
-    def __init__(self, owners: Mapping[str, Any], allow: Sequence[str]) -> None:
+    def __init__(self, owners: Mapping[str, Any], allow: Sequence[str], room: torch.device) -> None:
         self._walk: Callable[[], Walk] = lambda: walk_owners(owners)
         self._allow = allow
-        self._start = Snapshot(self._walk())
+        self._room = room
+        self._start = Snapshot(self._walk(), device=room)
         self._left: dict[str, Tensor] = {}
 
     def undo(self) -> None:
         """After the padded call: keep what it left, and put back what was there before it."""
-        self._left = {path: tensor.clone() for path, tensor in self._changed()}
+        self._left = {path: tensor.to(self._room, copy=True) for path, tensor in self._changed()}
         self._start.restore()
 
     def problems(self) -> list[str]:
@@ -35,7 +39,7 @@ class Effects:
             tensors = held.get(path)
             if is_allowed(path, self._allow) or not tensors:
                 continue
-            own = now.get(path, tensors[0])
+            own = now.get(path, tensors[0]).to(self._room)
             before = self._start.value(tensors[0])
             padded = self._left.get(path, own if before is None else before)
             apart = float("inf") if own.shape != padded.shape else distance(own, padded)
@@ -48,6 +52,6 @@ class Effects:
         for slot in self._walk().slots.values():
             for tensor in slot.tensors()[:1]:
                 before = self._start.value(tensor)
-                if not slot.is_parameter and (before is None or not same_bits(tensor, before)):
+                if not slot.is_parameter and (before is None or not same_bits(tensor.to(self._room), before)):
                     changed.append((slot.path, tensor.detach()))
         return changed

@@ -458,3 +458,20 @@ def test_state_that_takes_in_padding_is_refused_by_name() -> None:
     twin = Cached(careful=False)
     twin(x, where)
     assert torch.equal(model.slots, twin.slots) and torch.equal(model.total, twin.total) and model.calls == 1
+
+
+def test_without_room_for_a_check_calls_stay_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is known how results are cut; after that, they are padded unchecked."""
+    fast = bucketed(network(), [4], verify=1)
+    free: list[int | None] = [0]
+    monkeypatch.setattr("graphplan.verify.memory.free_bytes", lambda device: free[0])
+    for _ in range(3):
+        assert fast(torch.randn(3, 8)).shape == (3, 4)
+    assert fast.stats.skipped[SkipReason.CHECK] == 3 and fast.shapes.checked == 0
+    assert any("neither cpu nor the host has that much free" in reason for reason in fast.stats.reasons)
+    free[0] = None
+    fast(torch.randn(3, 8))
+    assert fast.shapes.checked == 1
+    free[0] = 0
+    assert fast(torch.randn(2, 8)).shape == (2, 4)
+    assert fast.shapes.checked == 1
