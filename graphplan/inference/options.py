@@ -48,6 +48,7 @@ class ServeOptions:
     verify: str | int | None = "geometric"
     min_speedup: float | None = None
     allow: Sequence[str] = ()
+    compile: bool | Mapping[str, Any] = False
     pool: Pool | None = None
     step: Options = field(init=False)
     """The options of the step underneath."""
@@ -71,6 +72,7 @@ class ServeOptions:
             warmup_steps=self.capture_after,
             on_failure=self.on_failure,
             allow=self.allow,
+            compile=self.compile,
             max_graphs=self.max_graphs,
             verify=self.verify,
             min_speedup=self.min_speedup,

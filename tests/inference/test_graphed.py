@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from graphplan import (
     UncoveredRoleError,
     graphed,
 )
+from graphplan.program import leases
 from tests.facts import assert_same, flatten
 from tests.inference.helpers import Layer, assert_replays
 
@@ -633,3 +636,48 @@ def test_what_no_program_takes_is_refused_whatever_the_shapes(options: Any) -> N
         fast = graphed(lambda x: x, backend="tape", on_failure="eager", **options)
         with pytest.warns(UserWarning, match=text):
             assert fast(bad) is bad
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
+def test_compiled_modules() -> None:
+    """Compiled before the first call, called as they are written after closing."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU()).eval()
+    twin = copy.deepcopy(model)
+    fast = graphed(model, backend="tape", compile={"backend": "aot_eager"})
+    for (x,) in inputs(*[4] * 7):
+        assert torch.equal(fast(x), twin(x))
+    assert fast.stats.replayed >= 2
+    assert "compiled: Sequential" in fast.report()
+    fast.close()
+    assert model._compiled_call_impl is None
+    with pytest.raises(OptionError, match="compile= is given without a module to compile"):
+        graphed(lambda x: x, compile=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"outputs": "static"}, {"shapes": "bucket", "buckets": [4, 8]}])
+def test_nothing_is_kept_alive(options: Any) -> None:
+    """Neither batches nor results are; nor is a model, its programs and their memory, once nobody has it any more."""
+    layer = Layer()
+    fast = graphed(layer, backend="tape", **options)
+    fed = []
+    for (x,) in inputs(*[4] * 9, *[3] * 9):
+        fed += [weakref.ref(x), weakref.ref(fast(x))]
+    del x
+    gc.collect()
+    assert [ref() for ref in fed] == [None] * len(fed)
+    held = [weakref.ref(layer), weakref.ref(fast), *map(weakref.ref, fast.programs)]
+    del layer, fast
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
+    assert not list(leases._LEASES.values())
+
+
+def test_an_instance_and_its_graphed_method_go_together() -> None:
+    layer = Decorated()
+    for (x,) in inputs(*[4] * 6):
+        layer(x)
+    held = [weakref.ref(layer), *map(weakref.ref, layer.forward.programs)]
+    del layer
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 2

@@ -173,3 +173,13 @@ def test_what_is_returned_as_it_was_fed_or_owned_is_no_result_of_the_program() -
     same, scale, _ = fast(x)
     fast(x)
     assert same is x and scale is layer.scale
+
+
+def test_a_result_that_the_caller_changes_is_fed_as_changed() -> None:
+    first = ready(lambda x: x * 2, torch.ones(4))
+    second = ready(lambda y: y + 1, first(torch.ones(4)))
+    for _ in range(3):
+        held = first(torch.full((4,), 3.0))
+        held.mul_(10)
+        assert torch.equal(second(held) + 0, torch.full((4,), 61.0))
+    assert torch.equal(first(torch.ones(4)) + 0, torch.full((4,), 2.0))
