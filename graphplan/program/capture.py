@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
 from graphplan.signature import Feed
 from graphplan.tracer import runs_step
+from graphplan.unchanged import geometry
 
 
 class _Body:
@@ -54,8 +56,17 @@ class _Body:
             self._bindings.close_step(self.after, self._outside)
 
 
-def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend, buffers: Buffers) -> Program:
-    """Record ``plan``'s step on ``feed`` under ``policy``.
+def capture_program(
+    plan: Plan,
+    feed: Feed,
+    *,
+    policy: Policy,
+    backend: Backend,
+    buffers: Buffers,
+    homes: Mapping[str, Any] = MappingProxyType({}),
+) -> Program:
+    """Record ``plan``'s step on ``feed`` under ``policy``. ``homes`` are what other programs of the step have bound in
+    carried slots, by path.
 
     On a backend that executes, the recorded pass is a real step; on one that does not, nothing has run yet. Either way
     :meth:`Program.run_recorded` finishes it.
@@ -82,6 +93,7 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
     copied = CopiedOwned(plan, policy, buffers, walk)
     _check_shared(plan, feed, walk, copied)
     copied.load({})
+    _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in copied.stand_ins})
     bindings = Bindings(plan, walk, copied.stand_ins)
     body = _Body(plan, feed, leaves, bindings, walk, sharding)
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
@@ -105,6 +117,25 @@ def capture_program(plan: Plan, feed: Feed, *, policy: Policy, backend: Backend,
         walk=walk_owners(plan.owners()),
         feed=feed,
     )
+
+
+def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> None:
+    """Bind carried slots to the storage that other programs have for them, where nobody can tell: programs that take
+    turns would otherwise move them from one to the other in each turn.
+    """
+    sharing = walk.by_storage()
+    fed = {storage_id(leaf) for _, leaf in feed.tensors()}
+    for path in filter(homes.__contains__, plan.carries):
+        slot, home = walk.slots[path], homes[path]
+        now = slot.get()
+        if type(home) is not Tensor or type(now) is not Tensor or now is home:
+            continue
+        alike = (*geometry(home), home.device) == (*geometry(now), now.device)
+        alone = sharing.get(storage_id(now) or 0) == [slot] and storage_id(home) not in sharing.keys() | fed
+        plain = not (home.requires_grad or home.is_inference() or now.is_inference() or vars(now) or vars(home))
+        if alike and alone and plain:
+            home.copy_(now)
+            slot.set(home)
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:
