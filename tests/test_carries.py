@@ -279,9 +279,7 @@ def _replaced(model: Any, index: int) -> None:
         model.average = model.average.clone()
 
 
-@pytest.mark.parametrize(
-    "disturb", [lambda model, index: None, _swapped, _replaced], ids=["alone", "swapped", "replaced"]
-)
+@pytest.mark.parametrize("disturb", [_left_alone, _swapped, _replaced])
 def test_programs_that_take_turns_share_what_they_carry(
     disturb: Callable[[Any, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
