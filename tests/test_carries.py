@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import GradientError, Program, graph_step
+from graphplan import GradientError, Policy, Program, compile_plan, graph_step
+from graphplan.buffers import Buffers
+from graphplan.program import capture_program
+from graphplan.signature import flatten
+from graphplan.step.bare import make_backend
 from tests.twins import Rig, assert_equals_eager, build, drive, managed
 from tests.zoo import CALLS, Memory, attributes, float_batches, updating_rig
 
@@ -292,3 +296,29 @@ def test_programs_that_take_turns_share_what_they_carry(
     assert [tensor.tolist() for tensor in expected] == [tensor.tolist() for tensor in found]
     assert (call.stats.captured, call.stats.replayed) == (2, 48), call.report()
     assert len(moves) <= {_left_alone: 0, _swapped: 7, _replaced: 9}[disturb]
+
+
+def test_two_carries_do_not_move_into_one_tensor() -> None:
+    """Programs may have each other's tensor for theirs, after somebody swapped them."""
+    torch.manual_seed(0)
+    model: Any = Smoothed()
+
+    def step(x: Tensor) -> Tensor:
+        model.average = 0.9 * model.average + x.mean(0)
+        model.other = 0.5 * model.other + model.average
+        return model.other.sum()
+
+    x, twin = torch.randn(3, 4), (model.average.clone(), model.other.clone())
+    plan = compile_plan(step, x, owners={"model": model})
+    home = torch.full((4,), 7.0)
+    backend, homes = make_backend("tape", plan), dict.fromkeys(plan.carries, home)
+    assert len(homes) == 2
+    model.average, model.other = twin[0].clone(), twin[1].clone()
+    program = capture_program(
+        plan, flatten((x,), {}), policy=Policy.train(), backend=backend, buffers=Buffers(), homes=homes
+    )
+    program.run_recorded([x], executed=True)
+    assert [model.average is home, model.other is home].count(True) == 1
+    average = 0.9 * twin[0] + x.mean(0)
+    assert torch.equal(model.average, average)
+    assert torch.equal(model.other, 0.5 * twin[1] + average)

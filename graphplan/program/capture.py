@@ -124,18 +124,19 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
     turns would otherwise move them from one to the other in each turn.
     """
     sharing = walk.by_storage()
-    fed = {storage_id(leaf) for _, leaf in feed.tensors()}
+    taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
     for path in filter(homes.__contains__, plan.carries):
         slot, home = walk.slots[path], homes[path]
         now = slot.get()
         if type(home) is not Tensor or type(now) is not Tensor or now is home:
             continue
         alike = (*geometry(home), home.device) == (*geometry(now), now.device)
-        alone = sharing.get(storage_id(now) or 0) == [slot] and storage_id(home) not in sharing.keys() | fed
+        alone = sharing.get(storage_id(now) or 0) == [slot] and storage_id(home) not in taken
         plain = not (home.requires_grad or home.is_inference() or now.is_inference() or vars(now) or vars(home))
         if alike and alone and plain:
             home.copy_(now)
             slot.set(home)
+            taken.add(storage_id(home))
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:
