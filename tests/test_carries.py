@@ -12,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import GradientError
+from graphplan import GradientError, Policy, Program, compile_plan, graph_step
+from graphplan.buffers import Buffers
+from graphplan.program import capture_program
+from graphplan.signature import flatten
+from graphplan.step.bare import make_backend
 from tests.twins import Rig, assert_equals_eager, build, drive, managed
 from tests.zoo import CALLS, Memory, attributes, float_batches, updating_rig
 
@@ -229,3 +233,92 @@ def test_two_shapes_share_their_carries() -> None:
         return rig
 
     assert_equals_eager(make, captured=2, replayed=2 * (CALLS - 6))
+
+
+class Smoothed(nn.Module):
+    """A layer, and two averages that its step rebinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("other", torch.ones(4))
+
+
+def _alternating(*, graphed: bool, disturb: Callable[[Any, int], None]) -> tuple[list[Tensor], Any]:
+    torch.manual_seed(0)
+    model: Any = Smoothed()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = (model.layer(x) + model.average).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.average = 0.9 * model.average + 0.1 * x.mean(0)
+        model.other = model.other * 0.5 + model.average
+        return loss.detach()
+
+    owners = {"model": model, "optimizer": optimizer}
+    call: Any = graph_step(step, owners=owners, verify="off", prepare_optimizers=False) if graphed else step
+    generator, losses = torch.Generator().manual_seed(1), []
+    for index in range(60):
+        rows = 4 if index < 12 else 3 if index < 24 else 3 + index % 2
+        losses.append(call(torch.randn(rows, 4, generator=generator)).clone())
+        disturb(model, index)
+    return [*losses, *model.parameters(), model.average, model.other], call
+
+
+def _left_alone(model: Any, index: int) -> None:
+    pass
+
+
+def _swapped(model: Any, index: int) -> None:
+    if index % 7 == 6:
+        model.average, model.other = model.other, model.average
+
+
+def _replaced(model: Any, index: int) -> None:
+    if index % 5 == 4:
+        model.average = model.average.clone()
+
+
+@pytest.mark.parametrize("disturb", [_left_alone, _swapped, _replaced])
+def test_programs_that_take_turns_share_what_they_carry(
+    disturb: Callable[[Any, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two shapes, two programs: nobody has to move the averages from one to the other in each turn."""
+    moves: list[Program] = []
+    resync = Program.resync
+    monkeypatch.setattr(Program, "resync", lambda self: (moves.append(self), resync(self))[1])
+    expected, _ = _alternating(graphed=False, disturb=disturb)
+    found, call = _alternating(graphed=True, disturb=disturb)
+    assert [tensor.tolist() for tensor in expected] == [tensor.tolist() for tensor in found]
+    assert (call.stats.captured, call.stats.replayed) == (2, 48), call.report()
+    assert len(moves) <= {_left_alone: 0, _swapped: 7, _replaced: 9}[disturb]
+
+
+def test_two_carries_do_not_move_into_one_tensor() -> None:
+    """Programs may have each other's tensor for theirs, after somebody swapped them."""
+    torch.manual_seed(0)
+    model: Any = Smoothed()
+
+    def step(x: Tensor) -> Tensor:
+        model.average = 0.9 * model.average + x.mean(0)
+        model.other = 0.5 * model.other + model.average
+        return model.other.sum()
+
+    x, twin = torch.randn(3, 4), (model.average.clone(), model.other.clone())
+    plan = compile_plan(step, x, owners={"model": model})
+    home = torch.full((4,), 7.0)
+    backend, homes = make_backend("tape", plan), dict.fromkeys(plan.carries, home)
+    assert len(homes) == 2
+    model.average, model.other = twin[0].clone(), twin[1].clone()
+    program = capture_program(
+        plan, flatten((x,), {}), policy=Policy.train(), backend=backend, buffers=Buffers(), homes=homes
+    )
+    program.run_recorded([x], executed=True)
+    assert [model.average is home, model.other is home].count(True) == 1
+    average = 0.9 * twin[0] + x.mean(0)
+    assert torch.equal(model.average, average)
+    assert torch.equal(model.other, 0.5 * twin[1] + average)

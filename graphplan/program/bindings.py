@@ -66,6 +66,8 @@ class Bindings:
         self._plan = plan
         self._old = {path: before.slots[path].get() for path in plan.carries}
         self._into = {path: stand_ins.get(path, old) for path, old in self._old.items()}
+        self.homes = {path: old for path, old in self._old.items() if path not in stand_ins}
+        """What is bound in carried slots between steps."""
         self.targets = {storage_id(t) for into in self._into.values() for t in tensor_leaves(into)}
         self._fresh: dict[str, Any] = {}
         self._appended: dict[str, list[Any]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
 from graphplan.signature import Feed
 from graphplan.tracer import runs_step
+from graphplan.unchanged import geometry
 
 
 class _Body:
@@ -60,9 +62,17 @@ class _Body:
 
 
 def capture_program(
-    plan: Plan, feed: Feed, *, policy: Policy, backend: Backend, buffers: Buffers, lends: bool = False
+    plan: Plan,
+    feed: Feed,
+    *,
+    policy: Policy,
+    backend: Backend,
+    buffers: Buffers,
+    homes: Mapping[str, Any] = MappingProxyType({}),
+    lends: bool = False,
 ) -> Program:
-    """Record ``plan``'s step on ``feed`` under ``policy``. ``lends``: whether results are the program's own memory.
+    """Record ``plan``'s step on ``feed`` under ``policy``. ``homes`` are what other programs of the step have bound in
+    carried slots, by path; ``lends``: whether results are the program's own memory.
 
     On a backend that executes, the recorded pass is a real step; on one that does not, nothing has run yet. Either way
     :meth:`Program.run_recorded` finishes it.
@@ -93,6 +103,7 @@ def capture_program(
     copied = CopiedOwned(plan, policy, buffers, walk)
     _check_shared(plan, feed, walk, copied)
     copied.load({})
+    _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in copied.stand_ins})
     bindings = Bindings(plan, walk, copied.stand_ins)
     body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
@@ -132,6 +143,26 @@ def _find_leases(plan: Plan, feed: Feed) -> dict[int, Lease]:
         and storages[storage_id(lease.tensor)] == 1
         and lease.tensor.device == plan.device
     }
+
+
+def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> None:
+    """Bind carried slots to the storage that other programs have for them, where nobody can tell: programs that take
+    turns would otherwise move them from one to the other in each turn.
+    """
+    sharing = walk.by_storage()
+    taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
+    for path in filter(homes.__contains__, plan.carries):
+        slot, home = walk.slots[path], homes[path]
+        now = slot.get()
+        if type(home) is not Tensor or type(now) is not Tensor or now is home:
+            continue
+        alike = (*geometry(home), home.device) == (*geometry(now), now.device)
+        alone = sharing.get(storage_id(now) or 0) == [slot] and storage_id(home) not in taken
+        plain = not (home.requires_grad or home.is_inference() or now.is_inference() or vars(now) or vars(home))
+        if alike and alone and plain:
+            home.copy_(now)
+            slot.set(home)
+            taken.add(storage_id(home))
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:

@@ -162,6 +162,11 @@ class Program:
                 source.copy_(static)
         return self.collect(leaves)
 
+    @property
+    def homes(self) -> Mapping[str, Any]:
+        """What is bound in carried slots between steps, by path."""
+        return self._bindings.homes
+
     def keeps_places(self, walk: Walk) -> bool:
         """Whether ``walk``, made before a replay, leads to all that the owners hold after it."""
         return self._bindings.keep_places(walk)

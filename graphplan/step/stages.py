@@ -6,9 +6,11 @@ an error ends; a trace that an error of the step's own ends leaves what an eager
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -18,7 +20,7 @@ from graphplan.compiler import build_plan, is_allowed
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
-from graphplan.program import WATCHERS, capture_program
+from graphplan.program import WATCHERS, Program, capture_program
 from graphplan.signature import Feed, asks_for_gradients, flatten_result
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
@@ -53,6 +55,7 @@ class Stages:
         self._buffers = buffers
         self._refusals = refusals
         self._stats = runner.stats
+        self._captured: WeakSet[Program] = WeakSet()
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it turns out to use."""
@@ -222,12 +225,14 @@ class Stages:
                 backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
             recorded = uncompiled() if backend.executes and self._managed.runs_compiled else nullcontext()
             with self._managed.rates, recorded:
+                homes = ChainMap(*(dict(program.homes) for program in self._captured if program.is_open))
                 program = capture_program(
                     plan,
                     feed,
                     policy=self._options.roles,
                     backend=backend,
                     buffers=self._buffers,
+                    homes=homes,
                     lends=self._options.outputs == "static",
                 )
             if self._options.debug_eager and not backend.executes:
@@ -239,6 +244,7 @@ class Stages:
         if self._options.debug:
             wait_for_device(program, "its capture")
         program.next_check = self._options.schedule.after(0)
+        self._captured.add(program)
         line.program = program
         if not plan.entry_grads:
             entry.any_program = program
