@@ -24,6 +24,11 @@ from graphplan.step import ServedStep
 from graphplan.verify import find_room
 
 
+_MOST_SHAPES = 65536
+_MOST_SIZES = 1024
+"""Shapes that are counted, and capture sizes that are remembered: literals among the arguments make others of them."""
+
+
 @dataclass(slots=True)
 class _Size:
     """One capture size: what is known of its results, its padded calls so far, and which of them is checked next."""
@@ -98,11 +103,15 @@ class Bucketed:
         shapes = tuple((memory.shape, memory.dtype) for memory in padded.staged.values())
         key = (feed.key[0], *others, *shapes)
         stats = self._stats
-        stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in padded.staged)))
-        stats.capture_sizes.add(key)
+        if len(stats.shapes) < _MOST_SHAPES:
+            stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in padded.staged)))
+            stats.capture_sizes.add(key)
         stats.unpadded_elements += sum(feed.leaves[index].numel() for index in padded.staged)
         stats.padded_elements += sum(memory.numel() for memory in padded.staged.values())
         if key not in self._sizes:
+            if len(self._sizes) >= _MOST_SIZES:
+                # Learnt again if it comes back.
+                del self._sizes[next(iter(self._sizes))]
             self._sizes[key] = _Size(next_check=self._schedule.after(0))
         return self._sizes[key]
 

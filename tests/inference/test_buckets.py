@@ -475,3 +475,14 @@ def test_without_room_for_a_check_calls_stay_as_they_came(monkeypatch: pytest.Mo
     free[0] = 0
     assert fast(torch.randn(2, 8)).shape == (2, 4)
     assert fast.shapes.checked == 1
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number among the arguments that never comes back makes a capture size of its own each time."""
+    monkeypatch.setattr("graphplan.inference.bucketed._MOST_SIZES", 3)
+    monkeypatch.setattr("graphplan.inference.bucketed._MOST_SHAPES", 5)
+    fast = bucketed(lambda x, scale: x * scale, [4], on_failure="eager")
+    for index in range(8):
+        x = torch.randn(3, 8)
+        assert torch.equal(fast(x, float(index)), x * float(index))
+    assert len(fast._bucketed._sizes) == 3 and len(fast.shapes.shapes) == 5
