@@ -23,7 +23,6 @@ from graphplan.signature import Feed, asks_for_gradients, leaf_key, result_leave
 from graphplan.step import ServedStep
 from graphplan.verify import find_room
 
-
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
 """Shapes that are counted, and capture sizes that are remembered: literals among the arguments make others of them."""
