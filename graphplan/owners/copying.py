@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-_SMALL, _TOGETHER = 2**24, 2**26
+_SMALL, _TOGETHER = 2**22, 2**24
 """Bytes of a tensor that is handled with others, and of all of those: the others take longer than their launch, and a
 comparison needs two more copies of what is compared together.
 """
