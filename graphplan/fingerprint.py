@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from graphplan.native.comparing import none_there, same_items, same_lengths, same_types, same_values
 from graphplan.owners import Sharding, Walk
 from graphplan.tracer import same_value
 from graphplan.unchanged import GEOMETRY, Geometries, accumulator_hooks, geometry, hooks_registered
@@ -88,6 +89,7 @@ class Fingerprint:
         for label, hooks in _GLOBAL_HOOKS.items():
             self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
+        self._training, self._forward = (list(repeat(name, len(self._dicts))) for name in ("training", "forward"))
         self._sharding = Sharding(walk.modules)
         self._geometries: Geometries | None = None
         self._flags: tuple[Any, ...] = ()
@@ -130,15 +132,15 @@ class Fingerprint:
         assert self._geometries is not None
         hypers, flags, kinds, forwards, methods, steppers, lengths, hooks = self._held
         return (
-            not any(map(is_not, map(getitem, self._containers, self._keys), hypers))
-            and not any(map(is_not, map(dict.get, self._dicts, repeat("training")), flags))
-            and not any(map(is_not, map(type, self._modules), kinds))
+            same_items(self._containers, self._keys, hypers)
+            and same_values(self._dicts, self._training, flags)
+            and same_types(self._modules, kinds)
             and not any(map(is_not, map(_get_forward, self._kinds), forwards))
             and list(map(_methods_of, self._optimizer_kinds)) == methods
-            and not any(map(is_not, map(dict.get, self._steppers, self._methods), steppers))
-            and list(map(len, self._sized)) == lengths
+            and same_values(self._steppers, self._methods, steppers)
+            and same_lengths(self._sized, lengths)
             and not any(self._empty)
-            and not any(map(contains, self._dicts, repeat("forward")))
+            and none_there(self._dicts, self._forward)
             and hooks_registered() == self._registered
             and [tuple(hooked) for _, hooked in self._hooks] == hooks
             and self._geometries.fit(self._parameters)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, contains, getitem, is_not
+from operator import attrgetter, getitem, is_not
 from types import FunctionType
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.dtensors import is_sharded, local
+from graphplan.native.comparing import facts_of, none_there, same_items, same_values
 from graphplan.owners import Slot, Walk, home, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
@@ -85,6 +86,7 @@ class Guards:
         self._tensors = tensors
         self._pointers = [tensor.data_ptr() for tensor in tensors]
         self._indices = list(range(len(tensors)))
+        self._facts = facts_of(tensors, placed=True)
         # Those of parameters are part of the program's key.
         others = [tensor for slot in held if not slot.is_parameter for tensor in tensor_leaves(slot.get())]
         self._shaped = [*others, *extra]
@@ -100,13 +102,13 @@ class Guards:
         try:
             if not self._containers.unchanged() and not self._look_closely():
                 return False
-            if self._dicts and any(map(is_not, map(dict.get, self._dicts, self._dict_keys), self._dict_items)):
+            if not same_values(self._dicts, self._dict_keys, self._dict_items):
                 return False
-            if self._others and any(map(is_not, map(getitem, self._others, self._keys), self._items)):
+            if not same_items(self._others, self._keys, self._items):
                 return False
-            if self._lacking and any(map(contains, self._lacking, self._absent)):
+            if not none_there(self._lacking, self._absent):
                 return False
-            if any(map(is_not, map(getitem, self._spaces, self._names), self._values)) and not self._equal():
+            if not same_items(self._spaces, self._names, self._values) and not self._equal():
                 return False
             if not self._functions.unchanged():
                 return False
@@ -117,6 +119,8 @@ class Guards:
             return False
         if self._sharded and any(map(is_not, map(local, self._sharded), self._shards)):
             return False
+        if self._facts is not None and self._facts.fit(self._tensors):
+            return True
         if not self._in_place():
             return False
         return self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes

@@ -11,13 +11,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from graphplan.dtensors import is_sharded
+from graphplan.native.comparing import facts_of, same_values
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 _FALSE_ALARMS = 4
@@ -127,7 +128,7 @@ class Functions:
         """Whether each is where it was."""
         if self._containers.unchanged():
             return True
-        if any(map(is_not, map(dict.get, self._spaces, self._names), self.values)):
+        if not same_values(self._spaces, self._names, self.values):
             return False
         self._containers.rearm()
         return True
@@ -155,17 +156,20 @@ class Geometries:
     """Shapes, strides, dtypes, devices, types and ``requires_grad`` of some tensors, which are not kept."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._facts = facts_of(tensors, placed=False)
         self._guard: Any = None
         self._is_empty = not tensors
         # Without gradient mode torch's guard takes no notice of requires_grad.
         self._grad = torch.is_grad_enabled()
         self._wants_grad = list(map(_wants_grad, tensors))
-        if hasattr(_guards, "TensorGuards") and tensors:
+        if self._facts is None and hasattr(_guards, "TensorGuards") and tensors:
             with suppress(RuntimeError, TypeError):
                 self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these, which must be as many, have them."""
+        if self._facts is not None:
+            return bool(self._facts.fit(tensors))
         if self._guard is None or torch.is_grad_enabled() is not self._grad:
             return self._is_empty
         return self._guard.check(*tensors) and (self._grad or list(map(_wants_grad, tensors)) == self._wants_grad)

@@ -1,0 +1,182 @@
+"""The guards in C++ say what those in Python say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import BackendError, native
+from graphplan.native import building, comparing
+
+ROOT = Path(__file__).parents[1]
+built = native.load()
+needs_build = pytest.mark.skipif(built is None, reason="not built: python -m graphplan.native says why")
+IMPLEMENTATIONS = [pytest.param(built, id="C++", marks=needs_build), pytest.param(None, id="Python")]
+Facts = tuple[list[Any], ...]
+
+
+def _function(module: Any, name: str) -> Callable[..., bool]:
+    return getattr(module, name) if module is not None else getattr(comparing, f"_{name}")
+
+
+def _items() -> Facts:
+    big, kept = 10**9, [1]
+    spaces: list[Any] = [{"a": big}, [kept], MappingProxyType({"b": kept}), defaultdict(list, c=kept), (big,)]
+    return spaces, ["a", 0, "b", "c", 0], [big, kept, kept, kept, big]
+
+
+def _values() -> Facts:
+    held = object()
+    return [{"a": held}, {}, OrderedDict(b=None), defaultdict(list)], ["a", "x", "b", "y"], [held, None, None, None]
+
+
+def _absent() -> Facts:
+    return [{"a": 1}, {}, defaultdict(list)], ["b", "a", "c"]
+
+
+def _types() -> Facts:
+    layer = nn.Linear(1, 1)
+    return [layer, 1, True, "x"], [nn.Linear, int, bool, str]
+
+
+def _lengths() -> Facts:
+    return [[1, 2], {}, nn.Sequential(nn.ReLU())], [2, 0, 1]
+
+
+HELD = {
+    "same_items": _items,
+    "same_values": _values,
+    "none_there": _absent,
+    "same_types": _types,
+    "same_lengths": _lengths,
+}
+CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
+    "same_items": [
+        lambda facts: facts[0][0].update(a=10**9 + 0 * len(facts)),
+        lambda facts: facts[0][1].__setitem__(0, [1]),
+        lambda facts: facts[0][3].update(c=[1]),
+    ],
+    "same_values": [
+        lambda facts: facts[0][0].update(a=object()),
+        lambda facts: facts[0][0].clear(),
+        lambda facts: facts[0][1].update(x=0),
+    ],
+    "none_there": [lambda facts: facts[0][0].update(b=None), lambda facts: facts[0][2]["c"]],
+    "same_types": [
+        lambda facts: facts[0].__setitem__(1, True),
+        lambda facts: facts[0].__setitem__(0, nn.Bilinear(1, 1, 1)),
+    ],
+    "same_lengths": [lambda facts: facts[0][0].append(1), lambda facts: facts[0][2].append(nn.ReLU())],
+}
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "number"), [(name, n) for name, found in CHANGES.items() for n in range(len(found))])
+def test_what_changed_is_seen(name: str, number: int, module: Any) -> None:
+    facts, function = HELD[name](), _function(module, name)
+    assert function(*facts) is True
+    assert function(*([] for _ in facts)) is True
+    CHANGES[name][number](facts)
+    assert function(*facts) is False
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_a_key_that_is_gone_is_an_error(module: Any) -> None:
+    with pytest.raises(KeyError, match="gone"):
+        _function(module, "same_items")([{}], ["gone"], [None])
+
+
+@needs_build
+def test_lists_that_do_not_belong_together() -> None:
+    with pytest.raises(TypeError, match="expected lists of one length"):
+        built.same_items([{}], [], [])  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match="expected 3 lists"):
+        built.same_values([], [])  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match="only dense tensors"):
+        built.Tensors([torch.eye(2).to_sparse()], True)  # type: ignore[union-attr]
+
+
+class Named(Tensor):
+    """A tensor of a class of one's own."""
+
+
+MOVES: dict[str, Callable[[list[Tensor]], Any]] = {
+    "other memory": lambda tensors: setattr(tensors[0], "data", tensors[0].data.clone()),
+    "longer memory": lambda tensors: tensors[2].resize_(50),
+    "a slice of it": lambda tensors: setattr(tensors[0], "data", tensors[0].data[:2]),
+    "transposed": lambda tensors: setattr(tensors[0], "data", tensors[0].data.t()),
+    "frozen": lambda tensors: tensors[0].requires_grad_(False),
+    "another dtype": lambda tensors: setattr(tensors[2], "data", tensors[2].data.double()),
+    "another class": lambda tensors: tensors.__setitem__(2, tensors[2].as_subclass(Named)),
+    "conjugated": lambda tensors: tensors.__setitem__(3, tensors[3].conj()),
+    "one less": lambda tensors: tensors.pop(),
+    "sparse": lambda tensors: tensors.__setitem__(2, tensors[2].to_sparse()),
+    "swapped": lambda tensors: tensors.__setitem__(slice(0, 2), tensors[1::-1]),
+}
+SAME_GEOMETRY = {"other memory", "swapped"}
+
+
+def _tensors() -> list[Tensor]:
+    twins = [nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
+    return [*twins, torch.ones(4), torch.ones(2, dtype=torch.complex64), torch.ones(0, 3), torch.tensor(1)]
+
+
+@needs_build
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("move", MOVES)
+def test_tensors_that_moved(move: str, placed: bool) -> None:
+    tensors = _tensors()
+    facts = comparing.facts_of(tensors, placed=placed)
+    tensors[0].grad = torch.ones(3, 3)
+    tensors[2].add_(1)
+    assert facts.fit(tensors)
+    assert facts.fit(list(tensors))
+    MOVES[move](tensors)
+    assert facts.fit(tensors) is (move in SAME_GEOMETRY and not placed)
+
+
+def test_they_are_not_loaded_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHPLAN_NATIVE", "0")
+    assert native.load() is None
+
+
+def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert native.find() is None
+    assert native.load() is None
+    folder = building._folder()
+    folder.mkdir()
+    (folder / "graphplan_guards.so").write_bytes(b"nothing")
+    assert native.find() == folder / "graphplan_guards.so"
+    with pytest.warns(RuntimeWarning, match=r"cannot be loaded: .*Its checks run in Python, slower; delete the file"):
+        assert native.load() is None
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    path = os.environ["PATH"]
+    with pytest.raises(BackendError, match=r"the guards could not be built: [\s\S]*Expected a C\+\+ compiler"):
+        native.build()
+    assert os.environ["PATH"] == path
+    assert native.find() is None
+
+
+def test_the_same_without_them() -> None:
+    """What guards see, they see in Python too."""
+    files = ("tests/test_unchanged.py", "tests/test_changes_between_calls.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "GRAPHPLAN_NATIVE": "0"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
