@@ -145,6 +145,29 @@ def test_tensors_that_moved(move: str, placed: bool) -> None:
     assert facts.fit(tensors) is (move in SAME_GEOMETRY and not placed)
 
 
+class Wrapper(Tensor):
+    """A tensor that has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor) -> Wrapper:
+        made: Wrapper = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)  # type: ignore[attr-defined]
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("nobody is to compute with it")
+
+
+@needs_build
+@pytest.mark.parametrize("placed", [True, False])
+def test_what_has_no_memory_of_its_own_is_not_compared(placed: bool) -> None:
+    assert comparing.facts_of([torch.ones(2), Wrapper(torch.ones(2))], placed=placed) is None
+    assert comparing.facts_of([torch.ones(2), torch.eye(2).to_sparse()], placed=placed) is None
+    facts = comparing.facts_of([torch.ones(2)], placed=placed)
+    assert not facts.fit([Wrapper(torch.ones(2))])
+    assert comparing.facts_of([torch.ones(2, device="meta")], placed=placed).fit([torch.ones(2, device="meta")])
+
+
 def test_they_are_not_loaded_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHPLAN_NATIVE", "0")
     assert native.load() is None

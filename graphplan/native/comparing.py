@@ -55,5 +55,6 @@ def facts_of(tensors: Sequence[Any], *, placed: bool) -> Any:
         return None
     try:
         return Tensors(list(tensors), placed)
-    except TypeError:
+    except (TypeError, RuntimeError):
+        # Sparse and nested tensors, and wrappers such as DTensor.
         return None

@@ -3,6 +3,7 @@
 // Each function is exactly the Python expression of the same name in graphplan/native/comparing.py.
 
 #include <Python.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
@@ -27,7 +28,13 @@ struct Fact {
 struct Facts {
   std::vector<Fact> of;
   std::vector<int64_t> dims;
-  bool placed;
+  bool placed = false;
+
+  ~Facts() {
+    for (const Fact& fact : of) {
+      Py_DECREF(fact.type);
+    }
+  }
 };
 
 struct Tensors {
@@ -35,8 +42,10 @@ struct Tensors {
   Facts* facts;
 };
 
+// Whether memory, sizes and strides are the tensor's own: a wrapper (DTensor) asks Python for them, or has none.
 bool is_dense(const at::Tensor& tensor) {
-  return tensor.layout() == c10::kStrided && tensor.has_storage() && !tensor.is_nested();
+  return !tensor.key_set().has(c10::DispatchKey::Python) && tensor.layout() == c10::kStrided && tensor.has_storage() &&
+      !tensor.is_nested();
 }
 
 const void* memory_of(const at::Tensor& tensor) {
@@ -44,6 +53,8 @@ const void* memory_of(const at::Tensor& tensor) {
 }
 
 void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
+  // Kept, so that no other class can come to lie where it does.
+  Py_INCREF(Py_TYPE(item));
   facts.of.push_back({Py_TYPE(item), tensor.key_set().raw_repr(), memory_of(tensor), tensor.storage_offset(),
                       tensor.dim(), tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
   for (int64_t size : tensor.sizes()) {
@@ -73,6 +84,7 @@ bool fits(const Fact& fact, const int64_t* dims, PyObject* item, bool placed) {
 }
 
 PyObject* tensors_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
   PyObject* list;
   int placed;
   if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &list, &placed)) {
@@ -93,6 +105,7 @@ PyObject* tensors_new(PyTypeObject* type, PyObject* args, PyObject*) {
     self->facts = facts.release();
   }
   return reinterpret_cast<PyObject*>(self);
+  END_HANDLE_TH_ERRORS
 }
 
 void tensors_dealloc(PyObject* self) {
@@ -103,6 +116,7 @@ void tensors_dealloc(PyObject* self) {
 }
 
 PyObject* tensors_fit(PyObject* self, PyObject* list) {
+  HANDLE_TH_ERRORS
   const Facts& facts = *reinterpret_cast<Tensors*>(self)->facts;
   if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(facts.of.size())) {
     Py_RETURN_FALSE;
@@ -116,6 +130,7 @@ PyObject* tensors_fit(PyObject* self, PyObject* list) {
     dims += 2 * fact.ndim;
   }
   Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef tensors_methods[] = {{"fit", tensors_fit, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
