@@ -114,6 +114,7 @@ class Fingerprint:
                     self._containers.append(group)
                     self._keys.append(key)
                     self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
+        self._counted = [*self._sized, *self._empty]
 
     def _add_size(self, items: Any, label: str) -> None:
         if label.endswith("hooks"):
@@ -138,8 +139,7 @@ class Fingerprint:
             and not any(map(is_not, map(_get_forward, self._kinds), forwards))
             and list(map(_methods_of, self._optimizer_kinds)) == methods
             and same_values(self._steppers, self._methods, steppers)
-            and same_lengths(self._sized, lengths)
-            and not any(self._empty)
+            and same_lengths(self._counted, lengths)
             and none_there(self._dicts, self._forward)
             and hooks_registered() == self._registered
             and [tuple(hooked) for _, hooked in self._hooks] == hooks
@@ -167,7 +167,7 @@ class Fingerprint:
             forwards,
             list(map(_methods_of, self._optimizer_kinds)),
             list(map(dict.get, self._steppers, self._methods)),
-            list(map(len, self._sized)),
+            list(map(len, self._counted)),
             [tuple(hooked) for _, hooked in self._hooks],
         )
 

@@ -7,6 +7,7 @@ caller looks closely.
 from __future__ import annotations
 
 import importlib
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -188,7 +189,7 @@ class Modes:
         """Whether all are what :meth:`now` said last."""
         return (
             self._state is not None
-            and [setting() for setting in _SETTINGS] == self._settings
+            and _all_settings() == self._settings
             and self._state.check()
             and _default_device() == self._device
         )
@@ -200,7 +201,7 @@ class Modes:
     def now(self) -> tuple[Any, ...]:
         """Gradient and inference mode, autocast by device, the default dtype, and which kernels torch may choose."""
         if not self.unchanged():
-            self._settings = [setting() for setting in _SETTINGS]
+            self._settings = _all_settings()
             self._device = _default_device()
             known = (*_read_modes(), self._device, *self._settings)
             self._known = known if known != self._known else self._known
@@ -253,6 +254,13 @@ _SETTINGS: list[Callable[[], Any]] = [
     *_precisions(),
 ]
 """Settings that torch's own guard leaves out."""
+_call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda function: function())
+
+
+def _all_settings() -> list[Any]:
+    return list(map(_call, _SETTINGS))
+
+
 _GUARDED = _settings_of(
     "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only", "_get_cublas_allow_tf32",
     "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
