@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.native.comparing import facts_of, none_there, same_items, same_values
+from graphplan.native.comparing import facts_of, none_there, same_attributes, same_items, same_values
 from graphplan.owners import Slot, Walk, home, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
@@ -76,6 +76,7 @@ class Guards:
         whole = [*(slot.get() for slot in held), *self._grads]
         self._sharded = [tensor for tensor in whole if is_sharded(tensor)]
         self._shards = list(map(local, self._sharded))
+        self._kinds, self._called, self._methods = _columns(_methods_called(walk, plan))
         called = [(path, value) for path in plan.functions if (value := walk.value(path)) is not None]
         values = values if values is not None else [value.get() for _, value in [*read, *called]]
         self._labels = [path for path, _ in [*read, *called]]
@@ -112,7 +113,9 @@ class Guards:
                 return False
             if not self._functions.unchanged():
                 return False
-        except (KeyError, IndexError, RuntimeError):
+            if not same_attributes(self._kinds, self._called, self._methods):
+                return False
+        except (KeyError, IndexError, RuntimeError, AttributeError):
             # A key that is gone, or a Python value that became a tensor.
             return False
         if self._grads and any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
@@ -165,6 +168,13 @@ class Guards:
                 )
         return None
 
+    def changed_method(self) -> str | None:
+        """The first method of tensors or layers that somebody replaced in their class, described."""
+        for kind, name, method in zip(self._kinds, self._called, self._methods, strict=True):
+            if getattr(kind, name, None) is not method:
+                return f"{kind.__name__}.{name} was replaced"
+        return None
+
     @property
     def values(self) -> list[Any]:
         """The Python values that the program was captured with."""
@@ -180,6 +190,21 @@ class Guards:
             if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
         return None
+
+
+_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
+"""What a call of a layer goes through, whatever its code names."""
+
+
+def _methods_called(walk: Walk, plan: Plan) -> Iterable[Place]:
+    """Methods of tensors' and layers' classes that the step's code may call: whoever replaces one there is heeded."""
+    names = (*_CALLS, *sorted(plan.called))
+    for kind in dict.fromkeys([Tensor, Parameter, *map(type, walk.modules)]):
+        for name in names:
+            method = getattr(kind, name, None)
+            # Of some, each look makes another object.
+            if method is not None and getattr(kind, name) is method:
+                yield kind, name, method
 
 
 def _methods_of(kind: type, names: Collection[str]) -> list[str]:

@@ -96,6 +96,7 @@ class Plan:
         generators: generators other than torch's default ones that the step draws from.
         asked: attributes that the step's code asks for although they may not exist
         methods: names of the user's methods that the step calls
+        called: names that the user's code calls, of whatever it has.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
@@ -124,6 +125,7 @@ class Plan:
     shared: frozenset[int]
     asked: tuple[str, ...]
     methods: frozenset[str]
+    called: frozenset[str]
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]

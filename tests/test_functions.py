@@ -120,3 +120,59 @@ def test_an_object_in_a_box_under_a_bare_plan() -> None:
     program = capture(plan, feed=rig.calls[0], backend="tape")
     loss = program.replay(rig.calls[0])
     assert total.value.item() == (7.0 + loss).item()
+
+
+def _half_the_gradients(original: Any) -> Any:
+    def backward(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        original(self * 0.5, *args, **kwargs)
+
+    return backward
+
+
+def _twice_the_output(original: Any) -> Any:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(self, *args, **kwargs)
+        return out * 2 if isinstance(self, torch.nn.Linear) else out
+
+    return called
+
+
+def _mean_of_half(original: Any) -> Any:
+    return lambda tensor: original(tensor) * 0.5
+
+
+REPLACED: dict[str, tuple[type, str, Callable[[Any], Any], int]] = {
+    "a method of every tensor's": (Tensor, "backward", _half_the_gradients, 4),
+    # A first trace finds the new method, whose variable is one more thing to look at.
+    "one that tensors have from C": (Tensor, "mean", _mean_of_half, 5),
+    "the call of every layer": (torch.nn.Module, "_call_impl", _twice_the_output, 4),
+}
+"""The class, the method, what takes its place, and the calls from then on until there are replays again."""
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_method_of_torch_that_somebody_replaces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its class, in the middle of a run: the next call is eager, and the new one is captured."""
+    kind, method, wrap, until = REPLACED[name]
+    own = method in vars(kind)
+    original = getattr(kind, method)
+
+    def put(index: int) -> None:
+        if index == CHANGED:
+            setattr(kind, method, wrap(original))
+
+    def take_off() -> None:
+        if own:
+            setattr(kind, method, original)
+        elif method in vars(kind):
+            delattr(kind, method)
+
+    def rig() -> Rig:
+        take_off()
+        return rig_of(lambda box, model, x, y: F.cross_entropy(model(x), y, reduction="none").mean(), Box(None), put)
+
+    try:
+        step = assert_equals_eager(rig, captured=2, replayed=CALLS - 6 - until)
+    finally:
+        take_off()
+    assert f"{method} was replaced" in step.report()

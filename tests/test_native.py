@@ -35,6 +35,18 @@ def _items() -> Facts:
     return spaces, ["a", 0, "b", "c", 0], [big, kept, kept, kept, big]
 
 
+class Kind:
+    """A class with a method."""
+
+    def method(self) -> None:
+        """Nothing."""
+
+
+def _attributes() -> Facts:
+    kind = type("Other", (Kind,), {})
+    return [kind, Tensor], ["method", "square"], [Kind.method, Tensor.square]
+
+
 def _values() -> Facts:
     held = object()
     return [{"a": held}, {}, OrderedDict(b=None), defaultdict(list)], ["a", "x", "b", "y"], [held, None, None, None]
@@ -55,6 +67,7 @@ def _lengths() -> Facts:
 
 HELD = {
     "same_items": _items,
+    "same_attributes": _attributes,
     "same_values": _values,
     "none_there": _absent,
     "same_types": _types,
@@ -66,6 +79,7 @@ CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
         lambda facts: facts[0][1].__setitem__(0, [1]),
         lambda facts: facts[0][3].update(c=[1]),
     ],
+    "same_attributes": [lambda facts: setattr(facts[0][0], "method", print)],
     "same_values": [
         lambda facts: facts[0][0].update(a=object()),
         lambda facts: facts[0][0].clear(),

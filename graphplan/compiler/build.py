@@ -93,6 +93,7 @@ def build_plan(
         shared=_shared_with_owners(second, externals),
         asked=tuple(sorted(first.reads.asked | second.reads.asked)),
         methods=frozenset(first.reads.methods | second.reads.methods),
+        called=frozenset(first.reads.called | second.reads.called),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),

@@ -17,6 +17,11 @@ def _same_items(containers: Sequence[Any], keys: Sequence[Any], values: Sequence
     return not any(map(is_not, map(getitem, containers, keys), values))
 
 
+def _same_attributes(things: Sequence[Any], names: Sequence[str], values: Sequence[Any]) -> bool:
+    """Whether the attribute of that name is still the value, everywhere."""
+    return not any(map(is_not, map(getattr, things, names), values))
+
+
 def _same_values(dicts: Sequence[dict[Any, Any]], keys: Sequence[Any], values: Sequence[Any]) -> bool:
     """Whether what the dictionaries themselves hold is still the value, None if nothing."""
     return not any(map(is_not, map(dict.get, dicts, keys), values))
@@ -39,6 +44,7 @@ def _same_lengths(containers: Sequence[Any], lengths: Sequence[int]) -> bool:
 
 _built: Any = load()
 same_items = getattr(_built, "same_items", _same_items)
+same_attributes = getattr(_built, "same_attributes", _same_attributes)
 same_values = getattr(_built, "same_values", _same_values)
 none_there = getattr(_built, "none_there", _none_there)
 same_types = getattr(_built, "same_types", _same_types)

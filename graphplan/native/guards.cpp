@@ -195,6 +195,22 @@ PyObject* same_items(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
+PyObject* same_attributes(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  PyObject* lists[3];
+  if (!take(args, count, lists)) {
+    return nullptr;
+  }
+  return all_of(lists[0], [&](Py_ssize_t i) -> int {
+    PyObject* found = PyObject_GetAttr(PyList_GET_ITEM(lists[0], i), PyList_GET_ITEM(lists[1], i));
+    if (found == nullptr) {
+      return -1;
+    }
+    int same = i < PyList_GET_SIZE(lists[2]) && found == PyList_GET_ITEM(lists[2], i);
+    Py_DECREF(found);
+    return same;
+  });
+}
+
 PyObject* same_values(PyObject*, PyObject* const* args, Py_ssize_t count) {
   PyObject* lists[3];
   if (!take(args, count, lists)) {
@@ -244,6 +260,8 @@ PyObject* same_lengths(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 PyMethodDef functions[] = {
     {"same_items", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_items)), METH_FASTCALL, nullptr},
+    {"same_attributes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_attributes)), METH_FASTCALL,
+     nullptr},
     {"same_values", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_values)), METH_FASTCALL, nullptr},
     {"none_there", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(none_there)), METH_FASTCALL, nullptr},
     {"same_types", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_types)), METH_FASTCALL, nullptr},

@@ -111,7 +111,7 @@ class Adopted:
         changed = self.guards.changed_value(walk)
         if changed is not None:
             return f"the step's code reads {changed}"
-        structure = self.guards.changed_structure()
+        structure = self.guards.changed_method() or self.guards.changed_structure()
         if structure is not None:
             return structure
         moved: list[tuple[str, Slot]] = []
