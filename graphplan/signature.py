@@ -74,6 +74,15 @@ def _open_records(tree: Any) -> Any:
     return pytree.tree_map(opened, tree)
 
 
+def _holds_tensors(leaf: Any) -> bool:
+    return _is_record(leaf) and any(isinstance(part, Tensor) for part in pytree.tree_leaves(_open_records(leaf)))
+
+
+def _open_tensors(tree: Any) -> Any:
+    """:func:`_open_records` for what a step returns: a record without tensors stays the object that it is."""
+    return pytree.tree_map(lambda leaf: _open_records(leaf) if _holds_tensors(leaf) else leaf, tree)
+
+
 def close_records(tree: Any) -> Any:
     """``tree`` with the dataclass instances and partial functions that :func:`flatten_result` opened."""
 
@@ -192,10 +201,12 @@ def _with_paths(tree: Any) -> list[tuple[Any, Any]]:
 
 
 def flatten_result(result: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Flatten what a step returns, dataclass instances too: named leaves, and the structure to rebuild it with."""
+    """Flatten what a step returns, dataclass instances with tensors too: named leaves, and the structure to rebuild it
+    with.
+    """
     leaves, structure = pytree.tree_flatten(result)
-    if any(map(_is_record, leaves)):
-        result = _open_records(result)
+    if any(map(_holds_tensors, leaves)):
+        result = _open_tensors(result)
         structure = pytree.tree_structure(result)
     return [("result" + pytree.keystr(path), leaf) for path, leaf in _with_paths(result)], structure
 
@@ -212,8 +223,9 @@ def result_leaves(result: Any) -> tuple[list[Any], Any]:
 
 def map_result(function: Callable[[Tensor], Any], result: Any) -> Any:
     """What a step returned, with ``function`` of each tensor in its place."""
-    mapped = pytree.tree_map_only(Tensor, function, _open_records(result))
-    return close_records(mapped)
+    if not any(map(_holds_tensors, pytree.tree_leaves(result))):
+        return pytree.tree_map_only(Tensor, function, result)
+    return close_records(pytree.tree_map_only(Tensor, function, _open_tensors(result)))
 
 
 def check_feed(feed: Feed, device: torch.device | None) -> None:

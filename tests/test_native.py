@@ -211,7 +211,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_the_same_without_them() -> None:
     """What guards see, they see in Python too."""
-    files = ("tests/test_unchanged.py", "tests/test_changes_between_calls.py")
+    files = ("tests/test_unchanged.py", "tests/test_short_way.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "GRAPHPLAN_NATIVE": "0"}, capture_output=True, text=True, check=False

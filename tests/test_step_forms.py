@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -99,6 +100,44 @@ def test_results_can_be_written_to() -> None:
     first.add_(weight).backward()
     assert weight.grad == 1
     assert torch.equal(torch.stack([second, third]), torch.stack(kept))
+
+
+@dataclass(frozen=True)
+class Note:
+    """What was noted, and maybe a tensor."""
+
+    text: str
+    value: Tensor | None = None
+
+
+def test_a_record_without_tensors_is_the_same_object_each_time() -> None:
+    """One with tensors in it has others each time; nothing is built anew for the other."""
+    note = Note("a loss")
+
+    def make() -> Rig:
+        model = Mlp()
+        optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+        def train_step(x: Tensor, y: Tensor) -> Any:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return {"note": note, "notes": [(note, loss.detach()), Note("mean", loss.detach())]}
+
+        return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)))
+
+    rig = build(make)
+    step = managed(rig)
+    results = [step(*call) for call in rig.calls]
+    assert step.stats.replayed == CALLS - 6
+    assert all(result["note"] is note and result["notes"][0][0] is note for result in results)
+    rig = build(make)
+    for call, found in zip(rig.calls, results, strict=True):
+        expected = rig.step(*call)["notes"]
+        assert torch.equal(expected[0][1], found["notes"][0][1])
+        assert found["notes"][1].text == "mean"
+        assert torch.equal(expected[1].value, found["notes"][1].value)
 
 
 def test_a_tensor_in_two_places_of_the_result() -> None:
