@@ -7,10 +7,8 @@ broadcast or cast to make them equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torch.utils import _pytree as pytree
 from graphplan.containers import Literals, flatten_plain
 from graphplan.dtensors import is_sharded
 from graphplan.errors import DeviceError, FeedError
+from graphplan.trees import close_records, is_record, open_records, with_paths
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
@@ -28,78 +27,6 @@ WIDEST_LOAD = 64
 _LITERALS = (
     bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,
 )  # fmt: skip
-
-
-_PARTIAL = ("func", "args", "keywords", "__dict__")
-"""What a partial function is made of."""
-
-
-@dataclass
-class _Record:
-    """A dataclass instance, or a partial function, opened for flattening."""
-
-    kind: type
-    values: dict[str, Any]
-
-
-def _flatten_record(record: _Record) -> tuple[list[Any], Any]:
-    return list(record.values.values()), (record.kind, tuple(record.values))
-
-
-def _unflatten_record(values: Iterable[Any], context: Any) -> _Record:
-    return _Record(context[0], dict(zip(context[1], values, strict=True)))
-
-
-def _flatten_record_with_keys(record: _Record) -> tuple[list[tuple[Any, Any]], Any]:
-    values, context = _flatten_record(record)
-    return [(pytree.GetAttrKey(name), value) for name, value in zip(context[1], values, strict=True)], context
-
-
-pytree.register_pytree_node(_Record, _flatten_record, _unflatten_record, flatten_with_keys_fn=_flatten_record_with_keys)
-
-
-def _is_record(leaf: Any) -> bool:
-    return type(leaf) is partial or (is_dataclass(leaf) and not isinstance(leaf, type))
-
-
-def _open_records(tree: Any) -> Any:
-    """``tree`` with dataclass instances and partial functions as nodes, so that the tensors in them are leaves."""
-
-    def opened(leaf: Any) -> Any:
-        if not _is_record(leaf):
-            return leaf
-        names = _PARTIAL if type(leaf) is partial else [f.name for f in fields(leaf)]
-        return _Record(type(leaf), {name: _open_records(getattr(leaf, name)) for name in names})
-
-    return pytree.tree_map(opened, tree)
-
-
-def _holds_tensors(leaf: Any) -> bool:
-    return _is_record(leaf) and any(isinstance(part, Tensor) for part in pytree.tree_leaves(_open_records(leaf)))
-
-
-def _open_tensors(tree: Any) -> Any:
-    """:func:`_open_records` for what a step returns: a record without tensors stays the object that it is."""
-    return pytree.tree_map(lambda leaf: _open_records(leaf) if _holds_tensors(leaf) else leaf, tree)
-
-
-def close_records(tree: Any) -> Any:
-    """``tree`` with the dataclass instances and partial functions that :func:`flatten_result` opened."""
-
-    def closed(node: Any) -> Any:
-        if not isinstance(node, _Record):
-            return node
-        values = {name: close_records(value) for name, value in node.values.items()}
-        if node.kind is partial:
-            function = partial(values["func"], *values["args"], **values["keywords"])
-            vars(function).update(values["__dict__"])
-            return function
-        record: Any = object.__new__(node.kind)
-        for name, value in values.items():
-            object.__setattr__(record, name, value)
-        return record
-
-    return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, _Record))
 
 
 def alignment_unit(tensor: Tensor) -> int:
@@ -141,7 +68,7 @@ class Feed:
         tree = pytree.tree_unflatten(list(self.leaves), self.structure)
         named = [(f"args[{number}]", arg) for number, arg in enumerate(tree[0])]
         named += [(f"kwargs[{name!r}]", arg) for name, arg in tree[1].items()]
-        return [name + pytree.keystr(path) for name, arg in named for path, _ in _with_paths(arg)]
+        return [name + pytree.keystr(path) for name, arg in named for path, _ in with_paths(arg)]
 
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves with their indices."""
@@ -187,45 +114,9 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     except TypeError:
         pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    if any(map(_is_record, leaves)):
-        leaves, structure = pytree.tree_flatten(_open_records((args, dict(kwargs))))
+    if any(map(is_record, leaves)):
+        leaves, structure = pytree.tree_flatten(open_records((args, dict(kwargs))))
     return Feed(leaves, structure, (structure, *map(leaf_key, leaves)))
-
-
-def _with_paths(tree: Any) -> list[tuple[Any, Any]]:
-    """The leaves of ``tree`` with their paths; with their numbers where a container's type tells no keys."""
-    try:
-        return pytree.tree_flatten_with_path(tree)[0]
-    except ValueError:
-        return [((pytree.SequenceKey(number),), leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
-
-
-def flatten_result(result: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Flatten what a step returns, dataclass instances with tensors too: named leaves, and the structure to rebuild it
-    with.
-    """
-    leaves, structure = pytree.tree_flatten(result)
-    if any(map(_holds_tensors, leaves)):
-        result = _open_tensors(result)
-        structure = pytree.tree_structure(result)
-    return [("result" + pytree.keystr(path), leaf) for path, leaf in _with_paths(result)], structure
-
-
-def result_leaves(result: Any) -> tuple[list[Any], Any]:
-    """:func:`flatten_result` without names, and without pytree where the containers are plain."""
-    try:
-        _, leaves, structure = flatten_plain(result)
-    except TypeError:
-        named, structure = flatten_result(result)
-        leaves = [leaf for _, leaf in named]
-    return leaves, structure
-
-
-def map_result(function: Callable[[Tensor], Any], result: Any) -> Any:
-    """What a step returned, with ``function`` of each tensor in its place."""
-    if not any(map(_holds_tensors, pytree.tree_leaves(result))):
-        return pytree.tree_map_only(Tensor, function, result)
-    return close_records(pytree.tree_map_only(Tensor, function, _open_tensors(result)))
 
 
 def check_feed(feed: Feed, device: torch.device | None) -> None:

@@ -36,6 +36,7 @@ LAYERS = {
     "native": 1,
     "owners": 1,
     "containers": 0,
+    "trees": 0,
     "dtensors": 0,
     "roles": 0,
     "stats": 1,

@@ -16,10 +16,10 @@ from graphplan.inference.ledger import ShapeStats
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.padding import Padded, Padding
 from graphplan.inference.shapes import Dynamic, Place
-from graphplan.inference.slicing import Slicer, distance, tolerance
+from graphplan.inference.slicing import Slicer, distance, result_leaves, tolerance
 from graphplan.owners import storage_id, walk_owners
 from graphplan.program import StaticOutput, plain
-from graphplan.signature import Feed, asks_for_gradients, leaf_key, result_leaves
+from graphplan.signature import Feed, asks_for_gradients, leaf_key
 from graphplan.step import ServedStep
 from graphplan.verify import find_room
 

@@ -23,9 +23,10 @@ from graphplan.inference.shapes import Dynamic
 from graphplan.plan import Plan
 from graphplan.program import Program, plain
 from graphplan.roles import Role
-from graphplan.signature import flatten, map_result
+from graphplan.signature import flatten
 from graphplan.stats import Stats
 from graphplan.step import ServedStep, runs_within_step
+from graphplan.trees import map_result
 
 _LIMITS = ("evicted: more programs than max_graphs", "evicted: more bytes than memory_budget")
 

@@ -16,7 +16,8 @@ from graphplan.inference.pieces import Pieces, name_of
 from graphplan.inference.slicing import distance, tolerance
 from graphplan.inference.splitting import facts_of, match_modules, split
 from graphplan.program import StaticOutput
-from graphplan.signature import asks_for_gradients, flatten, flatten_result
+from graphplan.signature import asks_for_gradients, flatten
+from graphplan.trees import flatten_result
 
 
 class SplitModel(Pieces):

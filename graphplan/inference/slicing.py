@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.containers import rebuilder
+from graphplan.containers import flatten_plain, rebuilder
 from graphplan.inference.shapes import Place
-from graphplan.signature import close_records, flatten_result
+from graphplan.trees import close_records, flatten_result
 
 Candidates = list[Place | None]
 """What a dimension may follow: dimensions of the feed, or None if its size is always the same."""
+
+
+def result_leaves(result: Any) -> tuple[list[Any], Any]:
+    """:func:`flatten_result` without names, and without pytree where the containers are plain."""
+    try:
+        _, leaves, structure = flatten_plain(result)
+    except TypeError:
+        named, structure = flatten_result(result)
+        leaves = [leaf for _, leaf in named]
+    return leaves, structure
 
 
 class Slicer:

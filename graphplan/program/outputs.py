@@ -15,8 +15,8 @@ from graphplan.owners import Walk
 from graphplan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.roles import TensorSpec
-from graphplan.signature import close_records, flatten_result
 from graphplan.tracer import place_of
+from graphplan.trees import close_records, flatten_result
 
 
 class Outputs:

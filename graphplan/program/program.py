@@ -23,7 +23,8 @@ from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
 from graphplan.program.watching import replay
 from graphplan.roles import Role
-from graphplan.signature import Feed, check_match, flatten, map_result, shared_leaf
+from graphplan.signature import Feed, check_match, flatten, shared_leaf
+from graphplan.trees import map_result
 
 _wants_grad = attrgetter("requires_grad")
 _identity_of = attrgetter("_cdata")

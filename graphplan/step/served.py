@@ -9,9 +9,10 @@ import torch
 
 from graphplan.errors import RefusalError, SkipReason
 from graphplan.program import Program
-from graphplan.signature import Feed, flatten, map_result
+from graphplan.signature import Feed, flatten
 from graphplan.step.graphed import GraphedStep
 from graphplan.step.turn import running_step
+from graphplan.trees import map_result
 
 
 class ServedStep(GraphedStep):

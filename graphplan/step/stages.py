@@ -21,7 +21,7 @@ from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import WATCHERS, Program, capture_program
-from graphplan.signature import Feed, asks_for_gradients, flatten_result
+from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
@@ -31,6 +31,7 @@ from graphplan.step.peers import Peers
 from graphplan.step.refusals import Refusals
 from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
+from graphplan.trees import flatten_result
 
 MEMORY_IS_FED = "memory that the step changes is fed, or fed twice"
 

@@ -13,13 +13,14 @@ from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError, HostSyncError
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
 from graphplan.roles import TensorSpec
-from graphplan.signature import Feed, flatten_result, is_dense
+from graphplan.signature import Feed, is_dense
 from graphplan.tracer.changes import Changes, Recorder
 from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import OutputTensor, Trace
 from graphplan.tracer.source import find_source, runs_step
+from graphplan.trees import flatten_result
 
 _HELD = (
     "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "

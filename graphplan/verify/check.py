@@ -18,7 +18,7 @@ from graphplan.backend import first_line
 from graphplan.compiler import is_allowed
 from graphplan.owners import Snapshot, Walk, host_generators, walk_owners
 from graphplan.program import Program
-from graphplan.signature import map_result
+from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, beyond_spread, differing, differing_values
 from graphplan.verify.speed import timed
 from graphplan.verify.state import State, collect

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphplan.dtensors import local
 from graphplan.owners import Numbers, Walk, copy_all, default_generators
-from graphplan.signature import flatten_result
+from graphplan.trees import flatten_result
 
 
 @dataclass(frozen=True, slots=True)
