@@ -86,19 +86,8 @@ def capture_program(
     check_policy(plan, policy)
     sharding = come_to_rest(plan.owners())
     walk = walk_owners(plan.owners())
-    inputs: dict[int, Tensor] = {}
     leases = _find_leases(plan, feed)
-    if Role.INPUT in policy.copy_roles:
-        for index, leaf in feed.tensors():
-            if index in leases:
-                inputs[index] = leases[index].tensor
-            elif index not in plan.shared:
-                inputs[index] = buffers.view(index, leaf, plan.device)
-    with torch.no_grad():
-        for index, static in inputs.items():
-            target = distinct(static)
-            if index not in leases:
-                target.copy_(feed.leaves[index] if target is static else distinct(feed.leaves[index]))
+    inputs = _fill_inputs(plan, feed, buffers, leases) if Role.INPUT in policy.copy_roles else {}
     leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
     copied = CopiedOwned(plan, policy, buffers, walk)
     _check_shared(plan, feed, walk, copied)
@@ -128,6 +117,18 @@ def capture_program(
         feed=feed,
         leases=leases,
     )
+
+
+def _fill_inputs(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease]) -> dict[int, Tensor]:
+    """Static inputs by leaf, with what is fed in them: lent memory as it is, and views of the buffers."""
+    inputs = {index: lease.tensor for index, lease in leases.items()}
+    for index, leaf in feed.tensors():
+        if index not in leases and index not in plan.shared:
+            inputs[index] = buffers.view(index, leaf, plan.device)
+            target = distinct(inputs[index])
+            with torch.no_grad():
+                target.copy_(leaf if target is inputs[index] else distinct(leaf))
+    return dict(sorted(inputs.items()))
 
 
 def _find_leases(plan: Plan, feed: Feed) -> dict[int, Lease]:
