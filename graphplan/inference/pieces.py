@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from threading import RLock
@@ -12,8 +13,8 @@ from graphplan.inference.graphed import Graphed
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.pool import Pool
 from graphplan.program import StaticOutput
-from graphplan.signature import map_result
 from graphplan.step import runs_within_step
+from graphplan.trees import map_result
 
 SCOPES = ("full", "piecewise", "auto", "none")
 Segment = Callable[..., Any]
@@ -39,7 +40,7 @@ def name_of(segment: Segment) -> str:
     return getattr(segment, "__name__", type(segment).__name__)
 
 
-class Pieces:
+class Pieces(ABC):
     """Common to both forms of :func:`graphplan.piecewise`: the whole in one program, in pieces, or eager.
 
     Attributes:
@@ -85,11 +86,13 @@ class Pieces:
         self._full = None
         self.scope = "piecewise"
 
+    @abstractmethod
     def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise NotImplementedError
+        """Call the segments one after another."""
 
+    @abstractmethod
     def _graphed(self) -> Iterator[Graphed]:
-        raise NotImplementedError
+        """Those that are graphed."""
 
     @property
     def programs(self) -> list[Graphed]:
