@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from graphplan import buckets, graphed
 from recipes.comparison import now
 from recipes.datasets import VOCABULARY, encode, read_stdlib
-from recipes.latencies import print_latencies, require_close
+from recipes.latencies import device_of, print_latencies, require_close
 
 _LONGEST = 256
 
@@ -77,12 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batches", type=int, default=300)
     parser.add_argument("--sizes", type=int, default=6, help="capture sizes of the length")
-    parser.add_argument("--backend", default="auto", choices=["auto", "cudagraph", "tape"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    args, device = device_of(parser, argv)
     model = Encoder().to(device).eval()
     batches = [(tokens.to(device), lengths.to(device)) for tokens, lengths in make_batches(args.batches)]
     ladder = buckets.fit([tokens.shape[1] for tokens, _ in batches], args.sizes, multiple_of=8)

@@ -1,7 +1,8 @@
-"""Latencies of two ways to serve the same calls, as a table."""
+"""What the recipes that serve have in common: the command line's end, a table of latencies, a comparison of results."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from statistics import quantiles
 
@@ -10,6 +11,16 @@ from torch import Tensor
 
 _TOLERANCE = 1e-3
 """Kernels are chosen by size, and round otherwise: a padded call may differ by this part of its largest value."""
+
+
+def device_of(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
+    """Add ``--backend`` and ``--device``, read the command line, and have torch use one thread and a fixed seed."""
+    parser.add_argument("--backend", default="auto", choices=["auto", "cudagraph", "tape"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    return args, torch.device(args.device)
 
 
 def print_latencies(rows: Mapping[str, Sequence[float]]) -> None:

@@ -21,7 +21,7 @@ from graphplan import LaunchCounter, graphed
 from recipes.comparison import now
 from recipes.datasets import decode, encode, read_stdlib
 from recipes.decoder import Decoder
-from recipes.latencies import print_latencies, require_close
+from recipes.latencies import device_of, print_latencies, require_close
 
 Model = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -101,11 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--backend", default="auto", choices=["auto", "cudagraph", "tape"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    torch.set_num_threads(1)
+    args, device = device_of(parser, argv)
     eager_model = build(device, args.slots)
     eager = serve(eager_model, eager_model, make_requests(args.requests, eager_model.length), device)
 

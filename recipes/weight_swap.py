@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from graphplan import graphed
 from recipes.comparison import now
 from recipes.datasets import digits_splits
-from recipes.latencies import print_latencies, require_close
+from recipes.latencies import device_of, print_latencies, require_close
 from recipes.networks import DigitsMLP
 from recipes.schedules import adamw
 
@@ -48,12 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--backend", default="auto", choices=["auto", "cudagraph", "tape"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    args = parser.parse_args(argv)
-    device = torch.device(args.device)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+    args, device = device_of(parser, argv)
     training, validation = digits_splits()
     images, labels = (tensor.to(device) for tensor in validation.tensors)
     models = {"fresh": DigitsMLP().to(device), "trained": DigitsMLP().to(device)}
