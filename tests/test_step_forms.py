@@ -113,20 +113,9 @@ class Note:
 def test_a_record_without_tensors_is_the_same_object_each_time() -> None:
     """One with tensors in it has others each time; nothing is built anew for the other."""
     note = Note("a loss")
-
-    def make() -> Rig:
-        model = Mlp()
-        optimizer = SGD(model.parameters(), lr=0.05, fused=True)
-
-        def train_step(x: Tensor, y: Tensor) -> Any:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return {"note": note, "notes": [(note, loss.detach()), Note("mean", loss.detach())]}
-
-        return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)))
-
+    make = partial(
+        mlp_rig, lambda model, x, logits, loss: {"note": note, "notes": [(note, loss), Note("mean", logits.mean())]}
+    )
     rig = build(make)
     step = managed(rig)
     results = [step(*call) for call in rig.calls]
