@@ -34,8 +34,10 @@ STRATEGIES = ("ddp", "fsdp2")
 CONTENDERS = ("eager", "floor", "trainer", "trainer_callback")
 _WARMUP = 11
 """Steps before a capture: DDP times some of its first ten on the host."""
-_WARMUP_STEPS = 150
-"""Steps before the first block: a replay is checked at the 1st, 2nd, 4th, 8th, ..., and then at every 1,000th."""
+_STEPS, _WARMUP_STEPS = 1000, 550
+"""Steps of a block of replays, and before the first: one check of a replay falls into each block, as in a long run."""
+_SHARE = 5
+"""Whoever launches each kernel from the host takes this many times fewer steps."""
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -161,14 +163,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cpu", action="store_true", help="two processes on the CPU, over gloo")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated; default: both")
-    parser.add_argument("--steps", type=int, default=150, help="steps of a block")
+    parser.add_argument("--steps", type=int, default=_STEPS, help="steps of a block; a fifth for those without graphs")
     parser.add_argument("--repeats", type=int, default=3, help="blocks, of which the median counts")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender is not None:
-        job = Job("gpt", arguments.contender, arguments.cpu, arguments.steps, arguments.repeats, _WARMUP_STEPS)
+        share = 1 if arguments.contender in ("floor", "trainer_callback") else _SHARE
+        steps, warmup = max(arguments.steps // share, 1), (50 if arguments.cpu else _WARMUP_STEPS) // share
+        job = Job("gpt", arguments.contender, arguments.cpu, steps, arguments.repeats, warmup)
         work(job, arguments.strategies, arguments.out)
         return
     base = "eager" if arguments.cpu else "floor"
