@@ -59,7 +59,17 @@ def open_records(tree: Any) -> Any:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    return is_record(leaf) and any(isinstance(part, Tensor) for part in pytree.tree_leaves(open_records(leaf)))
+    if not is_record(leaf):
+        return False
+    names = _PARTIAL if type(leaf) is partial else [f.name for f in fields(leaf)]
+    return any(_leads_to_tensors(getattr(leaf, name)) for name in names)
+
+
+def _leads_to_tensors(value: Any) -> bool:
+    # Most fields are plain values, and pytree takes its time to say that each is one leaf.
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return False
+    return any(isinstance(leaf, Tensor) or _holds_tensors(leaf) for leaf in pytree.tree_leaves(value))
 
 
 def _open_tensors(tree: Any) -> Any:

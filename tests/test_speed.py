@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -55,6 +56,17 @@ def test_only_what_surely_does_not_pay(speedups: list[float], loses: bool) -> No
 def test_the_mean_of_pairs() -> None:
     assert trials(9.0, 2.0, 0.5, 4.0).speedup == pytest.approx(4 ** (1 / 3))
     assert trials().speedup == 1.0
+
+
+def test_the_device_is_waited_for_until_there_are_enough_pairs() -> None:
+    _, _, step = graphed(verify=1)
+    waits: list[int] = []
+    with patch("graphplan.verify.speed._wait_for", side_effect=waits.append):
+        for index in range(40):
+            step(torch.full((4, 6), float(index)))
+    assert step.stats.verified > 20
+    # Twice for the replay and twice for the eager step of ten pairs, of which the first does not count.
+    assert len(waits) == 40
 
 
 def make(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Optimizer, Callable[[Tensor], Tensor]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import lru_cache
 from io import IOBase
 from reprlib import Repr
 from typing import Any
@@ -26,7 +28,14 @@ def is_allowed(path: str, allow: Iterable[str]) -> bool:
     """Whether ``path`` was declared harmless, by its name or by a pattern such as ``model.stats.*``; what lies
     within an allowed path is allowed too.
     """
-    return any(fnmatchcase(path, pattern) or path.startswith((f"{pattern}.", f"{pattern}[")) for pattern in allow)
+    return _expression(tuple(allow)).match(path) is not None
+
+
+@lru_cache(maxsize=64)
+def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches every allowed path: a check asks for hundreds. Without patterns, nothing does."""
+    ways = [way for pattern in patterns for way in (translate(pattern), re.escape(pattern) + r"[.\[]")]
+    return re.compile("|".join(f"(?:{way})" for way in ways) or "(?!)")
 
 
 def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:

@@ -55,19 +55,27 @@ class Replays:
             reason = self._ask_peers(reason)
         if room is None or reason:
             return self._unchecked(program, feed, reason)
+        trials = self._trials.setdefault(program, Trials())
         try:
             with self._stats.timed("verify"):
                 eager = lambda: self._runner.run(lambda: self._runner.call(feed))  # noqa: E731
                 again = self._wants_again if program.plan.communicates else bool
                 verdict = check_replay(
-                    program, feed.leaves, eager, allow=self._options.allow, device=room, wants_again=again
+                    program,
+                    feed.leaves,
+                    eager,
+                    allow=self._options.allow,
+                    device=room,
+                    wants_again=again,
+                    is_timed=trials.want_more,
                 )
         except torch.OutOfMemoryError as error:
             return self._unchecked(program, feed, first_line(error))
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
         program.next_check = self._options.schedule.after(number)
-        self._trials.setdefault(program, Trials()).add(*verdict.seconds)
+        if verdict.seconds is not None:
+            trials.add(*verdict.seconds)
         program.replays += 1
         self._stats.replayed += 1
         self._stats.launches_replayed += 1

@@ -7,9 +7,9 @@ not the same bit by bit is the replay run a second time, from the same state, to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,20 +21,23 @@ from graphplan.program import Program
 from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, beyond_spread, differing, differing_values
 from graphplan.verify.speed import timed
-from graphplan.verify.state import State, collect
+from graphplan.verify.state import State, collect, tensors_of
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Outcome of a check: the eager step's ``result``, and where the replay was otherwise (nowhere, one hopes).
 
-    ``open`` says why that could not be found out, if so. ``seconds`` are what the replay and the eager step took.
+    ``open`` says why that could not be found out, if so. ``seconds`` are what the replay and the eager step took, if
+    they were timed.
     """
 
     result: Any
     differences: list[Difference]
     open: str = ""
-    seconds: tuple[float, float] = (0.0, 0.0)
+    seconds: tuple[float, float] | None = None
 
 
 class _Check:
@@ -45,8 +48,10 @@ class _Check:
         allow: Sequence[str],
         device: torch.device,
         wants_again: Callable[[bool], bool],
+        is_timed: bool,
     ) -> None:
         self._program = program
+        self._is_timed = is_timed
         self._wants_again = wants_again
         self._feed = feed
         self._allow = allow
@@ -59,35 +64,42 @@ class _Check:
     def walk(self) -> Walk:
         return walk_owners(self._program.plan.owners())
 
-    def snapshot(self, walk: Walk) -> Snapshot:
-        # All of them, also what only a name leads to: code that nobody sees may have written anywhere.
-        extra = [*self._extra.values(), *(tensor for slot in walk.slots.values() for tensor in slot.tensors())]
-        return Snapshot(walk, extra=extra, generators=self._program.plan.generators, device=self._device)
+    def tensors(self, walk: Walk) -> dict[str, Tensor]:
+        """All that the step may change, also what only a name leads to: code that nobody sees may write anywhere."""
+        return {**tensors_of(walk), **self._extra}
+
+    def snapshot(self, walk: Walk, tensors: Iterable[Tensor]) -> Snapshot:
+        return Snapshot(walk, extra=tensors, generators=self._program.plan.generators, device=self._device)
 
     def state(self, walk: Walk, result: Any, *, copy: bool) -> State:
         allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731
         drawn = self._program.plan.generators
         return collect(walk, result, self._extra, drawn, allowed, copy=copy, device=self._device)
 
+    def run(self, call: Callable[[], Result]) -> tuple[Result, float]:
+        """The result of ``call``, and the seconds that it took, if somebody wants to know."""
+        return timed(call, self._program.plan.device) if self._is_timed else (call(), 0.0)
+
     def replay(self, walk: Walk) -> tuple[State, float]:
         """What a replay leaves, and the seconds that it took. ``walk`` is from before it."""
-        result, seconds = timed(lambda: self._program.run(self._feed), self._program.plan.device)
+        result, seconds = self.run(lambda: self._program.run(self._feed))
         walk = walk if self._program.keeps_places(walk) else self.walk()
         return self.state(walk, result, copy=True), seconds
 
-    def compare(self, start: Snapshot, before: State, replayed: State, result: Any) -> list[Difference]:
+    def compare(self, start: Snapshot, before: Mapping[str, Tensor], replayed: State, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
         after = self.state(self.walk(), result, copy=False)
         found: list[Difference] = []
         paths = differing(replayed.tensors, after.tensors)
         if self._wants_again(bool(paths)):
-            end = self.snapshot(self.walk())
+            walk = self.walk()
+            end = self.snapshot(walk, self.tensors(walk).values())
             start.restore()
             try:
                 again, _ = self.replay(self.walk())
             finally:
                 end.restore()
-            old = {path: value for path, t in before.tensors.items() if (value := start.value(t)) is not None}
+            old = {path: value for path, t in before.items() if (value := start.value(t)) is not None}
             found = beyond_spread(paths, old, replayed.tensors, again.tensors, after.tensors)
         return found + differing_values(replayed.values, after.values)
 
@@ -100,6 +112,7 @@ def check_replay(
     allow: Sequence[str],
     device: torch.device,
     wants_again: Callable[[bool], bool] = bool,
+    is_timed: bool = True,
 ) -> Verdict:
     """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
 
@@ -111,24 +124,25 @@ def check_replay(
         device: where copies go.
         wants_again: whether the replay is to be run a second time, told whether something differed: where ranks
             communicate in the step, all of them have to run it as often.
+        is_timed: whether the device is waited for, to tell what the replay and the eager step take.
 
     Raises:
         torch.OutOfMemoryError: with everything as it was, if there is no room for the eager step beside the program.
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
-    check = _Check(program, leaves, allow, device, wants_again)
+    check = _Check(program, leaves, allow, device, wants_again, is_timed)
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
     walk = check.walk()
-    start = check.snapshot(walk)
-    before = check.state(walk, None, copy=False)
+    before = check.tensors(walk)
+    start = check.snapshot(walk, before.values())
     hosts = host_generators()
     try:
         replayed, taken = check.replay(walk)
     finally:
         start.restore()
     try:
-        result, alone = timed(eager, program.plan.device)
+        result, alone = check.run(eager)
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
         start.restore()
@@ -146,4 +160,4 @@ def check_replay(
         reason = first_line(error)
     # As after every replay: what the caller gets back leads to no autograd graph.
     result = map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
-    return Verdict(result, found, reason, (taken, alone))
+    return Verdict(result, found, reason, (taken, alone) if is_timed else None)

@@ -1,7 +1,8 @@
 """Does a program pay? Every check runs one batch both ways, from the same state: the times of these pairs say.
 
 A pair's eager step runs alone, with the device waited for before and after it, which is the worst that an eager step
-can be: a program that loses all the same would lose in a busy loop too.
+can be: a program that loses all the same would lose in a busy loop too. Waiting costs what the device has queued, so
+once there are pairs enough checks are not timed any more.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 
 _PAIRS = 6
 """Fewer say nothing."""
+_ENOUGH = 9
+"""Checks of a geometric schedule until replay 512, but the first."""
 _QUANTILE = 4.03
 """Student's t for five degrees of freedom that one sample in 200 exceeds; with more pairs it is less."""
 Result = TypeVar("Result")
@@ -52,6 +55,11 @@ class Trials:
     def speedup(self) -> float:
         """How often a replay fits into an eager step: the geometric mean of the pairs, 1 without any."""
         return math.exp(fmean(self._logs)) if self._logs else 1.0
+
+    @property
+    def want_more(self) -> bool:
+        """Whether another pair is worth waiting for the device."""
+        return len(self._logs) < _ENOUGH
 
     @property
     def are_enough(self) -> bool:

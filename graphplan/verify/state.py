@@ -42,7 +42,7 @@ def collect(
             tensors[name] = local(leaf)
         else:
             values[name] = leaf
-    tensors.update(_held(walk, allowed))
+    tensors.update(tensors_of(walk, allowed))
     tensors.update(extra)
     for number, generator in enumerate([*default_generators(), *generators]):
         tensors[f"torch's random generator of {generator.device} ({number})"] = generator.get_state()
@@ -56,10 +56,15 @@ def collect(
     return State(strided, values)
 
 
-def _held(walk: Walk, allowed: Callable[[str], bool]) -> Iterable[tuple[str, Tensor]]:
+def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: False) -> dict[str, Tensor]:
+    """The tensors that are in the walk's slots now, by path; several in one slot are numbered."""
+    found: dict[str, Tensor] = {}
     for path, slot in walk.slots.items():
-        if allowed(path):
+        if is_left_out(path):
             continue
         leaves = slot.tensors()
-        for number, tensor in enumerate(leaves):
-            yield (path if len(leaves) == 1 else f"{path}[{number}]"), tensor
+        if len(leaves) == 1:
+            found[path] = leaves[0]
+        else:
+            found.update((f"{path}[{number}]", tensor) for number, tensor in enumerate(leaves))
+    return found
