@@ -104,6 +104,7 @@ class Plan:
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
+        rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Plan:
     keep_alive: tuple[Tensor, ...]
     last_operators: tuple[str, ...]
     communicates: bool
+    rounding: float
     rates: Rates
     owners: Callable[[], Mapping[str, Any]]
     function: Callable[[], Callable[..., Any]]

@@ -97,6 +97,7 @@ def build_plan(
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
+        rounding=second.rounding,
         last_operators=tuple(f"{op.name} at {op.source}" for op in launched[-_LAST:]),
         rates=rates,
         owners=owners,

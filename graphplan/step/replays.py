@@ -29,6 +29,7 @@ class Replays:
         self._peers = peers
         self._options = options
         self._stats = runner.stats
+        self._asked = 0
         self._trials: WeakKeyDictionary[Program, Trials] = WeakKeyDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
@@ -115,9 +116,10 @@ class Replays:
         return reason or ("" if all(votes) else "another rank has no room for a check")
 
     def _wants_again(self, differs: bool) -> bool:
-        """Whether any rank needs a second replay to measure the spread."""
+        """Whether any rank needs one more replay to measure the spread."""
         assert self._peers is not None
-        return any(self._peers.vote(f"spread {self._stats.calls}", differs) or [differs])
+        self._asked += 1
+        return any(self._peers.vote(f"spread {self._stats.calls} {self._asked}", differs) or [differs])
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         self._stop_checks(program, reason)

@@ -133,7 +133,9 @@ class TraceMode(TorchDispatchMode):
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
         self._watch.check(name, tensors, tensors_in(out), source)
         self._check_sync(func, name, args, kwargs, out, source)
-        fresh = [self._birth(t) for t in tensors_in(out)]
+        made = list(tensors_in(out))
+        self._trace.dtypes.update(tensor.dtype for tensor in made)
+        fresh = [self._birth(tensor) for tensor in made]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(_scalars(func, args, kwargs))
         self._trace.operators.append(Operator(name, operands, offsets, scalars, source, launches, constant, random))

@@ -78,6 +78,7 @@ class Trace:
     ran: Ran = field(default_factory=Ran)
     generators: list[torch.Generator] = field(default_factory=list)
     device: torch.device | None = None
+    dtypes: set[torch.dtype] = field(default_factory=set)
     device_constants: list[Tensor] = field(default_factory=list)
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
@@ -102,6 +103,14 @@ class Trace:
         replaced = {path for path, change in before.changes.rebindings.items() if change.before is not None}
         paths = sorted((then.keys() | now.keys()) - replaced)
         return next((path for path in paths if then.get(path) != now.get(path)), None)
+
+    @property
+    def rounding(self) -> float:
+        """Relative error of rounding to the coarsest of the floating-point types that operators gave, at most that of
+        bfloat16; 0 without any.
+        """
+        steps = [torch.finfo(dtype).eps for dtype in self.dtypes if dtype.is_floating_point]
+        return min(max(steps, default=0.0), torch.finfo(torch.bfloat16).eps) / 2
 
     @property
     def launches(self) -> int:
