@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graphplan.backend import first_line, is_out_of_memory
-from graphplan.cudanodes import new_graph, read_nodes, upload
+from graphplan.cudanodes import forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.nodes import Nodes
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
@@ -160,11 +160,13 @@ class CUDAGraphBackend:
         gc.collect()
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
+        forget_workspaces()
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
             gc.disable()
             result = self._capture(graph, body, kept=kept)
         finally:
+            forget_workspaces()
             if collecting:
                 gc.enable()
         upload(graph, self._stream)

@@ -1,7 +1,7 @@
-"""CUDA graphs beyond what torch shows: their nodes, and sending them to the device early.
+"""CUDA graphs beyond what torch shows: their nodes, sending them to the device early, the workspaces that they use.
 
-Both ask CUDA through its Python bindings (the package ``cuda-bindings``, which newer builds of torch bring along), and
-a graph that torch was told to keep. Nothing here is needed for a replay: what cannot be found out is said.
+The first two ask CUDA through its Python bindings (the package ``cuda-bindings``, which newer builds of torch bring
+along), and a graph that torch was told to keep. A replay needs neither: what cannot be found out is said.
 """
 
 from __future__ import annotations
@@ -46,6 +46,18 @@ def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
         return
     # A failed upload costs the first replay some microseconds and nothing else.
     runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
+
+
+def forget_workspaces() -> None:
+    """Have torch give each stream's cuBLAS workspace back, and make a new one when it is next needed.
+
+    A graph has the workspace's address in it, and torch keeps one for each stream: newer releases free it with the
+    first graph of that stream that is destroyed, whoever else still replays, and anybody may ask for that. What is made
+    anew in a capture lies in that capture's own memory, which stays for as long as the graph.
+    """
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
 
 
 def read_nodes(graph: torch.cuda.CUDAGraph, *, kept: bool) -> Nodes:
