@@ -6,13 +6,14 @@ The two implementations are :mod:`graphplan.cudagraph` and :mod:`graphplan.tape`
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from graphplan.errors import BackendError, CaptureMemoryError
+from graphplan.nodes import Nodes
 
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
@@ -26,12 +27,16 @@ class Recording(Protocol):
     """Launches that one replay costs the host: one for a CUDA graph, one per recorded operator for the tape."""
     nbytes: int
     """Bytes of intermediate memory that the recording keeps."""
-    operators: int
-    """Operators that one replay runs."""
-    nodes: Mapping[str, int]
-    """The recorded graph's nodes by type, where somebody asked for them while it was recorded."""
     generation: object
     """Recordings of one generation share memory, which comes back when the last of them is reset."""
+
+    @property
+    def operators(self) -> int:
+        """Operators, or nodes of a graph, that one replay runs; 0 where that is not known."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """What the recording consists of."""
 
     def replay(self) -> None:
         """Run the recorded work again, on the same storages, ordered on the current stream."""

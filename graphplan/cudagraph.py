@@ -14,15 +14,16 @@ import inspect
 import traceback
 import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
 from graphplan.backend import first_line, is_out_of_memory
+from graphplan.cudanodes import forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
+from graphplan.nodes import Nodes
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
@@ -48,7 +49,9 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
 
 
 class GraphRecording:
-    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads."""
+    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; ``kept`` says whether its nodes
+    can be read.
+    """
 
     def __init__(
         self,
@@ -57,16 +60,29 @@ class GraphRecording:
         nbytes: int,
         watched: str | None = None,
         generation: object = None,
-        nodes: Mapping[str, int] | None = None,
+        *,
+        kept: bool = False,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._device = device
         self._watched = watched
         self.nbytes = nbytes
         self.generation = generation
-        self.nodes: Mapping[str, int] = nodes or {}
-        self.operators = sum(self.nodes.values())
+        self._kept = kept
+        self._nodes: Nodes | None = None
         self.launches = 1
+
+    @property
+    def nodes(self) -> Nodes:
+        """The graph's nodes, read when they are first asked for."""
+        if self._nodes is None:
+            self._nodes = Nodes() if self._graph is None else read_nodes(self._graph, kept=self._kept)
+        return self._nodes
+
+    @property
+    def operators(self) -> int:
+        """How many nodes the graph has; 0 where that is not known."""
+        return len(self.nodes.all)
 
     @property
     def alive(self) -> bool:
@@ -101,35 +117,6 @@ class GraphRecording:
             self._graph = None
 
 
-def _runtime() -> Any | None:
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    return runtime
-
-
-def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    """Send the executable graph to the device now, so that the first replay does not pay for it."""
-    runtime, handle = _runtime(), getattr(graph, "raw_cuda_graph_exec", None)
-    if runtime is None or handle is None:
-        return
-    # A failed upload costs the first replay some microseconds and nothing else.
-    runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
-
-
-def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
-    """A kept graph's nodes by type; empty where CUDA's Python bindings are not installed."""
-    runtime = _runtime()
-    if runtime is None:
-        return {}
-    handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
-    _, _, number = runtime.cudaGraphGetNodes(handle, 0)
-    _, nodes, _ = runtime.cudaGraphGetNodes(handle, number)
-    kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes[:number]]
-    return dict(Counter(kind.name.removeprefix("cudaGraphNodeType") for kind in kinds))
-
-
 class CUDAGraphBackend:
     """Captures on one CUDA device. Capturing does not execute: the first replay is the captured step."""
 
@@ -145,8 +132,6 @@ class CUDAGraphBackend:
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self.constants = list(constants)
-        self.inspects = False
-        """Whether what is recorded next is kept, so that its nodes can be counted."""
         self.watched: str | None = None
         """The name of what is recorded next, if torch shall watch what that reads."""
 
@@ -168,28 +153,26 @@ class CUDAGraphBackend:
         if self._pool is None or not any(recording.alive for recording in self._living):
             # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
-        # Only a graph that is kept can be looked at.
-        graph = torch.cuda.CUDAGraph(keep_graph=True) if self.inspects else torch.cuda.CUDAGraph()
+        graph, kept = new_graph()
         for generator in self.generators:
             graph.register_generator_state(generator)
         collecting = gc.isenabled()
         gc.collect()
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
+        forget_workspaces()
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
             gc.disable()
-            result = self._capture(graph, body)
+            result = self._capture(graph, body, kept=kept)
         finally:
+            forget_workspaces()
             if collecting:
                 gc.enable()
-        nodes = count_nodes(graph) if self.inspects else {}
-        if self.inspects:
-            graph.instantiate()
-        _upload(graph, self._stream)
+        upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, nodes)
+        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, kept=kept)
         self._living.add(recording)
         return recording, result
 
@@ -197,7 +180,7 @@ class CUDAGraphBackend:
         """Have later recordings share memory among themselves only."""
         self._pool = None
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any]) -> Any:
+    def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], *, kept: bool) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(self.constants) if self.constants else None
         options = capture_options(graph.capture_begin, watched=self.watched is not None)
@@ -218,6 +201,8 @@ class CUDAGraphBackend:
                 ) from error
             try:
                 graph.capture_end()
+                if kept:
+                    graph.instantiate()
             except RuntimeError as error:
                 self._abandon(graph)
                 raise CaptureError(f"CUDA refused the captured step: {first_line(error)}. {_FIX}") from error

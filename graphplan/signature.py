@@ -206,6 +206,9 @@ class FeedSpec:
         self.structure = feed.structure
         self.leaf_names = feed.names()
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {_describe(key)}" for name, key in zip(self.leaf_names, self.key[1:], strict=True))
+
 
 def shared_leaf(feed: Feed, written: Sequence[int]) -> tuple[int, int] | None:
     """The first of the leaves ``written`` (by index) that shares its storage with another leaf, and that one."""

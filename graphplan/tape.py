@@ -9,7 +9,7 @@ gives back (``storage.resize_(0)``) is there while a replay runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import groupby
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
+from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.tracer import find_source, finish, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
@@ -246,7 +247,8 @@ class TapeRecording:
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
         self.operators = len(live)
-        self.nodes: Mapping[str, int] = {}
+        reads = [map(storage_id, tensors_in([kernel.args, list(kernel.kwargs.values())])) for kernel in live]
+        self.nodes = link([str(kernel.func) for kernel in live], reads, [kernel.writes for kernel in live])
         self.generation: object = object()
 
     def replay(self) -> None:

@@ -32,6 +32,8 @@ LAYERS = {
     "policy": 1,
     "signature": 1,
     "backend": 1,
+    "cudanodes": 1,
+    "nodes": 0,
     "unchanged": 2,
     "native": 1,
     "owners": 1,
@@ -43,7 +45,7 @@ LAYERS = {
     "errors": 0,
 }
 # Rooms that not every higher layer may import: a report is for those who show it to people.
-READERS = {"report": {"__init__", "callback", "step"}}
+READERS = {"report": {"__init__", "callback", "inference", "step"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from recipes import decode as decode_recipe
 from recipes import embed_stream, lightning_digits, plain_loop, serve_buckets, weight_swap
 from recipes.comparison import require_equal
 from recipes.data import DigitsData, StdlibText
@@ -203,6 +206,38 @@ def test_serving_equals_eager(
     assert re.search(expected, printed), printed
     assert re.search(r"equal to eager: (bitwise|within rounding), ", printed)
     assert re.search(r", replayed +\d+ +\d+ +\d+ +\d+\n", printed)
+
+
+def test_decoding_is_measured_and_equals_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What a machine cannot run is named with the reason; no bar is met for want of figures."""
+    out = tmp_path / "decode.json"
+    decode_recipe.main(["--cpu", "--largest", "2", "--blocks", "1", "--steps", "2", "--json", str(out)])
+    printed = capsys.readouterr().out
+    assert re.search(r"batch 2, graphed: equal to eager: bitwise, all 4 results", printed), printed
+    assert "hand-written graph is not there for batches of 1, 2: CUDA graphs need a GPU" in printed
+    result = json.loads(out.read_text())
+    assert {"torch", "device", "date", "command"} <= set(result)
+    timed = {(row["batch"], row["contender"]) for row in result["rows"] if "us" in row}
+    assert timed == {(b, name) for b in (1, 2) for name in ("eager", "graphed", "graphed, static results")}
+    assert result["shapes"]["captures"] == 2 and result["shapes"]["memory_ratio"] is None
+    assert [bar["verdict"] for bar in result["bars"]] == ["met"]
+
+
+def test_bars_of_decoding_are_met_or_missed() -> None:
+    rows = [
+        {"batch": 1, "contender": "graphed", "ratio": 1.04},
+        {"batch": 1, "contender": "hand-written graph", "ratio": 1.0},
+        {"batch": 2, "contender": "graphed", "ratio": 1.06},
+        {"batch": 2, "contender": "reduce-overhead", "missing": "no compiler"},
+    ]
+    shapes = {"capture_sizes": [1, 2], "captures": 3, "shapes": 4, "memory_ratio": 1.29}
+    verdicts = {bar["bar"]: bar["verdict"] for bar in decode_recipe.judge(rows, shapes)}
+    assert verdicts == {
+        "captures for 4 shapes": "missed",
+        "memory / largest alone": "met",
+        "graphed / hand-written graph, batch 1": "met",
+        "graphed / hand-written graph, batch 2": "missed",
+    }
 
 
 def test_results_that_differ_end_a_recipe() -> None:

@@ -106,9 +106,9 @@ def test_calls_of_another_kind(name: str) -> None:
 
 
 def test_many_kinds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four of them are known at a time."""
+    """Of one shape, four of them are known at a time."""
     _, graph = graphed_twin()
-    kinds = [torch.randn(rows, 3) for rows in (6, 5, 4, 3, 2)]
+    kinds = [torch.randn(18 + first)[first:].view(6, 3) for first in range(5)]
     for x in kinds * 8:
         graph(x)
     long = long_ways(monkeypatch)
@@ -116,6 +116,19 @@ def test_many_kinds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         graph(x)
     assert len(long) == 4, "the fifth kind took the place of the one that came next, and so on"
     assert graph.stats.replayed == 40 - 5 * 6 + 12
+
+
+def test_many_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take the short way: a server has a shape for each capture size."""
+    _, graph = graphed_twin()
+    kinds = [torch.randn(rows, 3) for rows in (6, 5, 4, 3, 2)]
+    for x in kinds * 8:
+        graph(x)
+    long = long_ways(monkeypatch)
+    for x in kinds * 3:
+        graph(x)
+    assert not long
+    assert graph.stats.replayed == 40 - 5 * 6 + 15
 
 
 def test_values_that_only_the_long_way_saw() -> None:

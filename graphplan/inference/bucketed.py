@@ -14,7 +14,7 @@ from graphplan.inference.buckets import Ladders
 from graphplan.inference.effects import Effects
 from graphplan.inference.ledger import ShapeStats
 from graphplan.inference.options import ServeOptions
-from graphplan.inference.padding import Padded, Padding
+from graphplan.inference.padding import Layout, Padding
 from graphplan.inference.shapes import Dynamic, Place
 from graphplan.inference.slicing import Slicer, distance, result_leaves, tolerance
 from graphplan.owners import storage_id, walk_owners
@@ -25,7 +25,9 @@ from graphplan.verify import find_room
 
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
-"""Shapes that are counted, and capture sizes that are remembered: literals among the arguments make others of them."""
+_MOST_KINDS = 4096
+"""Shapes that are counted, and capture sizes and kinds of calls that are remembered: literals among the arguments make
+others of them."""
 
 
 @dataclass(slots=True)
@@ -36,6 +38,19 @@ class _Size:
     calls: int = 0
     next_check: int = 0
     refusal: PaddingError | None = None
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Calls of one signature: how they are padded, and what is known of their capture size. ``sure_of`` is what was
+    known of its results when that was enough to cut those of these calls.
+    """
+
+    layout: Layout
+    size: _Size
+    fed: int
+    padded: int
+    sure_of: object = None
 
 
 class Bucketed:
@@ -51,6 +66,7 @@ class Bucketed:
         self._schedule = options.step.schedule
         self._allow = options.allow
         self._sizes: dict[Hashable, _Size] = {}
+        self._kinds: dict[Hashable, _Kind] = {}
 
     def call(self, feed: Feed) -> Any:
         """One call of dense tensors.
@@ -58,26 +74,28 @@ class Bucketed:
         Raises:
             PaddingError: if padding changes what comes out.
         """
-        places = self.padding.places(feed)
-        self._check_dims(feed, places)
-        misfit = "none of the arguments has a dimension with a ladder" if not places else ""
-        misfit = misfit or self.padding.misfit(feed, places) or ""
-        if misfit:
+        kind = self._kinds.get(feed.key)
+        places = self._places(feed) if kind is None else kind.layout.places
+        misfit = self.padding.misfit(feed, places) if kind is None else None
+        if misfit is not None:
             return self._leave(feed, places, SkipReason.BUCKET, misfit)
         if any(map(asks_for_gradients, feed.leaves)) or self._trains():
             return self._leave(feed, places, SkipReason.GRADIENT)
-        padded = self.padding.pad(feed, places, self._device)
-        size = self._size(feed, padded)
-        if size.refusal is not None:
-            return self._leave(feed, places, SkipReason.PADDING, str(size.refusal))
-        return self._run(feed, places, padded, size)
+        if kind is None:
+            kind = self._learn_kind(feed, places)
+        self._stats.unpadded_elements += kind.fed
+        self._stats.padded_elements += kind.padded
+        if kind.size.refusal is not None:
+            return self._leave(feed, places, SkipReason.PADDING, str(kind.size.refusal))
+        return self._run(feed, kind)
 
-    def _check_dims(self, feed: Feed, places: Sequence[Place]) -> None:
-        """Refuse a ladder that nothing is ever padded by.
+    def _places(self, feed: Feed) -> Sequence[Place]:
+        """What may be padded.
 
         Raises:
-            OptionError: naming its dimension.
+            OptionError: for a ladder that nothing is ever padded by, naming its dimension.
         """
+        places = self.padding.places(feed)
         missing = [dim for dim in self.ladders.dims if places and all(dim != padded for _, padded in places)]
         if missing:
             raise OptionError(
@@ -85,6 +103,7 @@ class Bucketed:
                 f"({', '.join(feed.names())}); expected one that may vary: by default, the last of several may not. "
                 f"Name it: dynamic={{'argument': ({missing[0]},)}}"
             )
+        return places
 
     def _leave(self, feed: Feed, places: Sequence[Place], reason: SkipReason, detail: str = "") -> Any:
         """The call as it came."""
@@ -97,55 +116,72 @@ class Bucketed:
         found = [owner for owner in self._step.owners.values() if isinstance(owner, nn.Module)]
         return any(asks_for_gradients(param) for owner in found for param in owner.parameters())
 
-    def _size(self, feed: Feed, padded: Padded) -> _Size:
-        others = [leaf_key(leaf) for index, leaf in enumerate(feed.leaves) if index not in padded.staged]
-        shapes = tuple((memory.shape, memory.dtype) for memory in padded.staged.values())
+    def _learn_kind(self, feed: Feed, places: Sequence[Place]) -> _Kind:
+        """What is the same for all calls like this one."""
+        layout = self.padding.layout(feed, places, self._device)
+        others = [leaf_key(leaf) for index, leaf in enumerate(feed.leaves) if index not in layout.staged]
+        shapes = tuple((memory.shape, memory.dtype) for memory in layout.staged.values())
         key = (feed.key[0], *others, *shapes)
         stats = self._stats
         if len(stats.shapes) < _MOST_SHAPES:
-            stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in padded.staged)))
+            stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in layout.staged)))
             stats.capture_sizes.add(key)
-        stats.unpadded_elements += sum(feed.leaves[index].numel() for index in padded.staged)
-        stats.padded_elements += sum(memory.numel() for memory in padded.staged.values())
         if key not in self._sizes:
             if len(self._sizes) >= _MOST_SIZES:
                 # Learnt again if it comes back.
                 del self._sizes[next(iter(self._sizes))]
             self._sizes[key] = _Size(next_check=self._schedule.after(0))
-        return self._sizes[key]
+        if len(self._kinds) >= _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        fed = sum(feed.leaves[index].numel() for index in layout.staged)
+        padded = sum(memory.numel() for memory in layout.staged.values())
+        kind = self._kinds[feed.key] = _Kind(layout, self._sizes[key], fed, padded)
+        return kind
 
-    def _run(self, feed: Feed, places: Sequence[Place], padded: Padded, size: _Size) -> Any:
-        versions = {index: memory._version for index, memory in padded.staged.items()}
-        size.calls += padded.is_padded
-        is_sure = not padded.is_padded or size.slicer.is_sure(padded.true, padded.sizes)
+    def _run(self, feed: Feed, kind: _Kind) -> Any:
+        layout, size = kind.layout, kind.size
+        args, kwargs = self.padding.pad(feed, layout)
+        staged = layout.staged
+        versions = [memory._version for memory in staged.values()]
+        is_padded = layout.is_padded
+        size.calls += is_padded
+        is_sure = not is_padded or self._is_sure(kind)
         room, reason = None, ""
-        if padded.is_padded and (size.calls == size.next_check or not is_sure):
-            room, reason = self._find_room(padded)
+        if is_padded and (size.calls == size.next_check or not is_sure):
+            room, reason = self._find_room(layout)
             size.next_check = self._schedule.after(size.calls)
         if reason and not is_sure:
-            return self._leave(feed, places, SkipReason.CHECK, reason)
+            return self._leave(feed, layout.places, SkipReason.CHECK, reason)
         effects = Effects(self._step.owners, self._allow, room) if room is not None else None
-        result = self._step(*padded.args, **padded.kwargs)
+        result = self._step(*args, **kwargs)
         leaves, structure = result_leaves(result)
-        mutated = [index for index, memory in padded.staged.items() if memory._version != versions[index]]
-        size.slicer.meet(leaves, structure, padded.sizes)
+        mutated = [
+            index for (index, memory), was in zip(staged.items(), versions, strict=True) if memory._version != was
+        ]
+        size.slicer.meet(leaves, structure, layout.sizes)
         if effects is not None:
-            return self._check(feed, places, padded, size, leaves, mutated, effects)
+            return self._check(feed, layout, size, leaves, mutated, effects)
         for index in mutated:
-            feed.leaves[index].copy_(padded.own_part(index))
-        return size.slicer.cut([_handed_on(leaf, padded, feed) for leaf in leaves], padded.true)
+            feed.leaves[index].copy_(layout.own[index])
+        return size.slicer.cut([_handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
 
-    def _find_room(self, padded: Padded) -> tuple[torch.device | None, str]:
+    @staticmethod
+    def _is_sure(kind: _Kind) -> bool:
+        slicer, layout = kind.size.slicer, kind.layout
+        if slicer.known is None or kind.sure_of is not slicer.known:
+            kind.sure_of = slicer.known if slicer.is_sure(layout.true, layout.sizes) else None
+        return kind.sure_of is not None
+
+    def _find_room(self, layout: Layout) -> tuple[torch.device | None, str]:
         """Where copies of what the owners hold can lie during a check; or why nowhere."""
         held = {id(t): t for slot in walk_owners(self._step.owners).slots.values() for t in slot.tensors()}
-        where = next((memory.device for memory in padded.staged.values()), torch.device("cpu"))
+        where = next((memory.device for memory in layout.staged.values()), torch.device("cpu"))
         return find_room(sum(tensor.nbytes for tensor in held.values()), where)
 
     def _check(
         self,
         feed: Feed,
-        places: Sequence[Place],
-        padded: Padded,
+        layout: Layout,
         size: _Size,
         leaves: list[Any],
         mutated: list[int],
@@ -154,16 +190,16 @@ class Bucketed:
         """Make the call as it came, too: its outcome stands."""
         kept = [plain(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         effects.undo()
-        expected = self._leave(feed, places, SkipReason.CHECK)
+        expected = self._leave(feed, layout.places, SkipReason.CHECK)
         self._stats.checked += 1
-        problems = size.slicer.learn(expected, kept, padded.true, padded.sizes)
+        problems = size.slicer.learn(expected, kept, layout.true, layout.sizes)
         problems += effects.problems()
         for index in mutated:
-            own, part = feed.leaves[index], padded.own_part(index)
+            own, part = feed.leaves[index], layout.own[index]
             if distance(own.to(part.device), part) > tolerance(own.dtype):
                 problems.append(f"{feed.names()[index]}, which the function changes, differs")
         if problems:
-            sizes = ", ".join(dict.fromkeys(f"{true} to {padded.sizes[place]}" for place, true in padded.true.items()))
+            sizes = ", ".join(dict.fromkeys(f"{true} to {layout.sizes[place]}" for place, true in layout.true.items()))
             size.refusal = PaddingError(
                 f"padding from {sizes} changes what comes out: {'; '.join(problems[:3])}. Expected the same as without "
                 "padding, within rounding: have the function leave the padding out (mask= names an argument that says "
@@ -175,13 +211,13 @@ class Bucketed:
         return expected
 
 
-def _handed_on(leaf: Any, padded: Padded, feed: Feed) -> Any:
+def _handed_on(leaf: Any, layout: Layout, feed: Feed) -> Any:
     """What the caller may have of a padded call: its own tensor where the function returns it, and nothing that lies
     in memory which the next call overwrites.
     """
     if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
         return leaf
-    for index, memory in padded.staged.items():
+    for index, memory in layout.staged.items():
         if leaf is memory:
             return feed.leaves[index]
         if storage_id(leaf) == storage_id(memory):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import update_wrapper
 from threading import get_ident
 from types import FunctionType, MethodType
@@ -22,6 +23,7 @@ from graphplan.inference.prewarming import Prewarmed, Specimen, prewarm
 from graphplan.inference.shapes import Dynamic
 from graphplan.plan import Plan
 from graphplan.program import Program, plain
+from graphplan.report import Reports
 from graphplan.roles import Role
 from graphplan.signature import flatten
 from graphplan.stats import Stats
@@ -31,7 +33,7 @@ from graphplan.trees import map_result
 _LIMITS = ("evicted: more programs than max_graphs", "evicted: more bytes than memory_budget")
 
 
-class Graphed:
+class Graphed(Reports):
     """Calls a function by replaying what it did before. Made by :func:`graphplan.graphed`.
 
     On a class, it is a method: each instance gets a step, buffers and programs of its own, over one pool.
@@ -249,9 +251,17 @@ class Graphed:
             pool=sum(program.nbytes for program in programs),
         )
 
-    def report(self) -> str:
-        """What the calls were, why some were eager, and every program with its sizes, replays and bytes, as text."""
-        return "\n".join([self._step.report(), *list_programs(self.shapes, self.memory, self._step.programs)])
+    def text(self) -> str:
+        """The report as text."""
+        return "\n".join([self._step.text(), *list_programs(self.shapes, self.memory, self.programs)])
+
+    def data(self) -> dict[str, Any]:
+        """The report as data."""
+        return {**self._step.data(), "shapes": self.shapes.data(), "memory": asdict(self.memory)}
+
+    def drawn(self) -> list[Program]:
+        """Every program that is ready."""
+        return self.programs
 
     def invalidate(self, why: str) -> None:
         """Drop every program; ``why`` goes into the report."""

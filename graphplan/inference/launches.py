@@ -27,9 +27,9 @@ class LaunchCounter(TorchDispatchMode):
     Attributes:
         eager: operators that were launched one by one: not views, and not what only allocates.
         replays: launches of recordings, one for each.
-        replayed: operators that these ran. On CUDA, nodes of the graphs that were captured in such a block.
+        replayed: operators that these ran; on CUDA, nodes of their graphs.
         operators: the operators by name.
-        nodes: nodes of the replayed graphs by type; on CUDA, for graphs that were captured in such a block.
+        nodes: nodes of what was replayed by type. On CUDA they are known where its Python bindings are installed.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class LaunchCounter(TorchDispatchMode):
             return
         self.replays += 1
         self.replayed += recording.operators
-        self.nodes.update(recording.nodes)
+        self.nodes.update(recording.nodes.types())
         self._replaying = True
         try:
             recording.replay()

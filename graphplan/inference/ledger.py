@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -26,6 +27,19 @@ class ShapeStats:
     def padding(self) -> float:
         """Padded elements for each element that was fed."""
         return self.padded_elements / self.unpadded_elements if self.unpadded_elements else 1.0
+
+    def data(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        return {
+            "hits": self.hits,
+            "misses": self.misses,
+            "checked": self.checked,
+            "shapes": len(self.shapes),
+            "capture_sizes": len(self.capture_sizes),
+            "unpadded_elements": self.unpadded_elements,
+            "padded_elements": self.padded_elements,
+            "padding": self.padding,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,27 +21,26 @@ PadValue = float | int | bool | Callable[[Tensor, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Padded:
-    """One call, padded: its arguments, what each dynamic dimension was and is, and the memory of the padded leaves."""
+class Layout:
+    """How calls of one signature are padded: what each dynamic dimension is and becomes, and where the leaves go.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    true: dict[Place, int]
-    sizes: dict[Place, int]
-    staged: dict[int, Tensor]
+    ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``rests`` what is
+    filled with which value. ``makers`` pad leaves their own way. ``mask`` is the mask and the part of it that is true.
+    """
+
+    places: Sequence[Place]
+    true: Mapping[Place, int]
+    sizes: Mapping[Place, int]
+    staged: Mapping[int, Tensor]
+    own: Mapping[int, Tensor]
+    rests: Sequence[tuple[Tensor, float | int | bool]]
+    makers: Mapping[int, tuple[Callable[[Tensor, tuple[int, ...]], Tensor], str]]
+    mask: tuple[Tensor, Tensor] | None
 
     @property
     def is_padded(self) -> bool:
-        """Whether anything was added."""
+        """Whether anything is added."""
         return self.true != self.sizes
-
-    def own_part(self, index: int) -> Tensor:
-        """The part of a staged leaf that is the call's own."""
-        part = self.staged[index]
-        for (leaf, dim), size in self.true.items():
-            if leaf == index:
-                part = part.narrow(dim, 0, size)
-        return part
 
 
 class Padding:
@@ -85,6 +84,8 @@ class Padding:
 
     def misfit(self, feed: Feed, places: Sequence[Place]) -> str | None:
         """Why a call fits no capture size; None if it fits one."""
+        if not places:
+            return "none of the arguments has a dimension with a ladder"
         for index, dim in places:
             size = feed.leaves[index].shape[dim]
             if self._ladders.round_up(dim, size) is None:
@@ -93,27 +94,55 @@ class Padding:
                 return f"dimension {dim} of {name} has {size} elements, which {which}"
         return None
 
-    def pad(self, feed: Feed, places: Sequence[Place], device: torch.device | None) -> Padded:
-        """A call at its capture size. ``device`` is where its tensors are to lie, if not where they are.
+    @torch.inference_mode(False)
+    def layout(self, feed: Feed, places: Sequence[Place], device: torch.device | None) -> Layout:
+        """How calls like this one are padded. ``device`` is where their tensors are to lie, if not where they are."""
+        roots = self._names.roots(feed)
+        true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
+        sizes = {place: self._ladders.round_up(place[1], size) or 0 for place, size in true.items()}
+        staged, own, rests, makers = {}, {}, [], {}
+        for index in dict.fromkeys(index for index, _ in places):
+            leaf, name = feed.leaves[index], roots[index]
+            dims = {dim: size for (position, dim), size in sizes.items() if position == index}
+            part = staged[index] = self._memory(index, leaf, dims, device or leaf.device)
+            pad = self._pad.get(name, self._default)
+            for dim, size in dims.items():
+                filled = leaf.shape[dim]
+                if filled < size and not callable(pad):
+                    rests.append((part.narrow(dim, filled, size - filled), pad))
+                part = part.narrow(dim, 0, filled)
+            own[index] = part
+            if callable(pad):
+                makers[index] = (pad, name)
+        mask = None
+        if self._mask is not None and self._mask not in roots:
+            mask = self._make_mask(feed, true, sizes, device)
+        return Layout(places, true, sizes, staged, own, rests, makers, mask)
+
+    def pad(self, feed: Feed, layout: Layout) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call at its capture size.
 
         Raises:
             PaddingError: if a padding function does not give what it was asked for.
         """
-        roots = self._names.roots(feed)
-        true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
-        sizes = {place: self._ladders.round_up(place[1], size) or 0 for place, size in true.items()}
-        leaves, staged = list(feed.leaves), {}
-        for index in dict.fromkeys(index for index, _ in places):
-            leaf = feed.leaves[index]
-            dims = {dim: size for (position, dim), size in sizes.items() if position == index}
-            memory = self._memory(index, leaf, dims, device or leaf.device)
-            with torch.no_grad():
-                self._fill(memory, leaf, dims, self._pad.get(roots[index], self._default), roots[index])
-            leaves[index] = staged[index] = memory
+        leaves = list(feed.leaves)
+        with torch.no_grad():
+            for rest, value in layout.rests:
+                rest.fill_(value)
+            for index, memory in layout.staged.items():
+                if index in layout.makers:
+                    memory.copy_(_made(*layout.makers[index], leaves[index], memory), non_blocking=True)
+                else:
+                    layout.own[index].copy_(leaves[index], non_blocking=True)
+                leaves[index] = memory
+            if layout.mask is not None:
+                mask, part = layout.mask
+                mask.fill_(False)
+                part.fill_(True)
         args, kwargs = feed.rebuild(leaves)
-        if self._mask is not None and self._mask not in roots:
-            kwargs = {**kwargs, self._mask: self._make_mask(feed, true, sizes, device)}
-        return Padded(args, kwargs, true, sizes, staged)
+        if layout.mask is not None and self._mask is not None:
+            kwargs = {**kwargs, self._mask: layout.mask[0]}
+        return args, kwargs
 
     def leave(
         self, feed: Feed, places: Sequence[Place], device: torch.device | None
@@ -141,41 +170,34 @@ class Padding:
             self._leases[key] = Lease(memory, f"input {position}", writable=True)
         return self._leases[key].tensor
 
-    def _fill(self, memory: Tensor, leaf: Tensor, dims: Mapping[int, int], pad: PadValue, name: str) -> None:
-        if callable(pad):
-            made = pad(leaf, tuple(memory.shape))
-            if not isinstance(made, Tensor) or made.shape != memory.shape or made.dtype != memory.dtype:
-                found = f"{made.dtype}{[*made.shape]}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-                raise PaddingError(
-                    f"the function that pads {name} made {found} of {leaf.dtype}{[*leaf.shape]}; expected "
-                    f"{memory.dtype}{[*memory.shape]}: return the tensor with elements added behind its own"
-                )
-            memory.copy_(made, non_blocking=True)
-            return
-        part = memory
-        for dim, size in dims.items():
-            own = leaf.shape[dim]
-            if own < size:
-                part.narrow(dim, own, size - own).fill_(pad)
-                part = part.narrow(dim, 0, own)
-        part.copy_(leaf, non_blocking=True)
-
     def _make_mask(
         self, feed: Feed, true: Mapping[Place, int], sizes: Mapping[Place, int], device: torch.device | None
-    ) -> Tensor:
-        """True for what is the call's own, over the padded dimensions of the tensor that has most of them."""
+    ) -> tuple[Tensor, Tensor]:
+        """A mask over the padded dimensions of the tensor that has most of them, and its part for what is real."""
         index, dims = _masked(list(true))
         where = device or feed.leaves[index].device
         shape = tuple(sizes[index, dim] for dim in dims)
         key = ("mask", shape, where)
         if key not in self._leases:
-            with torch.inference_mode(False):
-                self._leases[key] = Lease(torch.zeros(shape, dtype=torch.bool, device=where), "the mask", writable=True)
+            self._leases[key] = Lease(torch.zeros(shape, dtype=torch.bool, device=where), "the mask", writable=True)
         mask = self._leases[key].tensor
-        with torch.no_grad():
-            mask.fill_(False)
-            mask[tuple(slice(true[index, dim]) for dim in dims)] = True
-        return mask
+        return mask, mask[tuple(slice(true[index, dim]) for dim in dims)]
+
+
+def _made(pad: Callable[[Tensor, tuple[int, ...]], Tensor], name: str, leaf: Tensor, memory: Tensor) -> Tensor:
+    """What the function ``pad`` makes of a leaf.
+
+    Raises:
+        PaddingError: if that is not what it was asked for.
+    """
+    made = pad(leaf, tuple(memory.shape))
+    if not isinstance(made, Tensor) or made.shape != memory.shape or made.dtype != memory.dtype:
+        found = f"{made.dtype}{[*made.shape]}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise PaddingError(
+            f"the function that pads {name} made {found} of {leaf.dtype}{[*leaf.shape]}; expected "
+            f"{memory.dtype}{[*memory.shape]}: return the tensor with elements added behind its own"
+        )
+    return made
 
 
 def _masked(places: Sequence[Place]) -> tuple[int, list[int]]:

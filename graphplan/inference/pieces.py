@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from threading import RLock
@@ -12,7 +12,8 @@ from graphplan.errors import OptionError, RefusalError
 from graphplan.inference.graphed import Graphed
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.pool import Pool
-from graphplan.program import StaticOutput
+from graphplan.program import Program, StaticOutput
+from graphplan.report import Reports
 from graphplan.step import runs_within_step
 from graphplan.trees import map_result
 
@@ -40,7 +41,7 @@ def name_of(segment: Segment) -> str:
     return getattr(segment, "__name__", type(segment).__name__)
 
 
-class Pieces(ABC):
+class Pieces(Reports):
     """Common to both forms of :func:`graphplan.piecewise`: the whole in one program, in pieces, or eager.
 
     Attributes:
@@ -107,11 +108,20 @@ class Pieces(ABC):
         """How many recordings there are."""
         return sum(graphed.num_graphs for graphed in self.programs)
 
-    def report(self) -> str:
-        """The scope, why what is not captured is not, and the report of each piece that is."""
+    def text(self) -> str:
+        """The report as text."""
         lines = [f"graphplan: scope {self.scope}, {self.num_graphs} graphs"]
         lines += [f"  eager: {name}: {reason}" for name, reason in self.reasons.items()]
-        return "\n".join([*lines, *(graphed.report() for graphed in self.programs)])
+        return "\n".join([*lines, *(graphed.text() for graphed in self.programs)])
+
+    def data(self) -> dict[str, Any]:
+        """The report as data."""
+        pieces = [graphed.data() for graphed in self.programs]
+        return {"scope": self.scope, "graphs": self.num_graphs, "reasons": dict(self.reasons), "pieces": pieces}
+
+    def drawn(self) -> list[Program]:
+        """The programs of all pieces."""
+        return [program for graphed in self.programs for program in graphed.programs]
 
     def close(self) -> None:
         """Drop every program."""

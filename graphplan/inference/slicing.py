@@ -30,19 +30,20 @@ class Slicer:
     """What is known of the results at one capture size.
 
     A dimension of a result that is as large as a padded dimension of the feed may follow it, or be so by chance.
-    Where it would make a difference, the call is made unpadded too, which shows which of the two it is.
+    Where it would make a difference, the call is made unpadded too, which shows which of the two it is. ``known`` has
+    what each dimension of each result may follow; another structure of results makes another list of it.
     """
 
     def __init__(self) -> None:
-        self._known: list[list[Candidates]] | None = None
+        self.known: list[list[Candidates]] | None = None
         self._structure: Any = None
 
     def meet(self, leaves: Sequence[Any], structure: Any, sizes: Mapping[Place, int]) -> None:
         """Take in a padded result, the first time."""
-        if self._known is None or structure != self._structure:
+        if self.known is None or structure != self._structure:
             self._structure = structure
             self._rebuild = rebuilder(structure, close_records)
-            self._known = [
+            self.known = [
                 [[None, *(p for p, size in sizes.items() if size == found)] for found in leaf.shape]
                 if isinstance(leaf, Tensor)
                 else []
@@ -51,9 +52,9 @@ class Slicer:
 
     def is_sure(self, true: Mapping[Place, int], sizes: Mapping[Place, int]) -> bool:
         """Whether what is known is enough to cut the results of a call of these sizes."""
-        if self._known is None:
+        if self.known is None:
             return False
-        for dims in self._known:
+        for dims in self.known:
             for candidates in dims:
                 wanted = {_size(candidate, true, sizes) for candidate in candidates}
                 if len(wanted) > 1:
@@ -64,12 +65,12 @@ class Slicer:
         self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int], sizes: Mapping[Place, int]
     ) -> list[str]:
         """What is not explained, or differs, between an unpadded result and a padded one's ``leaves``, in words."""
-        assert self._known is not None
+        assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:
             return [f"the results' structure is {structure} without padding, and {self._structure} with it"]
         problems: list[str] = []
-        for (name, own), leaf, dims in zip(wanted, leaves, self._known, strict=True):
+        for (name, own), leaf, dims in zip(wanted, leaves, self.known, strict=True):
             if not isinstance(leaf, Tensor) or not isinstance(own, Tensor):
                 if own != leaf:
                     problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")
@@ -109,9 +110,9 @@ class Slicer:
 
     def cut(self, leaves: Sequence[Any], true: Mapping[Place, int]) -> Any:
         """The results, whose ``leaves`` are padded, at their true sizes."""
-        assert self._known is not None
+        assert self.known is not None
         parts = []
-        for leaf, dims in zip(leaves, self._known, strict=True):
+        for leaf, dims in zip(leaves, self.known, strict=True):
             for dim, candidates in enumerate(dims):
                 if candidates[0] is not None:
                     size = true[candidates[0]]

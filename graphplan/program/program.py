@@ -13,6 +13,7 @@ from graphplan.backend import Recording
 from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
+from graphplan.nodes import Nodes
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -87,6 +88,11 @@ class Program:
     def lent_bytes(self) -> int:
         """Bytes of the results that are lent."""
         return self._outputs.lent_bytes
+
+    @property
+    def nodes(self) -> Nodes:
+        """What a replay runs: operators on the tape, a CUDA graph's nodes; none after :meth:`close`."""
+        return Nodes() if self._recording is None else self._recording.nodes
 
     @property
     def guards(self) -> Guards:

@@ -18,7 +18,7 @@ from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.plan import Plan
 from graphplan.program import Program
-from graphplan.report import describe
+from graphplan.report import Reports, describe, describe_data
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.stats import Stats
 from graphplan.step.compiling import CompiledModules
@@ -37,7 +37,7 @@ from graphplan.step.turn import Exclusive, running_step
 from graphplan.unchanged import Modes
 
 
-class GraphedStep(Exclusive):
+class GraphedStep(Exclusive, Reports):
     """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory;
     ``peers`` are other ranks that capture if this one does. Without ``compiles``, whoever makes the step sees to
     ``options.compile``.
@@ -124,7 +124,7 @@ class GraphedStep(Exclusive):
             return self._runner.plain(args, kwargs, error)
         if self._options.autograd and any(map(asks_for_gradients, feed.leaves)):
             return self._outside(feed)
-        if self._options.eager_if is not None and self._asks_eager(args, kwargs):
+        if self._options.asks_eager(self._calls, args, kwargs):
             return self._runner.eager(self._lookup.moved(feed), SkipReason.EAGER_IF)
         if self._demoted is None and self._managed.refusal is not None:
             self._demote(self._managed.refusal)
@@ -165,12 +165,21 @@ class GraphedStep(Exclusive):
         """What the calls so far were."""
         return self._runner.stats
 
-    def report(self) -> str:
-        """What the calls so far were, why some were eager, and what was prepared, as text."""
-        plans = self.stats.captured - self.stats.recaptured
-        return describe(
-            self.stats, plans=plans, notes=[*(f"prepared: {change}" for change in self.prepared), *self._compiled.notes]
-        )
+    def text(self) -> str:
+        """The report as text."""
+        return describe(**self._facts())
+
+    def data(self) -> dict[str, Any]:
+        """The report as data."""
+        return describe_data(**self._facts(), programs=self.drawn())
+
+    def drawn(self) -> list[Program]:
+        """Every program that is ready."""
+        return self._programs.all()
+
+    def _facts(self) -> dict[str, Any]:
+        notes = [*(f"prepared: {change}" for change in self.prepared), *self._compiled.notes]
+        return {"stats": self.stats, "plans": self.stats.captured - self.stats.recaptured, "notes": notes}
 
     @property
     def prepared(self) -> list[str]:
@@ -180,12 +189,6 @@ class GraphedStep(Exclusive):
     def decide_refusals(self, escalates: Callable[[RefusalError], bool]) -> None:
         """Let ``escalates(error)`` say which refusals raise; the others demote with a warning."""
         self._refusals.escalates = escalates
-
-    def _asks_eager(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        if callable(self._options.eager_if):
-            return bool(self._options.eager_if(*args, **kwargs))
-        assert self._options.eager_if is not None
-        return (self._calls - 1) % self._options.eager_if == 0
 
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
         return self._runner.refused(self._lookup.moved(feed), error)

@@ -114,6 +114,12 @@ class Options:
         if self.eager_if is not None and not callable(self.eager_if) and not _is_count(self.eager_if, 1):
             raise OptionError(f"eager_if is {self.eager_if!r}; expected a predicate, or n >= 1 for every n-th call")
 
+    def asks_eager(self, calls: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether ``eager_if`` wants the call with these arguments, the ``calls``-th, to be eager."""
+        if callable(self.eager_if):
+            return bool(self.eager_if(*args, **kwargs))
+        return self.eager_if is not None and (calls - 1) % self.eager_if == 0
+
     @property
     def schedule(self) -> Schedule:
         """Which replays are checked: none where nothing is replayed."""

@@ -23,7 +23,7 @@ class ServedStep(GraphedStep):
     @property
     def programs(self) -> list[Program]:
         """Every program that is ready."""
-        return self._programs.all()
+        return self.drawn()
 
     @property
     def buffer_bytes(self) -> int:

@@ -20,7 +20,10 @@ from graphplan.step.managed import Managed
 from graphplan.unchanged import Geometries, Modes
 
 _KINDS = 4
-"""Kinds of calls that are remembered: as many as a step that accumulates gradients has programs."""
+"""Kinds of calls with tensors of the same shapes that are remembered: as many as a step that accumulates gradients has
+programs."""
+_SHAPES = 256
+"""Shapes whose kinds of calls are remembered."""
 
 
 class Call:
@@ -97,6 +100,15 @@ def _shape(arg: Any) -> Any:
     return len(arg) if type(arg) in (list, tuple) else None
 
 
+def _shapes(args: Sequence[Any]) -> Any:
+    """The shapes of those arguments that are tensors: where few calls are alike, few need a closer look."""
+    try:
+        return tuple([arg.shape if type(arg) is Tensor else None for arg in args])
+    except RuntimeError:
+        # A nested tensor has no shape, and no program.
+        return None
+
+
 class ShortWay:
     """The kinds of calls of one step that were replayed of late. ``moved``: what is fed may lie on another device."""
 
@@ -104,11 +116,11 @@ class ShortWay:
         self._managed = managed
         self._moved = moved
         self._modes = modes
-        self._known: list[Call] = []
+        self._known: dict[Any, list[Call]] = {}
 
     def find(self, args: Sequence[Any]) -> tuple[Call, list[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
-        for call in self._known:
+        for call in self._known.get(_shapes(args), ()):
             leaves = call.leaves(args)
             if leaves is not None:
                 return (call, leaves) if self._is_ready(call) else None
@@ -144,9 +156,13 @@ class ShortWay:
         call = Call(args, feed, entry, program, facts=facts, variant=variant, moved=self._moved)
         leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
-            others = [known for known in self._known if known.leaves(args) is None]
-            self._known = [call, *others][:_KINDS]
+            shapes = _shapes(args)
+            others = [known for known in self._known.pop(shapes, ()) if known.leaves(args) is None]
+            self._known[shapes] = [call, *others][:_KINDS]
+            if len(self._known) > _SHAPES:
+                del self._known[next(iter(self._known))]
 
     def forget(self) -> None:
         """Let go of programs that were closed."""
-        self._known = [call for call in self._known if call.program.is_open]
+        alive = {shapes: [call for call in calls if call.program.is_open] for shapes, calls in self._known.items()}
+        self._known = {shapes: calls for shapes, calls in alive.items() if calls}

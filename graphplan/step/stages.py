@@ -20,7 +20,7 @@ from graphplan.compiler import build_plan, is_allowed
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
-from graphplan.program import WATCHERS, Program, capture_program
+from graphplan.program import Program, capture_program
 from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
@@ -222,7 +222,6 @@ class Stages:
             if isinstance(backend, CUDAGraphBackend):
                 backend.generators = list(plan.generators)
                 backend.constants = list(plan.device_constants)
-                backend.inspects = bool(WATCHERS)
                 backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
             recorded = uncompiled() if backend.executes and self._managed.runs_compiled else nullcontext()
             with self._managed.rates, recorded:

@@ -1,4 +1,4 @@
-"""Reading statistics aloud."""
+"""Statistics as text for people."""
 
 from __future__ import annotations
 
