@@ -14,15 +14,16 @@ import inspect
 import traceback
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 
-from graphplan.backend import first_line, is_out_of_memory
+from graphplan.backend import Backend, first_line, is_out_of_memory
+from graphplan.cudart import count_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
+from graphplan.roles import Footprint
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
@@ -99,38 +100,11 @@ class GraphRecording:
             torch.cuda.synchronize(self._device)
             self._graph.reset()
             self._graph = None
+            # A pool without graphs stays reserved until somebody asks for this.
+            torch.cuda.empty_cache()
 
 
-def _runtime() -> Any | None:
-    try:
-        from cuda.bindings import runtime
-    except ImportError:
-        return None
-    return runtime
-
-
-def _upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    """Send the executable graph to the device now, so that the first replay does not pay for it."""
-    runtime, handle = _runtime(), getattr(graph, "raw_cuda_graph_exec", None)
-    if runtime is None or handle is None:
-        return
-    # A failed upload costs the first replay some microseconds and nothing else.
-    runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
-
-
-def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
-    """A kept graph's nodes by type; empty where CUDA's Python bindings are not installed."""
-    runtime = _runtime()
-    if runtime is None:
-        return {}
-    handle = runtime.cudaGraph_t(graph.raw_cuda_graph())
-    _, _, number = runtime.cudaGraphGetNodes(handle, 0)
-    _, nodes, _ = runtime.cudaGraphGetNodes(handle, number)
-    kinds = [runtime.cudaGraphNodeGetType(node)[1] for node in nodes[:number]]
-    return dict(Counter(kind.name.removeprefix("cudaGraphNodeType") for kind in kinds))
-
-
-class CUDAGraphBackend:
+class CUDAGraphBackend(Backend):
     """Captures on one CUDA device. Capturing does not execute: the first replay is the captured step."""
 
     name = "cudagraph"
@@ -175,6 +149,8 @@ class CUDAGraphBackend:
         collecting = gc.isenabled()
         gc.collect()
         torch.cuda.synchronize(self.device)
+        # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
+        self.trim()
         before = torch.cuda.memory_reserved(self.device)
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
@@ -186,16 +162,26 @@ class CUDAGraphBackend:
         nodes = count_nodes(graph) if self.inspects else {}
         if self.inspects:
             graph.instantiate()
-        _upload(graph, self._stream)
+        upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
         recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, nodes)
         self._living.add(recording)
         return recording, result
 
+    def needs(self, footprint: Footprint, *, alone: bool) -> int:
+        """What is alive at once, less what the pool has for it already."""
+        pool = self._pool if not alone else None
+        shared = sum(r.nbytes for r in self._living if r.alive and r.generation == pool) if pool is not None else 0
+        return max(0, footprint.peak - shared)
+
     def begin_generation(self) -> None:
-        """Have later recordings share memory among themselves only."""
+        """See :meth:`graphplan.backend.Backend.begin_generation`."""
         self._pool = None
+
+    def trim(self) -> None:
+        """See :meth:`graphplan.backend.Backend.trim`."""
+        torch.cuda.empty_cache()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any]) -> Any:
         current = torch.cuda.current_stream(self.device)

@@ -32,6 +32,7 @@ LAYERS = {
     "policy": 1,
     "signature": 1,
     "backend": 1,
+    "cudart": 0,
     "unchanged": 2,
     "native": 1,
     "owners": 1,
