@@ -21,6 +21,7 @@ from graphplan.errors import HostEffectError as HostEffectError
 from graphplan.errors import HostScalarError as HostScalarError
 from graphplan.errors import HostSyncError as HostSyncError
 from graphplan.errors import LearningRateError as LearningRateError
+from graphplan.errors import MemoryBudgetError as MemoryBudgetError
 from graphplan.errors import NotCapturedError as NotCapturedError
 from graphplan.errors import OptimizerError as OptimizerError
 from graphplan.errors import OptionError as OptionError

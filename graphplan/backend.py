@@ -14,6 +14,7 @@ import torch
 
 from graphplan.errors import BackendError, CaptureMemoryError
 from graphplan.nodes import Nodes
+from graphplan.roles import Footprint
 
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
@@ -61,6 +62,19 @@ class Backend(Protocol):
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` eagerly where a capture would run (its stream)."""
+
+    def needs(self, footprint: Footprint, *, alone: bool) -> int:
+        """How many bytes a recording of such a step would take: if it were the only one (``alone``), or beside those
+        that there are, whose memory it may use too. An estimate.
+        """
+
+    def begin_generation(self) -> None:
+        """Have later recordings share memory among themselves only. Nothing to do where each has memory of its own."""
+        return
+
+    def trim(self) -> None:
+        """Give memory that nobody uses back to the device. Nothing to do where nothing is cached."""
+        return
 
 
 def check_backend(name: str) -> str:

@@ -20,10 +20,11 @@ from typing import Any
 
 import torch
 
-from graphplan.backend import first_line, is_out_of_memory
+from graphplan.backend import Backend, first_line, is_out_of_memory
 from graphplan.cudanodes import forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.nodes import Nodes
+from graphplan.roles import Footprint
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
@@ -115,9 +116,11 @@ class GraphRecording:
             torch.cuda.synchronize(self._device)
             self._graph.reset()
             self._graph = None
+            # A pool without graphs stays reserved until somebody asks for this.
+            torch.cuda.empty_cache()
 
 
-class CUDAGraphBackend:
+class CUDAGraphBackend(Backend):
     """Captures on one CUDA device. Capturing does not execute: the first replay is the captured step."""
 
     name = "cudagraph"
@@ -159,6 +162,8 @@ class CUDAGraphBackend:
         collecting = gc.isenabled()
         gc.collect()
         torch.cuda.synchronize(self.device)
+        # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
+        self.trim()
         before = torch.cuda.memory_reserved(self.device)
         forget_workspaces()
         try:
@@ -176,9 +181,19 @@ class CUDAGraphBackend:
         self._living.add(recording)
         return recording, result
 
+    def needs(self, footprint: Footprint, *, alone: bool) -> int:
+        """What is alive at once, less what the pool has for it already."""
+        pool = self._pool if not alone else None
+        shared = sum(r.nbytes for r in self._living if r.alive and r.generation == pool) if pool is not None else 0
+        return max(0, footprint.peak - shared)
+
     def begin_generation(self) -> None:
-        """Have later recordings share memory among themselves only."""
+        """See :meth:`graphplan.backend.Backend.begin_generation`."""
         self._pool = None
+
+    def trim(self) -> None:
+        """See :meth:`graphplan.backend.Backend.trim`."""
+        torch.cuda.empty_cache()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], *, kept: bool) -> Any:
         current = torch.cuda.current_stream(self.device)

@@ -23,7 +23,8 @@ _NO_BINDINGS = (
 )
 
 
-def _bindings(part: str) -> ModuleType | None:
+def bindings(part: str) -> ModuleType | None:
+    """A part of CUDA's Python bindings, or None where these are not installed."""
     try:
         return import_module(f"cuda.bindings.{part}")
     except ImportError:
@@ -35,13 +36,13 @@ def new_graph() -> tuple[torch.cuda.CUDAGraph, bool]:
 
     What is kept is a description in host memory; a replay launches the same executable graph either way.
     """
-    kept = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph") and _bindings("driver") is not None
+    kept = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph") and bindings("driver") is not None
     return (torch.cuda.CUDAGraph(keep_graph=True) if kept else torch.cuda.CUDAGraph()), kept
 
 
 def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     """Send the executable graph to the device now, so that the first replay does not pay for it."""
-    runtime, handle = _bindings("runtime"), getattr(graph, "raw_cuda_graph_exec", None)
+    runtime, handle = bindings("runtime"), getattr(graph, "raw_cuda_graph_exec", None)
     if runtime is None or handle is None:
         return
     # A failed upload costs the first replay some microseconds and nothing else.
@@ -62,7 +63,7 @@ def forget_workspaces() -> None:
 
 def read_nodes(graph: torch.cuda.CUDAGraph, *, kept: bool) -> Nodes:
     """The nodes of a graph, if it was ``kept``."""
-    driver = _bindings("driver") if kept else None
+    driver = bindings("driver") if kept else None
     if driver is None:
         return Nodes(missing=_NO_BINDINGS)
     try:

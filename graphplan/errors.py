@@ -40,6 +40,7 @@ class SkipReason(Enum):
     GUARD = "state moved in a way that a replay cannot follow"
     RECAPTURE = "captures follow each other without paying"
     VERIFY = "a replay differed from the eager step"
+    MEMORY = "there is no memory for a program"
     SLOWER = "replays take longer than eager steps"
     UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
     PEERS = "other ranks are not ready to capture yet"
@@ -194,6 +195,12 @@ class CaptureError(RefusalError, RuntimeError):
 
 class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
     """Memory ran out in a traced or captured call."""
+
+
+class MemoryBudgetError(CaptureError):
+    """A program is estimated to take more memory than the budget allows or the device has: its steps are eager."""
+
+    reason = SkipReason.MEMORY
 
 
 class GradientError(GraphPlanError, RuntimeError):

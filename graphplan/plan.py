@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphplan.owners import Walk, storage_id
 from graphplan.policy import Policy
-from graphplan.roles import External, Role, TensorSpec
+from graphplan.roles import External, Footprint, Role, TensorSpec
 from graphplan.signature import Feed, FeedSpec
 
 
@@ -92,6 +92,7 @@ class Plan:
             that is missing here may have any gradient, since the step drops it unread.
         host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
         launches: operators that one eager step launches.
+        footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
         asked: attributes that the step's code asks for although they may not exist
@@ -119,6 +120,7 @@ class Plan:
     output_structure: Any
     entry_grads: Mapping[str, str]
     launches: int
+    footprint: Footprint
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]

@@ -41,6 +41,21 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes of what the operators of one step make on its device: ``peak`` alive at once, ``total`` all in all.
+
+    What kernels take and give back unseen (workspaces) is not among them.
+    """
+
+    peak: int = 0
+    total: int = 0
+
+    def merge(self, other: Footprint) -> Footprint:
+        """The larger of two steps."""
+        return Footprint(max(self.peak, other.peak), max(self.total, other.total))
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Geometry of a tensor: ``shape`` and ``stride`` in elements, dtype, device, and whether it asks for gradients."""
 

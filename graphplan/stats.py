@@ -24,7 +24,8 @@ class Stats:
     ``verified`` of the replayed calls were also run eagerly, and compared; there eager's outcome stands.
     ``bytes_verified`` is the size of one copy of what such a check copies.
     ``launches_eager`` and ``launches_replayed`` count what the host issued: one per operator in an eager, traced or
-    captured step, one per replay. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
+    captured step, one per replay. ``bytes_static`` is what inputs and programs take, ``bytes_estimated`` what the
+    largest program was estimated to. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
     ``"steady"`` is every replay of a program but its first. ``step_seconds`` and ``step_counts`` are the time from one
     call's end to the next one's, where both were ``"eager"`` or both ``"replayed"``: what a training step takes all
     in all, on a busy device too, where the host runs ahead of it.
@@ -44,6 +45,7 @@ class Stats:
     launches_replayed: int = 0
     bytes_copied: int = 0
     bytes_static: int = 0
+    bytes_estimated: int = 0
     step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     step_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     last_end: float = 0.0
@@ -126,6 +128,7 @@ class Stats:
             "bytes_static",
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.bytes_estimated = max(self.bytes_estimated, other.bytes_estimated)
         self.skipped.update(other.skipped)
         for text, count in other.events.items():
             _tally(self.events, text, count)

@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.backend import Backend
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
 from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
+from graphplan.roles import Footprint
 from graphplan.tracer import find_source, finish, is_allocation, is_collective, wait_for, written_tensors
 from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
 from graphplan.tracer.profile import Aside, Profile
@@ -257,26 +259,22 @@ class TapeRecording:
         for storage, nbytes in self._lent:
             storage.resize_(nbytes)
         try:
-            with torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext():
-                self._run(self._runs)
+            casts = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+            with casts, torch._C._AutoDispatchBelowAutograd():
+                for (inference, grad), kernels in self._runs:
+                    with torch.inference_mode() if inference else nullcontext(), torch.set_grad_enabled(grad):
+                        for kernel in kernels:
+                            kernel()
         finally:
             for storage, _ in self._lent:
                 storage.resize_(0)
-
-    @staticmethod
-    def _run(runs: list[_Run]) -> None:
-        with torch._C._AutoDispatchBelowAutograd():
-            for (inference, grad), kernels in runs:
-                with torch.inference_mode() if inference else nullcontext(), torch.set_grad_enabled(grad):
-                    for kernel in kernels:
-                        kernel()
 
     def reset(self) -> None:
         """Let the operators and their memory go."""
         self._runs = None
 
 
-class TapeBackend:
+class TapeBackend(Backend):
     """Records on the CPU. Recording executes: the recorded pass is a real step."""
 
     name = "tape"
@@ -297,3 +295,7 @@ class TapeBackend:
     def run(self, body: Callable[[], Any]) -> Any:
         """See :meth:`graphplan.backend.Backend.run`."""
         return body()
+
+    def needs(self, footprint: Footprint, *, alone: bool) -> int:
+        """Everything that the step makes: each recorded result has a place, and each recording memory of its own."""
+        return footprint.total

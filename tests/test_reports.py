@@ -199,7 +199,7 @@ def test_what_cannot_be_found_out_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     )
     driver = _Driver(edges_fail=True)
     driver.CUgraph = int  # type: ignore[attr-defined]
-    monkeypatch.setattr(cudanodes, "_bindings", lambda part: driver)
+    monkeypatch.setattr(cudanodes, "bindings", lambda part: driver)
     assert re.search(r"could not tell \(cuGraphGetEdges: 7\)", cudanodes.read_nodes(graph, kept=True).missing)
     monkeypatch.setattr(_Driver, "cuFuncGetName", lambda self, function: (500, None))
     assert cudanodes._walk(_Driver(), 1).missing == "the kernels' names are not known: this driver does not tell them"

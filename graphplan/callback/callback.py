@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
@@ -16,6 +16,7 @@ from graphplan.callback.automatic import AutomaticSeam
 from graphplan.callback.bars import ThrottledBar
 from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
+from graphplan.callback.evaluation_hooks import EvaluationHooks
 from graphplan.callback.gates import closed_to_all, closed_to_training
 from graphplan.callback.loop import LoopSeam
 from graphplan.callback.loop_gates import closed_loop, keeps_stock_transfer
@@ -37,7 +38,7 @@ _LIGHTNINGS_OWN = ("log", "log_dict")
 """Methods of the module that Lightning sets on every callback."""
 
 
-class GraphPlanCallback(Callback):
+class GraphPlanCallback(EvaluationHooks):
     """Replays a Trainer's training steps, optimizer included, with the numbers of the same run without it.
 
     Example:
@@ -62,6 +63,8 @@ class GraphPlanCallback(Callback):
         compile: ``True`` has ``torch.compile`` compile the module's parts and its ``forward`` before their first step;
             or its arguments by name. Without those nothing is compiled on the CPU.
         max_graphs: how many programs are kept.
+        memory_budget: how many bytes the programs of training may compute in, and those of evaluation likewise.
+            One that is estimated to take more is not captured: its steps are eager, with one warning.
         min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
             that is surely slower is dropped, and its steps are eager from then on. None: 1.0 on CUDA, 0 on the CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
@@ -98,6 +101,7 @@ class GraphPlanCallback(Callback):
         verify: str | int | None = "geometric",
         min_speedup: float | None = None,
         max_graphs: int = 16,
+        memory_budget: int | None = None,
         max_recaptures: int = 16,
         debug: bool = False,
         debug_eager: bool = False,
@@ -128,6 +132,7 @@ class GraphPlanCallback(Callback):
             verify=verify,
             min_speedup=min_speedup,
             max_graphs=max_graphs,
+            memory_budget=memory_budget,
             max_recaptures=max_recaptures,
             debug=debug,
             debug_eager=debug_eager,
@@ -208,6 +213,7 @@ class GraphPlanCallback(Callback):
         self._seams[part] = seam
         seam.install()
 
+    @override
     def _start_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.eval or _EVALUATION in self._seams:
             return
@@ -219,42 +225,13 @@ class GraphPlanCallback(Callback):
         options = replace(self.options, policy=self._eval_policy)
         self._install(_EVALUATION, EvaluationSeam(trainer, pl_module, options, self._backends))
 
+    @override
     def _end_evaluation(self, trainer: Trainer) -> None:
         """Remove the seam at the end of a run that only evaluates: a fit may validate again."""
         if trainer.state.fn != TrainerFn.FITTING and _EVALUATION in self._seams:
             self._remove()
             figures = self._of(_EVALUATION)
             rank_zero_info(summary(figures.stats, plans=figures.plans))
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam of evaluation."""
-        self._start_evaluation(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam of evaluation."""
-        self._start_evaluation(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam of evaluation."""
-        self._start_evaluation(trainer, pl_module)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam of evaluation, except in a fit."""
-        self._end_evaluation(trainer)
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam of evaluation."""
-        self._end_evaluation(trainer)
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam of evaluation."""
-        self._end_evaluation(trainer)
 
     def _refuse(self, part: str, reason: str) -> None:
         text = f"no step of this fit can be captured: {reason}"

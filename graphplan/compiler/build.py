@@ -85,6 +85,7 @@ def build_plan(
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         launches=second.launches,
+        footprint=first.footprint.merge(second.footprint),
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),
         device=second.device,

@@ -53,6 +53,12 @@ def describe(stats: Stats, *, plans: int, notes: Sequence[str] = ()) -> str:
         f"  launches: {stats.launches_eager} by eager steps, {stats.launches_replayed} by replays; "
         f"{stats.bytes_copied / 2**20:.1f} MiB copied in"
     )
+    if stats.bytes_estimated:
+        estimated, taken = stats.bytes_estimated / 2**20, stats.bytes_static / 2**20
+        lines.append(
+            f"  memory: the largest program was estimated at {estimated:.1f} MiB before its capture; static inputs and "
+            f"programs take {taken:.1f} MiB"
+        )
     if stats.verified:
         size = stats.bytes_verified / 2**20
         lines.append(

@@ -130,27 +130,23 @@ class Entries:
             dropped += 1
         return dropped
 
-    def evict_bytes(self, kept: Entry, budget: int) -> int:
-        """Drop programs of other entries than ``kept`` while all take more than ``budget`` bytes; how many entries lost
-        theirs. Memory comes back only where nothing of one generation is left, so that whole generations go, the one
-        that was used least recently first.
+    def evict_generation(self, kept: Entry) -> int:
+        """Drop the programs of the generation that was used least recently, unless ``kept`` has programs of it; how
+        many entries lost theirs. Memory comes back only where nothing of a generation is left.
         """
-        dropped = 0
-        while sum(program.nbytes for program in self.programs()) > budget:
-            held = {program.generation for program in kept.programs()}
-            used: dict[object, int] = {}
-            for entry in self:
-                for program in entry.programs():
-                    used[program.generation] = max(used.get(program.generation, 0), entry.used)
-            old = [generation for generation in used if generation not in held]
-            if not old:
-                break
-            oldest = min(old, key=used.__getitem__)
-            for entry in self:
-                if any(program.generation == oldest for program in entry.programs()):
-                    entry.drop()
-                    dropped += 1
-        return dropped
+        held = {program.generation for program in kept.programs()}
+        used: dict[object, int] = {}
+        for entry in self:
+            for program in entry.programs():
+                used[program.generation] = max(used.get(program.generation, 0), entry.used)
+        old = [generation for generation in used if generation not in held]
+        if not old:
+            return 0
+        oldest = min(old, key=used.__getitem__)
+        losers = [entry for entry in self if any(program.generation == oldest for program in entry.programs())]
+        for entry in losers:
+            entry.drop()
+        return len(losers)
 
     def clear(self) -> None:
         """Drop every program and forget every key."""

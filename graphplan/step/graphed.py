@@ -10,11 +10,9 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphplan.buffers import Buffers
-from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.plan import Plan
 from graphplan.program import Program
@@ -30,6 +28,7 @@ from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
 from graphplan.step.replays import Replays
+from graphplan.step.room import Room
 from graphplan.step.runner import Backends, Runner
 from graphplan.step.short import ShortWay
 from graphplan.step.stages import MEMORY_IS_FED, Stages
@@ -70,12 +69,19 @@ class GraphedStep(Exclusive, Reports):
         self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
         self._refusals = Refusals(options.on_failure, self.stats, peers)
         self._peers = peers
-        self._stages = Stages(
-            self._runner, self._managed, options, buffers=self._buffers, refusals=self._refusals, peers=peers
-        )
-        self._replays = Replays(self._runner, options, peers)
         modes = Modes()
         self._programs: Programs = Programs(options, self.stats)
+        self._room = Room(options, self._programs, peers)
+        self._stages = Stages(
+            self._runner,
+            self._managed,
+            options,
+            buffers=self._buffers,
+            refusals=self._refusals,
+            peers=peers,
+            room=self._room,
+        )
+        self._replays = Replays(self._runner, options, peers)
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
         self._demoted: RefusalError | None = None
@@ -199,6 +205,8 @@ class GraphedStep(Exclusive, Reports):
         """
         result, error = self._replays.check(program, feed)
         entry.refusal = self._replays.loss(program) if error is None else None
+        assert self._runner.backend is not None
+        self._room.after_check(self._runner.backend)
         if entry.refusal is not None:
             self.stats.note(f"dropped: {entry.refusal}")
             self._programs.close(entry)
@@ -232,11 +240,10 @@ class GraphedStep(Exclusive, Reports):
             result = self._stages.advance(entry, feed)
             self._programs.count_attempt()
             if self.stats.captured > captured:
-                dropped = self._programs.count_capture(entry, self._lookup.geometry(feed))
+                self._programs.count_capture(entry, self._lookup.geometry(feed))
+                self._settle(entry)
                 self._short.forget()
-                programs = self._programs.all()
-                self._share_memory(entry, freed=dropped > 0)
-                self.stats.bytes_static = self._buffers.nbytes + sum(program.nbytes for program in programs)
+                self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes
             return result
         result = self._stages.warm_up(entry, feed)
         self._programs.count_attempt()
@@ -244,18 +251,12 @@ class GraphedStep(Exclusive, Reports):
             self._lookup.keep(feed, entry)
         return result
 
-    def _share_memory(self, entry: Entry, *, freed: bool) -> None:
-        """Under a budget, have programs share memory in groups that can go one after the other, and ``freed`` memory go
-        back to the device.
-        """
-        budget, backend = self._options.memory_budget, self._runner.backend
-        latest = entry.programs()[-1].generation
-        if budget is None or not isinstance(backend, CUDAGraphBackend):
-            return
-        if sum(program.nbytes for program in self._programs.all() if program.generation == latest) > budget // 4:
-            backend.begin_generation()
-        if freed:
-            torch.cuda.empty_cache()
+    def _settle(self, entry: Entry) -> None:
+        """See to it that the programs, with the new one, take no more memory than they may."""
+        assert self._runner.backend is not None
+        cramped = self._room.settle(entry, self._runner.backend)
+        if cramped is not None:
+            self._refusals.warn(f"graphplan runs this step eagerly: {cramped}")
 
     def _may_advance(self, entry: Entry, peers: Peers) -> bool:
         """Whether the other ranks are as far as this one, where the next thing would be a capture."""

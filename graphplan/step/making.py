@@ -28,6 +28,7 @@ def graph_step(
     fuse_optimizer: bool = False,
     compile: bool | Mapping[str, Any] = False,
     max_graphs: int = 16,
+    memory_budget: int | None = None,
     verify: str | int | None = "geometric",
     min_speedup: float | None = None,
     max_recaptures: int = 16,
@@ -61,6 +62,9 @@ def graph_step(
             ``torch.compile`` before their first step: the captured kernels are compiled ones, and the numbers the
             compiler's. Or arguments of ``torch.compile`` by name; without them nothing is compiled on the CPU.
         max_graphs: how many programs are kept.
+        memory_budget: how many bytes the programs may compute in, all in all; None: as many as the device has. What one
+            takes is estimated from its traces. One that is too large is not captured: its steps are eager, with one
+            warning and the reason in the report. Others go for a new one, those used least recently first.
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
             every 1000th), n for every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same
             state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
@@ -92,6 +96,7 @@ def graph_step(
         fuse_optimizer=fuse_optimizer,
         compile=compile,
         max_graphs=max_graphs,
+        memory_budget=memory_budget,
         verify=verify,
         min_speedup=min_speedup,
         max_recaptures=max_recaptures,

@@ -30,7 +30,7 @@ class Programs:
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
-        self._attempts = 0
+        self.attempts = 0
         self._said = False
 
     def get(self, key: Key) -> Entry | None:
@@ -84,13 +84,21 @@ class Programs:
             self.close(entry)
             entry.refusal = None
 
-    def count_capture(self, entry: Entry, geometry: Hashable) -> int:
-        """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many or takes
-        too much memory.
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the programs compute in."""
+        return sum(program.nbytes for program in self.all())
 
-        Returns:
-            How many entries lost their programs because of their memory.
-        """
+    def evict_for_memory(self, kept: Entry) -> int:
+        """Drop some programs of other entries than ``kept``; how many entries lost theirs."""
+        dropped = self._entries.evict_generation(kept)
+        for _ in range(dropped):
+            self._stats.note("evicted: more bytes than memory_budget")
+        self._let_go()
+        return dropped
+
+    def count_capture(self, entry: Entry, geometry: Hashable) -> None:
+        """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many."""
         program = next(program for program in reversed(entry.programs()) if program.replays == 0)
         before = self._latest.pop(geometry, None)
         self._stats.recaptured += self._entries.has_captured(geometry)
@@ -103,12 +111,7 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
-        budget = self._options.memory_budget
-        dropped = 0 if budget is None else self._entries.evict_bytes(entry, budget)
-        for _ in range(dropped):
-            self._stats.note("evicted: more bytes than memory_budget")
         self._let_go()
-        return dropped
 
     def check_churn(self) -> None:
         """Whether one more capture is in order.
@@ -126,7 +129,7 @@ class Programs:
 
     def count_attempt(self) -> None:
         """A call on the way to a program has returned; one that was broken off has not happened."""
-        self._attempts += 1
+        self.attempts += 1
 
     def check_due(self) -> NotCapturedError | None:
         """What to say, once, if a capture should have come by now: eager for ever is no help to anybody."""
@@ -134,7 +137,7 @@ class Programs:
             return None
         needed = self._options.warmup_steps + 3
         repeats = max(known.eager_calls for known in self._entries) > 1
-        if self._attempts < _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
+        if self.attempts < _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
             return None
         self._said = True
         signatures = sum(1 for _ in self._entries)

@@ -29,6 +29,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.refusals import Refusals
+from graphplan.step.room import Room
 from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
 from graphplan.trees import flatten_result
@@ -48,8 +49,10 @@ class Stages:
         buffers: Buffers,
         refusals: Refusals,
         peers: Peers | None,
+        room: Room,
     ) -> None:
         self._peers = peers
+        self._room = room
         self._runner = runner
         self._managed = managed
         self._options = options
@@ -91,6 +94,12 @@ class Stages:
             return self.warm_up(entry, feed)
         if line.plan is not None and line.plan.shared_leaves(feed, walk) != line.plan.shared:
             return self._runner.eager(feed, SkipReason.FEED, MEMORY_IS_FED)
+        assert self._runner.backend is not None
+        cramped = None if line.plan is None else self._room.make(entry, line.plan, self._runner.backend)
+        if cramped is not None:
+            # No fault of the step's: nothing to raise.
+            self._refusals.warn(f"graphplan runs this step eagerly: {cramped}")
+            return self._runner.refused(feed, cramped)
         try:
             refuse_graphs_within(walk, self._runner.fn, self._runner.device)
             return self._attempt(entry, line, feed, walk)
@@ -212,6 +221,9 @@ class Stages:
                 "print. Print what the step returns, outside it, or pass allow=('print',)"
             )
         self._runner.plan = line.plan
+        assert self._runner.backend is not None
+        needed = self._runner.backend.needs(line.plan.footprint, alone=True)
+        self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
     def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot) -> Any:

@@ -16,6 +16,7 @@ from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
+from graphplan.tracer.footprint import Allocations
 from graphplan.tracer.profile import Aside
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
@@ -92,6 +93,7 @@ class TraceMode(TorchDispatchMode):
         self._internal: dict[int, int] = {}
         self._external: dict[int, int] = {}
         self._weak: list[StorageWeakRef] = []
+        self._allocations = Allocations()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
 
     def refuse(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
@@ -144,6 +146,7 @@ class TraceMode(TorchDispatchMode):
     def finish(self) -> None:
         """Check what only shows once the step is over."""
         self._check_seek(None)
+        self._trace.footprint = self._allocations.footprint
 
     def _operand(self, tensor: Tensor, name: str, source: Source) -> tuple[str, int]:
         storage = storage_id(tensor)
@@ -173,6 +176,8 @@ class TraceMode(TorchDispatchMode):
         self._internal[storage] = len(self._internal)
         # The weak reference keeps the storage's identity from being handed out again within this trace.
         self._weak.append(StorageWeakRef(tensor.untyped_storage()))
+        if tensor.device == self._trace.device:
+            self._allocations.add(self._weak[-1], tensor.untyped_storage().nbytes())
         return True
 
     def _mark_written(self, tensor: Tensor, name: str, source: Source) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphplan.errors import RefusalError
 from graphplan.owners import Slot, is_freed
-from graphplan.roles import TensorSpec
+from graphplan.roles import Footprint, TensorSpec
 from graphplan.tracer.changes import Changes
 from graphplan.tracer.collectives import is_collective
 from graphplan.tracer.profile import Reads
@@ -79,6 +79,7 @@ class Trace:
     generators: list[torch.Generator] = field(default_factory=list)
     device: torch.device | None = None
     dtypes: set[torch.dtype] = field(default_factory=set)
+    footprint: Footprint = field(default_factory=Footprint)
     device_constants: list[Tensor] = field(default_factory=list)
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)

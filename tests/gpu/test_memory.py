@@ -1,8 +1,10 @@
-"""Captures for which memory runs out: eager steps that fit go on, and get back what the capture took."""
+"""What captures and programs take, what they give back, and captures for which memory runs out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from graphplan import CaptureMemoryError, SkipReason
+from graphplan import CaptureMemoryError, SkipReason, graph_step
 from tests.gpu.failing import AT, RIGS, forbidden, operators_of_capture, recorded, run_through, too_much
 from tests.gpu.helpers import (
     BACKEND,
@@ -77,22 +79,145 @@ def wide_rig() -> Rig:
     return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
 
 
-@needs_cuda
-def test_a_device_on_which_only_eager_steps_fit() -> None:
-    """The pool of a capture does not fit beside what eager steps reserve: they go on, within the same limit."""
-    make = on_device(wide_rig)
-    rig = build(make)
-    expected = drive(rig, oracle(rig))
-    rig = build(make)
-    step = managed(rig, backend=BACKEND, on_failure="eager")
-    begun = drive(rig, step, AT)
+PARAMETERS = 4 * (64 * 4096 + 4096 + 4096 * 4096 + 4096 + 4096 * 8 + 8)
+"""Bytes of the wide rig's parameters, and of its gradients."""
+make_wide = on_device(wide_rig)
+
+
+def eager_need() -> int:
+    """What eager steps of the wide rig reserve at most beside what they leave allocated."""
+    rig = build(make_wide)
+    memory()
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    drive(rig, oracle(rig))
+    return torch.cuda.max_memory_reserved(DEVICE) - torch.cuda.memory_allocated(DEVICE)
+
+
+@contextmanager
+def limited_to(nbytes: int) -> Iterator[None]:
+    """Have torch reserve no more than ``nbytes`` in the block."""
     _, total = torch.cuda.mem_get_info(DEVICE)
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(DEVICE) + 64 * MIB) / total, DEVICE)
+    torch.cuda.set_per_process_memory_fraction(nbytes / total, DEVICE)
     try:
-        with pytest.warns(UserWarning, match=r"memory ran out .*CUDA out of memory"):
-            rest = drive(replace(rig, calls=rig.calls[AT:]), step)
+        yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+
+
+@needs_cuda
+def test_a_device_on_which_only_eager_steps_fit() -> None:
+    """The copies of the state that a capture needs do not fit: eager steps go on, within the same limit."""
+    rig = build(make_wide)
+    expected = drive(rig, oracle(rig))
+    del rig
+    need = eager_need()
+    rig = build(make_wide)
+    step = managed(rig, backend=BACKEND, on_failure="eager")
+    begun = drive(rig, step, AT)
+    with (
+        limited_to(memory()[1] + need + 32 * MIB),
+        pytest.warns(UserWarning, match=r"memory ran out .*CUDA out of memory"),
+    ):
+        rest = drive(replace(rig, calls=rig.calls[AT:]), step)
     assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
     assert step.stats.skipped == {SkipReason.CAPTURE: CALLS - AT}
     assert_frees_cached_memory()
+
+
+@needs_cuda
+def test_a_capture_takes_what_eager_steps_have_left_cached() -> None:
+    """It is given back before the capture, which could not have it freed: pool and cache need not fit side by side."""
+    rig = build(make_wide)
+    expected = drive(rig, oracle(rig))
+    del rig
+    rig = build(make_wide)
+    step = managed(rig, backend=BACKEND, verify="off")
+    begun = drive(rig, step, AT)
+    gc.collect()
+    with limited_to(torch.cuda.memory_reserved(DEVICE) + 2 * PARAMETERS + 64 * MIB):
+        rest = drive(replace(rig, calls=rig.calls[AT:]), step)
+    assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
+    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - AT - 1)
+
+
+@needs_cuda
+def test_a_program_takes_what_eager_steps_take() -> None:
+    """Reserved in replays: at most 15 % above eager's peak and the static inputs. One set of gradients is alive."""
+    need = eager_need()
+    before = memory()
+    rig = build(make_wide)
+    step = managed(rig, backend=BACKEND, verify="off")
+    drive(rig, step)
+    torch.cuda.synchronize()
+    gc.collect()
+    allocated, reserved = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
+    fed = sum(x.nbytes for (x,) in rig.calls)
+    static = step._buffers.nbytes
+    assert step.stats.replayed == CALLS - AT - 1, step.report()
+    assert allocated - before[0] <= 2 * PARAMETERS + fed + static + 4 * MIB
+    assert reserved - before[1] <= 1.15 * (need + 2 * PARAMETERS) + fed + static
+
+
+@needs_cuda
+def test_an_estimate_is_near_to_what_a_capture_reserves() -> None:
+    """Within a third: segments are larger than what lies in them, and kernels have workspaces."""
+    rig = build(make_wide)
+    step = managed(rig, backend=BACKEND, verify="off")
+    drive(rig, step)
+    (program,) = step._programs.all()
+    assert step.stats.bytes_estimated == pytest.approx(program.nbytes, rel=1 / 3), step.report()
+
+
+@needs_cuda
+def test_a_program_that_is_too_large_is_not_captured() -> None:
+    """One warning, eager's numbers, and nothing is reserved for a program."""
+    rig = build(make_wide)
+    expected = drive(rig, oracle(rig))
+    rig = build(make_wide)
+    step = managed(rig, backend=BACKEND, memory_budget=MIB)
+    with pytest.warns(UserWarning, match=r"is estimated to take .* MiB, and memory_budget allows 1\.0 MiB"):
+        found = drive(rig, step)
+    assert_same_runs(expected, found)
+    assert step.stats.skipped == {SkipReason.MEMORY: CALLS - AT}
+    assert step._programs.all() == []
+
+
+@needs_cuda
+def test_what_a_dropped_program_had_is_free() -> None:
+    """By the device's own count, without anybody asking torch to empty its cache."""
+
+    def fn(x: Tensor, kind: int) -> Tensor:
+        return (x.expand(8 * MIB, -1).contiguous() + kind).exp().sum(0)
+
+    x = torch.zeros(1, 1, device=DEVICE)
+    before = memory()
+    step = graph_step(fn, backend=BACKEND, mode="inference", verify="off", memory_budget=160 * MIB)
+    seen = []
+    for kind in range(4):
+        for _ in range(8):
+            step(x, kind)
+        seen.append(torch.cuda.memory_reserved(DEVICE) - before[1])
+    assert step.stats.captured == 4
+    assert step.stats.events == {"evicted: more bytes than memory_budget": 2}
+    assert max(seen) <= 160 * MIB + 4 * MIB, seen
+    free, _ = torch.cuda.mem_get_info(DEVICE)
+    step.close()
+    torch.cuda.synchronize()
+    assert torch.cuda.mem_get_info(DEVICE)[0] >= free + 60 * MIB
+    assert torch.cuda.memory_reserved(DEVICE) <= before[1] + 4 * MIB
+
+
+@needs_cuda
+def test_checks_under_a_budget_keep_nothing() -> None:
+    """The eager step of a check takes as much as a program; under a budget that goes back to the device."""
+    kept = []
+    for budget in (None, 1 << 40):
+        start = memory()[1]
+        rig = build(make_wide)
+        step = managed(rig, backend=BACKEND, verify=1, memory_budget=budget)
+        drive(rig, step)
+        assert step.stats.verified > 0
+        kept.append(torch.cuda.memory_reserved(DEVICE) - start)
+        step.close()
+        del rig, step
+    assert kept[1] <= kept[0] - 256 * MIB, kept

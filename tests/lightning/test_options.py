@@ -38,11 +38,23 @@ def test_the_callers_list_is_not_the_callbacks(tmp_path: Path) -> None:
     assert callback.options.allow == ()
 
 
-@pytest.mark.parametrize("name", ["max_graphs", "max_recaptures"])
+@pytest.mark.parametrize("name", ["max_graphs", "max_recaptures", "memory_budget"])
 def test_bounds_that_make_no_sense(name: str) -> None:
     """Said when the callback is made."""
     with pytest.raises(OptionError, match=rf"{name} is -1; expected"):
         GraphPlanCallback(**{name: -1})
+
+
+def test_a_budget_that_no_program_fits_into(tmp_path: Path) -> None:
+    """Eager's fit, also where refusals raise, and the report says why."""
+    expected = fit(LitDigits, tmp_path / "eager", max_epochs=1)
+    callback = tape(memory_budget=1000)
+    with pytest.warns(UserWarning, match=r"is estimated to take .* MiB, and memory_budget allows 0\.0 MiB"):
+        found = fit(LitDigits, tmp_path / "graphed", callback, max_epochs=1)
+    assert_same_fits(expected, found)
+    assert callback.stats.captured == 0
+    assert callback.stats.skipped[SkipReason.MEMORY] > 0
+    assert "memory_budget allows" in callback.report()
 
 
 def _counting(self: Any, batch: Any, batch_idx: int) -> Tensor:

@@ -1,0 +1,47 @@
+"""How much memory a traced step takes while it computes."""
+
+from __future__ import annotations
+
+from torch import UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphplan.roles import Footprint
+
+
+class Allocations:
+    """Counts the bytes of what operators make, and how much of it is alive at once.
+
+    Storages are only known weakly, since to hold them would change what is counted. Who is gone is looked up only where
+    there may be more than ever before.
+    """
+
+    def __init__(self) -> None:
+        self._living: list[StorageWeakRef] = []
+        self._current = 0
+        self._peak = 0
+        self._total = 0
+
+    def add(self, storage: StorageWeakRef, nbytes: int) -> None:
+        """Count a storage that an operator has just made."""
+        self._living.append(storage)
+        self._current += nbytes
+        self._total += nbytes
+        if self._current > self._peak:
+            self._count()
+            self._peak = max(self._peak, self._current)
+
+    def _count(self) -> None:
+        """Forget storages that are gone, and see how large the others are: one may have been resized."""
+        sizes = [(reference, _size(reference)) for reference in self._living]
+        self._living = [reference for reference, size in sizes if size is not None]
+        self._current = sum(size or 0 for _, size in sizes)
+
+    @property
+    def footprint(self) -> Footprint:
+        """What was counted."""
+        return Footprint(self._peak, self._total)
+
+
+def _size(reference: StorageWeakRef) -> int | None:
+    storage = UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return None if storage is None else int(storage.nbytes())
