@@ -40,13 +40,16 @@ def new_graph() -> tuple[torch.cuda.CUDAGraph, bool]:
     return (torch.cuda.CUDAGraph(keep_graph=True) if kept else torch.cuda.CUDAGraph()), kept
 
 
-def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
-    """Send the executable graph to the device now, so that the first replay does not pay for it."""
+def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> bool:
+    """Send the executable graph to the device now, so that the first replay does not pay for it; whether that was done.
+
+    An upload that is not done costs the first replay some microseconds and nothing else.
+    """
     runtime, handle = bindings("runtime"), getattr(graph, "raw_cuda_graph_exec", None)
     if runtime is None or handle is None:
-        return
-    # A failed upload costs the first replay some microseconds and nothing else.
-    runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
+        return False
+    (error,) = runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
+    return int(error) == 0
 
 
 def forget_workspaces() -> None:

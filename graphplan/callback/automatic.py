@@ -34,6 +34,7 @@ class AutomaticSeam(Seam):
         self._optimizer = trainer.optimizers[0]
         self._components: GraphedStep | None = None
         self._uses_epoch = False
+        self._logs.takes_loss = True
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
         self._whole = self._make(self._whole_body, self._owners(self._progress))
@@ -98,7 +99,8 @@ class AutomaticSeam(Seam):
     def _whole_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         assert self._context is not None
         optimizer, batch_idx, _ = self._context
-        return self._in_step(lambda kwargs: self._stock_run(optimizer, batch_idx, kwargs), batch)
+        with self._logs.late.of_loss(self._loop):
+            return self._in_step(lambda kwargs: self._stock_run(optimizer, batch_idx, kwargs), batch)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """In place of ``automatic_optimization._make_closure`` in the components form."""
@@ -122,4 +124,5 @@ class AutomaticSeam(Seam):
             closure()
             return closure.consume_result().asdict()
 
-        return self._in_step(body, batch)
+        with self._logs.late.of_loss(self._loop):
+            return self._in_step(body, batch)

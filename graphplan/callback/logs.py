@@ -6,52 +6,33 @@ after it (eager, captured or replayed alike) each call is made for real. Where t
 calls noted so far are made at once, so that it reads what it has logged, and a trace is refused.
 
 A call that was made for real once, and comes again with the same options, needs little more than its value: it is
-*plain*. Means over the epoch are then summed inside the step (:mod:`graphplan.callback.sums`).
+*plain*. The values of plain calls and the loss leave the step in one vector, which also serves to sum means over the
+epoch inside the step (:mod:`graphplan.callback.sums`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from itertools import groupby
 from operator import is_not
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
+from graphplan.callback.calls import LogCall, naming
+from graphplan.callback.late import LOSS, LateCopies
 from graphplan.callback.noting import NotingResults
-from graphplan.callback.sums import Sums
+from graphplan.callback.sums import Group, Sums
 from graphplan.errors import HostSyncError
-from graphplan.tracer import Source, find_source, refuse_trace
+from graphplan.tracer import find_source, refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)
 """Lightning casts values of others."""
-
-
-@dataclass(frozen=True)
-class LogCall:
-    """One call of the result collection's ``log`` without its value. ``source`` is the line that made it; ``is_plain``
-    says that its sums are done already.
-    """
-
-    fx: str
-    name: str
-    options: tuple[tuple[str, Any], ...]
-    source: Source = field(compare=False)
-    is_plain: bool = False
-
-    @cached_property
-    def key(self) -> str:
-        """Lightning's key for its metric in training, where batches come from one loader."""
-        return f"{self.fx}.{self.name}"
-
-    def __repr__(self) -> str:
-        return f"self.log({self.name!r}) in {self.fx}"
 
 
 class _Before:
@@ -78,15 +59,19 @@ class _Before:
 class LogNotes:
     """Notes the log calls of one step, and carries out a step's notes."""
 
-    def __init__(self, trainer: Trainer, *, sums_in_step: bool) -> None:
+    def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
         self._trainer = trainer
+        self.late = LateCopies(module)
+        self.takes_loss = False
+        """Whether the step's result is a dictionary whose loss is a copy of its own."""
         self._sums_in_step = sums_in_step
         self._plain: dict[str, LogCall] = {}
         self._metrics: dict[str, Any] = {}
         self._shows: dict[str, tuple[dict[str, Any], bool, bool]] = {}
         self._usual: list[LogCall] = []
-        self._shown: list[tuple[dict[str, Any], bool, bool]] = []
+        self._shown: list[tuple[Any, tuple[dict[str, Any], bool, bool]]] = []
         self.sums = Sums()
+        self._group: Group | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._kind: tuple[torch.dtype, torch.device] | None = None
         self._before: _Before | None = None
@@ -127,7 +112,8 @@ class LogNotes:
         results.note, results.log_now = note, log_now
         results.__class__ = NotingResults
         try:
-            yield notes
+            with self.late.of_logs(self._plain.__contains__):
+                yield notes
         finally:
             results.__class__ = _ResultCollection
             del results.note, results.log_now
@@ -154,18 +140,33 @@ class LogNotes:
             self._last_hook = self._before.put_back(self._trainer)
             self._before = None
 
-    def settle(self, notes: list[tuple[LogCall, Any]]) -> None:
-        """At the end of a step: sum what its plain calls log."""
+    def settle(self, notes: list[tuple[LogCall, Any]], loss: Any) -> tuple[Tensor | None, int | None]:
+        """At the end of a step: sum what its plain calls log.
+
+        Returns:
+            The vector of their values and the place of ``loss`` in it, where there is such a thing.
+        """
+        self.late.settle()
         plain = [number for number, (call, value) in enumerate(notes) if self._is_plain(call, value)]
         means = [number for number in plain if self._metrics[notes[number][0].key].meta.on_epoch]
         group = self.sums.group_of(tuple(notes[number][0].key for number in means))
-        if means and group is None:
-            plain = [number for number in plain if number not in means]
-        elif group is not None:
-            group.add([notes[number][1] for number in means], [self._size(notes[number][0]) for number in means])
-        for number in plain:
-            call, value = notes[number]
-            notes[number] = (replace(call, is_plain=True), value)
+        if group is None:
+            plain, means = [number for number in plain if number not in means], []
+        order = [*means, *(number for number in plain if number not in means)]
+        order = [number for number in order if _kind(notes[number][1]) == _kind(notes[order[0]][1])]
+        members = [notes[number][1] for number in order]
+        takes_loss = bool(members) and isinstance(loss, Tensor) and not loss.ndim and _kind(loss) == _kind(members[0])
+        with torch.no_grad():
+            vector = torch.stack([*members, *([loss.detach()] if takes_loss else [])]) if members else None
+        sizes = {number: self._size(notes[number][0]) for number in means}
+        if group is not None and vector is not None:
+            group.add(vector[: len(means)], list(sizes.values()))
+        for number, (call, value) in enumerate(notes):
+            if number in order:
+                notes[number] = (replace(call, place=order.index(number), size=sizes.get(number)), None)
+            elif self.late.may_wait(call.key):
+                notes[number] = (call, value.clone())
+        return vector, len(members) if takes_loss else None
 
     def _size(self, call: LogCall) -> int:
         metric, given = self._metrics[call.key], dict(call.options).get("batch_size")
@@ -178,18 +179,28 @@ class LogNotes:
         held = self._metrics[call.key].value
         return value.ndim == 0 and (value.dtype, value.device) == (held.dtype, held.device)
 
-    def finish(self, notes: list[tuple[LogCall, Any]]) -> None:
-        """After a step: log what it noted. What may be plain from now on is asked here, where no trace is looking."""
+    def finish(self, notes: list[tuple[LogCall, Any]], values: Sequence[Tensor]) -> None:
+        """After a step: log what it noted. What may be plain from now on is asked here, where no trace is looking.
+        ``values`` are those of its vector.
+        """
         calls = [call for call, _ in notes]
         if len(calls) == len(self._usual) and not any(map(is_not, calls, self._usual)):
-            for shown, (_, value) in zip(self._shown, notes, strict=True):
-                _show(*shown, value)
+            for place, shown in self._shown:
+                _show(*shown, values[place])
+            if self._group is not None:
+                self._group.steps += 1
             self._trainer._logger_connector._current_fx = self._last_hook = calls[-1].fx
             return
+        self._usual = []
+        notes = [(call, value if call.place is None else values[call.place]) for call, value in notes]
+        sizes = {call.key: call.size for call in calls if call.size is not None}
+        self._group = self.sums.group_of(tuple(sizes))
+        if self._group is not None:
+            self._group.count(list(sizes.values()))
         self._carry_out(notes)
-        if all(call.is_plain for call in calls):
+        if all(call.place is not None for call in calls):
             # A program gives the same calls again each time.
-            self._usual, self._shown = calls, [self._shows[call.key] for call in calls]
+            self._usual, self._shown = calls, [(call.place, self._shows[call.key]) for call in calls]
         elif self._sums_in_step:
             self._learn(notes)
 
@@ -199,13 +210,13 @@ class LogNotes:
         results: Any = None
         connector._current_fx = self._last_hook
         for call, value in notes:
-            if call.is_plain:
+            if call.place is not None:
                 _show(*self._shows[call.key], value)
             else:
                 results = results if results is not None else self._trainer._results
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
-                with _naming(call):
+                with naming(call):
                     results.log(call.fx, call.name, value, **dict(call.options))
             connector._current_fx = self._last_hook = call.fx
 
@@ -241,22 +252,6 @@ class LogNotes:
         return meta.is_mean_reduction and kind == self._kind and kind[0] in _DTYPES
 
 
-@contextmanager
-def _naming(call: LogCall) -> Iterator[None]:
-    """Have errors, which come after the step, tell where in it the call was made."""
-    try:
-        yield
-    except Exception as error:
-        text = f"{call}, called at {call.source}"
-        add_note: Any = getattr(error, "add_note", None)
-        if add_note is not None:
-            add_note(text)
-        else:
-            # Python 3.10 has no notes.
-            error.args = ("\n".join([*map(str, error.args[:1]), text]), *error.args[1:])
-        raise
-
-
 def _is_rate(value: Tensor, rate: Any) -> bool:
     """Whether one number was logged, and it is this learning rate in the dtype that it was logged in."""
     return value.numel() == 1 and bool(value == torch.as_tensor(rate, dtype=value.dtype, device=value.device))
@@ -272,9 +267,29 @@ def _show(inner: dict[str, Any], on_step: bool, on_epoch: bool, value: Tensor) -
     inner["_update_count"] += 1
 
 
+def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
+    return value.dtype, value.device
+
+
 def with_logs(notes: LogNotes, body: Callable[[], Any]) -> dict[str, Any]:
     """``body``'s result and what it logged, as one pytree."""
     with notes.noting() as noted:
         result = body()
-    notes.settle(noted)
-    return {"result": result, "logs": noted}
+    loss = result.get("loss") if notes.takes_loss else None
+    values, place = notes.settle(noted, loss)
+    if place is not None:
+        result = {**result, "loss": None}
+    elif isinstance(loss, Tensor) and notes.late.may_wait(LOSS) and (noted or len(result) > 1):
+        # Something else that the step returns may be the same memory.
+        result = {**result, "loss": loss.clone()}
+    places = {call.place: call.name for call, _ in noted} | {place: "loss"}
+    # For whoever compares one way to take the step with another: what the vector's numbers are.
+    label = ", ".join(places[number] for number in range(len(values if values is not None else [])))
+    return {"result": result, "logs": noted, "values": {label: values}, "loss": place}
+
+
+def values_of(out: dict[str, Any]) -> list[Tensor]:
+    """The values in the vector of what :func:`with_logs` gave, each a tensor of its own."""
+    (vector,) = out["values"].values()
+    # A view among several would refuse to be written to with something that asks for gradients.
+    return [] if vector is None else list(map(Tensor.detach, vector.unbind()))

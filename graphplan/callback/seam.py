@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
-from graphplan.callback.logs import LogNotes, with_logs
+from graphplan.callback.logs import LogNotes, values_of, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.callback.standins import StandIn
 from graphplan.callback.variants import Variant
@@ -79,7 +79,7 @@ class Seam(ABC):
         )
         reads_index = options.eager_if is not None or variant.is_given or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
-        self._logs = LogNotes(trainer, sums_in_step=options.mode == "train")
+        self._logs = LogNotes(trainer, module, sums_in_step=options.mode == "train")
         self._steps: list[GraphedStep] = []
         self._standins: list[StandIn] = []
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
@@ -114,6 +114,7 @@ class Seam(ABC):
         for step in self._steps:
             step.close()
         self._compiled.undo()
+        self._logs.sums.dissolve()
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Whatever a step of the fit may use. ``progress`` are Lightning's counters that it moves."""
@@ -191,8 +192,11 @@ class Seam(ABC):
     def _finish(self, out: dict[str, Any]) -> None:
         """After a call, do what is done after each, whether its Python ran or it was a replay."""
         self._wrapped.note(out["notes"])
+        values = values_of(out)
+        if out["loss"] is not None:
+            out["result"]["loss"] = values[out["loss"]]
         if out["logs"]:
-            self._logs.finish(out["logs"])
+            self._logs.finish(out["logs"], values)
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""

@@ -3,50 +3,107 @@
 For a value that is averaged over the epoch, Lightning adds value times batch size to one tensor and the batch size to
 another: on a GPU four launches per value and step, beside the replay. Here the values that a step logs are added in one
 go, inside the step, to a vector of graphplan's; what Lightning's metrics hold are elements of it. A metric that
-Lightning resets gets new tensors, whose values go back into the vector before the next step.
+Lightning resets gets new tensors, whose values go back into the vector before the next step. Batch sizes are Python
+numbers, and are counted as such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import getitem, is_not
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
+_value_of = itemgetter("value")
 Key = tuple[str, ...]
 """Metrics that a step logs together, by Lightning's keys for them."""
 
 
-class Group:
-    """The sums of some metrics: views of one vector of totals and of one of sizes."""
+class SummedMetric(_ResultMetric):
+    """The class of a metric whose sums are a group's: sizes are the same in each step, and are added when somebody asks
+    for the sum.
+    """
 
-    def __init__(self, metrics: Sequence[Any], totals: Tensor, sizes: Tensor) -> None:
-        self._totals, self._sizes = totals, sizes
-        self._attributes = [vars(metric) for metric in metrics for _ in range(2)]
-        self._names = ["value", "cumulated_batch_size"] * len(metrics)
-        self._views = [view for pair in zip(totals.unbind(), sizes.unbind(), strict=True) for view in pair]
+    group: Group
+    number: int
+    since: int
+
+    @property
+    def cumulated_batch_size(self) -> Tensor:
+        """The sum of the sizes so far."""
+        inner, group = vars(self), self.group
+        missing = group.steps - self.since
+        if missing:
+            inner["cumulated_batch_size"] = inner["cumulated_batch_size"] + missing * group.sizes[self.number]
+            inner["since"] = group.steps
+        found: Tensor = inner["cumulated_batch_size"]
+        return found
+
+    @cumulated_batch_size.setter
+    def cumulated_batch_size(self, value: Tensor) -> None:
+        vars(self).update(cumulated_batch_size=value, since=self.group.steps)
+
+
+class Group:
+    """The sums of some metrics.
+
+    Attributes:
+        steps: how many steps were counted.
+        sizes: the batch size of each metric in those steps that it has not added yet.
+    """
+
+    def __init__(self, metrics: Sequence[Any], totals: Tensor) -> None:
+        self.steps = 0
+        self.sizes = [0] * len(metrics)
+        self._totals = totals
+        self._metrics = list(metrics)
+        self._inner = [vars(metric) for metric in metrics]
+        self._views = totals.unbind()
+        for number, metric in enumerate(metrics):
+            vars(metric).update(group=self, number=number, since=0)
+            metric.__class__ = SummedMetric
 
     def bind(self) -> None:
-        """Have the metrics hold the sums again, with the values of what they hold instead."""
-        if any(map(is_not, map(getitem, self._attributes, self._names), self._views)):
+        """Have the metrics hold the totals again, with the values of what they hold instead."""
+        if any(map(is_not, map(_value_of, self._inner), self._views)):
             with torch.no_grad():
-                for attributes, name, view in zip(self._attributes, self._names, self._views, strict=True):
-                    if attributes[name] is not view:
-                        view.copy_(attributes[name])
-                        attributes[name] = view
+                for inner, view in zip(self._inner, self._views, strict=True):
+                    if inner["value"] is not view:
+                        view.copy_(inner["value"])
+                        inner["value"] = view
 
-    def add(self, values: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """What Lightning does for each of ``values``, 0-dimensional, bit by bit: ``value * size``, then the sum."""
+    def add(self, values: Tensor, sizes: Sequence[int]) -> None:
+        """In a step: what Lightning does for each of ``values``, bit by bit: ``value * size``, then the sum."""
         with torch.no_grad():
-            if len(set(sizes)) == 1:
-                self._totals.add_(torch.stack(list(values)) * sizes[0])
-                self._sizes.add_(sizes[0])
-                return
-            self._totals.add_(torch.stack([value * size for value, size in zip(values, sizes, strict=True)]))
-            for view, size in zip(self._sizes.unbind(), sizes, strict=True):
-                view.add_(size)
+            size = sizes[0]
+            if len(set(sizes)) > 1:
+                parts = zip(values.unbind(), sizes, strict=True)
+                self._totals.add_(torch.stack([value * size for value, size in parts]))
+            elif size > 0 and size & (size - 1) == 0:
+                # The product with a power of two is exact, so that it may be part of the same kernel, rounded once.
+                self._totals.add_(values, alpha=size)
+            else:
+                self._totals.add_(values * size)
+
+    def count(self, sizes: list[int]) -> None:
+        """After a step: its sizes."""
+        if self.sizes != sizes:
+            self._add_sizes()
+            self.sizes = sizes
+        self.steps += 1
+
+    def _add_sizes(self) -> list[Tensor]:
+        return [metric.cumulated_batch_size for metric in self._metrics]
+
+    def dissolve(self) -> None:
+        """Give the metrics their class back."""
+        for metric, inner in zip(self._metrics, self._inner, strict=True):
+            inner["cumulated_batch_size"] = metric.cumulated_batch_size
+            del inner["group"], inner["number"], inner["since"]
+            metric.__class__ = _ResultMetric
 
 
 class Sums:
@@ -78,8 +135,11 @@ class Sums:
         members = [metrics[key] for key in free]
         with torch.no_grad():
             totals = torch.stack([metric.value.detach() for metric in members])
-            sizes = torch.stack([metric.cumulated_batch_size for metric in members])
-        name = f"group {len(self._groups)}"
-        self.tensors |= {f"{name} totals": totals, f"{name} sizes": sizes}
-        self._groups[free] = Group(members, totals, sizes)
+        self.tensors[f"group {len(self._groups)}"] = totals
+        self._groups[free] = Group(members, totals)
         self._grouped.update(free)
+
+    def dissolve(self) -> None:
+        """See :meth:`Group.dissolve`."""
+        for group in self._groups.values():
+            group.dissolve()

@@ -1,6 +1,7 @@
 """A program: a plan under a policy, with its buffers and one backend's recording."""
 
 from graphplan.program.capture import capture_program as capture_program
+from graphplan.program.capture import is_recorded as is_recorded
 from graphplan.program.leases import Lease as Lease
 from graphplan.program.leases import StaticOutput as StaticOutput
 from graphplan.program.leases import plain as plain

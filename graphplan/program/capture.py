@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
@@ -25,6 +26,13 @@ from graphplan.roles import Role
 from graphplan.signature import Feed
 from graphplan.tracer import runs_step
 from graphplan.unchanged import geometry
+
+_IS_RECORDED = ContextVar("is_recorded", default=False)
+
+
+def is_recorded() -> bool:
+    """Whether the step that this thread is running is being recorded, for the way that its traces took."""
+    return _IS_RECORDED.get()
 
 
 class _Body:
@@ -52,7 +60,11 @@ class _Body:
 
     @runs_step
     def __call__(self) -> None:
-        result = self._plan.function()(*self._args, **self._kwargs)
+        token = _IS_RECORDED.set(True)
+        try:
+            result = self._plan.function()(*self._args, **self._kwargs)
+        finally:
+            _IS_RECORDED.reset(token)
         self._sharding.settle()
         self.after = walk_owners(self._plan.owners())
         with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, Re
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
 from graphplan.tracer.footprint import Allocations
+from graphplan.tracer.memory import MemoryWatch
 from graphplan.tracer.profile import Aside
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
@@ -83,6 +85,14 @@ def is_traced() -> bool:
     return any(isinstance(mode, TraceMode) for mode in _get_current_dispatch_mode_stack())
 
 
+def watch_memory(tensor: Tensor) -> MemoryWatch | None:
+    """Watch a tensor's memory through the rest of the trace that is going on; None where none is."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, TraceMode):
+            return MemoryWatch(tensor, mode.writes)
+    return None
+
+
 class TraceMode(TorchDispatchMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
 
@@ -95,6 +105,8 @@ class TraceMode(TorchDispatchMode):
         self._weak: list[StorageWeakRef] = []
         self._allocations = Allocations()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
+        self.writes: Counter[int | None] = Counter()
+        """How often each storage was written to."""
 
     def refuse(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
         """Note a violation; the first one counts."""
@@ -182,6 +194,7 @@ class TraceMode(TorchDispatchMode):
 
     def _mark_written(self, tensor: Tensor, name: str, source: Source) -> None:
         storage = storage_id(tensor)
+        self.writes[storage] += 1
         if storage in self._external:
             external = self._trace.externals[storage]
             copied = storage in self._trace.entry_slots and storage not in self._trace.found

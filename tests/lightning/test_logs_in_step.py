@@ -125,7 +125,7 @@ def test_lightning_is_asked_once_for_each_value(tmp_path: Path, monkeypatch: pyt
 
 def test_the_sums_are_in_the_plan(tmp_path: Path) -> None:
     plan = fit(with_step(_five), tmp_path, tape()).callback.plan
-    assert {"logs.group 0 totals", "logs.group 0 sizes"} <= {external.path for external in plan.state}
+    assert "logs.group 0" in {external.path for external in plan.state}
 
 
 def _changes_its_mind(self: Any, batch: Any, batch_idx: int) -> Tensor:
