@@ -5,7 +5,7 @@ They are part of a program's key: when they come back, so does the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import repeat
 from operator import attrgetter, contains, getitem, is_not
 from types import FunctionType
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-from graphplan.native.comparing import none_there, same_items, same_lengths, same_types, same_values
+from graphplan.native.comparing import Row, contents_of
 from graphplan.owners import Sharding, Walk
 from graphplan.tracer import same_value
 from graphplan.unchanged import GEOMETRY, Geometries, accumulator_hooks, geometry, hooks_registered
@@ -26,7 +26,6 @@ _MODULE_PARTS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules", "_parameters",
     "_buffers",
 )  # fmt: skip
-_get_forward = attrgetter("forward")
 _MUTABLE = frozenset({list, dict})
 _OPTIMIZER_PARTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _GLOBAL_HOOKS = {
@@ -95,7 +94,6 @@ class Fingerprint:
         self._flags: tuple[Any, ...] = ()
         self._registered: int | None = None
         self._hooks: list[tuple[str, Any]] = []
-        self._held: tuple[Any, ...] = ()
         self._node_hooks: list[tuple[str, Any]] = []
         self._optimizer_kinds = list(dict.fromkeys(map(type, walk.optimizers.values())))
         self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
@@ -126,30 +124,15 @@ class Fingerprint:
         else:
             self._empty.append(items)
 
-    def unchanged(self) -> bool:
-        """Whether everything is as it was at :meth:`hold`. False also where only a closer look would tell."""
-        if not self._held:
-            return False
-        assert self._geometries is not None
-        hypers, flags, kinds, forwards, methods, steppers, lengths, hooks = self._held
-        return (
-            same_items(self._containers, self._keys, hypers)
-            and same_values(self._dicts, self._training, flags)
-            and same_types(self._modules, kinds)
-            and not any(map(is_not, map(_get_forward, self._kinds), forwards))
-            and list(map(_methods_of, self._optimizer_kinds)) == methods
-            and same_values(self._steppers, self._methods, steppers)
-            and same_lengths(self._counted, lengths)
-            and none_there(self._dicts, self._forward)
-            and hooks_registered() == self._registered
-            and [tuple(hooked) for _, hooked in self._hooks] == hooks
-            and self._geometries.fit(self._parameters)
-        )
-
-    def hold(self) -> None:
-        """After :meth:`values`: keep what :meth:`unchanged` compares with, where that says enough."""
+    def rows(self, placed: Collection[int]) -> list[Row] | None:
+        """After :meth:`values`: comparisons that hold while everything is as it was; None where those do not say
+        enough. ``placed`` are the ids of tensors that others compare.
+        """
         # What scripted classes have instead of a function says nothing when it is asked of the class.
         forwards = [_forward_of(kind) for kind in self._kinds]
+        kinds = [kind for kind in self._optimizer_kinds for _ in _OPTIMIZER_METHODS]
+        names = [name for _ in self._optimizer_kinds for name in _OPTIMIZER_METHODS]
+        methods = list(map(getattr, kinds, names))
         if (
             any(self._empty)
             or any(map(contains, self._dicts, repeat("forward")))
@@ -157,19 +140,26 @@ class Fingerprint:
             or self._node_hooks
             or not _MUTABLE.isdisjoint(map(type, map(getitem, self._containers, self._keys)))
             or not all(isinstance(getattr(forward, "__wrapped__", forward), FunctionType) for forward in forwards)
+            or any(map(is_not, map(getattr, kinds, names), methods))
         ):
-            self._held = ()
-            return
-        self._held = (
-            list(map(getitem, self._containers, self._keys)),
-            list(map(dict.get, self._dicts, repeat("training"))),
-            list(map(type, self._modules)),
-            forwards,
-            list(map(_methods_of, self._optimizer_kinds)),
-            list(map(dict.get, self._steppers, self._methods)),
-            list(map(len, self._counted)),
-            [tuple(hooked) for _, hooked in self._hooks],
-        )
+            return None
+        hooks = [hooked for _, hooked in self._hooks]
+        left = [param for param in self._parameters if id(param) not in placed]
+        geometries = self._geometries if len(left) == len(self._parameters) else Geometries(left)
+        assert geometries is not None
+        return [
+            ("same_items", self._containers, self._keys, list(map(getitem, self._containers, self._keys))),
+            ("same_values", self._dicts, self._training, list(map(dict.get, self._dicts, repeat("training")))),
+            ("same_types", self._modules, list(map(type, self._modules))),
+            ("same_attributes", self._kinds, ["forward"] * len(forwards), forwards),
+            ("same_attributes", kinds, names, methods),
+            ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
+            ("same_lengths", self._counted, list(map(len, self._counted))),
+            ("none_there", self._dicts, self._forward),
+            ("same_results", [hooks_registered], [self._registered]),
+            *contents_of(hooks),
+            geometries.row(left),
+        ]
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""

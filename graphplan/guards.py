@@ -1,6 +1,6 @@
 """Is what a program depends on still where it was? Checked before every replay.
 
-Flat comparisons, done by C loops over prebuilt lists: what containers hold (links to containers, slots to tensors: by
+Flat comparisons over prebuilt lists, all in one call: what containers hold (links to containers, slots to tensors: by
 identity, read from the owners' own dicts), Python values that the step's code reads, and where the adopted tensors'
 memory lies.
 """
@@ -8,8 +8,7 @@ memory lies.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
-from operator import attrgetter, getitem, is_not
+from operator import is_not
 from types import FunctionType
 from typing import Any
 
@@ -18,13 +17,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.native.comparing import facts_of, none_there, same_attributes, same_items, same_values
+from graphplan.native.comparing import Checks, Row, contents_of, facts_of
 from graphplan.owners import Slot, Walk, home, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
-from graphplan.unchanged import Containers, Functions, Geometries, geometry
+from graphplan.unchanged import Geometries, geometry
 
-_get_grad = attrgetter("grad")
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 """One call for all addresses, in torch's CUDA builds."""
 
@@ -51,48 +49,62 @@ class Guards:
         *,
         entry_grads: Mapping[str, Tensor | None],
     ) -> None:
-        held = [slot for slot in slots if slot.param is None]
+        slots = [slot for slot in slots if slot.param is None]
         self._links = walk.links
         self._missing = _missing_parts(walk)
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
-        places = [(slot.container, slot.key, slot.get()) for slot in held]
-        places += _used_links(walk, plan, [slot.container for slot in held], [value.container for _, value in read])
+        places = [(slot.container, slot.key, slot.get()) for slot in slots]
+        places += _used_links(walk, plan, [slot.container for slot in slots], [value.container for _, value in read])
         places += [(parts, name, None) for parts, name in self._missing]
-        self._whole, self._whole_items, places = _take_whole(places)
-        lists, places = _take_lists(places)
-        self._containers = Containers(self._whole, [items for items, _ in lists])
-        self._lists = lists
+        whole, places = _take_whole(places)
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
-        self._dicts, self._dict_keys, self._dict_items = _columns(place for place in places if _is_dict(place[0]))
-        self._others, self._keys, self._items = _columns(place for place in places if not _is_dict(place[0]))
+        in_dicts = _columns(place for place in places if _is_dict(place[0]))
+        in_others = _columns(place for place in places if not _is_dict(place[0]))
         looked_up = {kind: (*plan.asked, *_methods_of(kind, plan.methods)) for kind, _ in walk.attributes}
         absent = [(inner, name) for kind, inner in walk.attributes for name in looked_up[kind] if name not in inner]
         self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]
-        tensors = [tensor for slot in held for tensor in tensor_leaves(slot.get())] + list(extra)
         by_path = dict(walk.parameters.values())
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
-        tensors += [local(grad) for grad in self._grads if grad is not None]
-        whole = [*(slot.get() for slot in held), *self._grads]
-        self._sharded = [tensor for tensor in whole if is_sharded(tensor)]
-        self._shards = list(map(local, self._sharded))
+        sharded = [held for held in (*(slot.get() for slot in slots), *self._grads) if is_sharded(held)]
+        self._sharded, self._shards = sharded, list(map(local, sharded))
         self._kinds, self._called, self._methods = _columns(_methods_called(walk, plan))
         called = [(path, value) for path in plan.functions if (value := walk.value(path)) is not None]
         values = values if values is not None else [value.get() for _, value in [*read, *called]]
         self._labels = [path for path, _ in [*read, *called]]
-        self._spaces = [value.container for _, value in read]
-        self._names = [value.key for _, value in read]
-        self._values = values[: len(read)]
-        self._functions = Functions([(value.container, value.key) for _, value in called], values[len(read) :])
-        self._tensors = tensors
-        self._pointers = [tensor.data_ptr() for tensor in tensors]
-        self._indices = list(range(len(tensors)))
-        self._facts = facts_of(tensors, placed=True)
+        self._values, self._functions = values[: len(read)], values[len(read) :]
+        spaces, names = [value.container for _, value in read], [value.key for _, value in read]
+        homes, labels = [value.container for _, value in called], [value.key for _, value in called]
+        self.rows: list[Row] = [
+            *contents_of(whole),
+            ("same_values", *in_dicts),
+            ("same_items", *in_others),
+            ("none_there", self._lacking, self._absent),
+            ("equal_items", spaces, names, self._values, same_value),
+            ("same_values", homes, labels, self._functions),
+            ("same_attributes", self._kinds, self._called, self._methods),
+            ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
+            *self._rows_of_tensors(slots, list(extra)),
+        ]
+        self._checks = Checks(self.rows)
+
+    def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
+        """Where tensors lie, and what they are like."""
+        held = [tensor for slot in slots for tensor in tensor_leaves(slot.get())]
+        self._tensors = [*held, *extra, *(local(grad) for grad in self._grads if grad is not None)]
+        facts = facts_of(self._tensors, placed=True) if not self._sharded else None
+        self.compared = frozenset(map(id, self._tensors)) if facts is not None else frozenset()
+        """Tensors of which everything is compared, by identity."""
+        if facts is not None:
+            return [("fit", self._tensors, facts)]
+        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
+        self._indices = list(range(len(self._tensors)))
         # Those of parameters are part of the program's key.
-        others = [tensor for slot in held if not slot.is_parameter for tensor in tensor_leaves(slot.get())]
+        others = [tensor for slot in slots if not slot.is_parameter for tensor in tensor_leaves(slot.get())]
         self._shaped = [*others, *extra]
         self._geometries = Geometries(self._shaped)
         self._shapes = list(map(geometry, self._shaped))
+        return [("same_results", [self._in_place], [True])]
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
@@ -101,57 +113,20 @@ class Guards:
     def hold(self) -> bool:
         """Whether everything is where it was."""
         try:
-            if not self._containers.unchanged() and not self._look_closely():
-                return False
-            if not same_values(self._dicts, self._dict_keys, self._dict_items):
-                return False
-            if not same_items(self._others, self._keys, self._items):
-                return False
-            if not none_there(self._lacking, self._absent):
-                return False
-            if not same_items(self._spaces, self._names, self._values) and not self._equal():
-                return False
-            if not self._functions.unchanged():
-                return False
-            if not same_attributes(self._kinds, self._called, self._methods):
-                return False
+            return self._checks.hold()
         except (KeyError, IndexError, RuntimeError, AttributeError):
             # A key that is gone, or a Python value that became a tensor.
             return False
-        if self._grads and any(map(is_not, map(_get_grad, self._grad_params), self._grads)):
-            return False
-        if self._sharded and any(map(is_not, map(local, self._sharded), self._shards)):
-            return False
-        if self._facts is not None and self._facts.fit(self._tensors):
-            return True
-        if not self._in_place():
-            return False
-        return self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes
-
-    def _look_closely(self) -> bool:
-        """Whether containers that are guarded as a whole hold what they held."""
-        whole = list(chain.from_iterable(map(dict.values, self._whole)))
-        if len(whole) != len(self._whole_items) or any(map(is_not, whole, self._whole_items)):
-            return False
-        for items, held in self._lists:
-            if len(items) != len(held) or any(map(is_not, items, held)):
-                return False
-        self._containers.rearm()
-        return True
 
     def _in_place(self) -> bool:
-        """Whether the memory of all tensors is where it was."""
-        if _pointers_equal is not None:
-            return bool(_pointers_equal(self._tensors, self._pointers, self._indices))
-        return list(map(Tensor.data_ptr, self._tensors)) == self._pointers
-
-    def _equal(self) -> bool:
-        """Whether Python values that are other objects than at capture are the same values still."""
-        now = list(map(getitem, self._spaces, self._names))
-        if not all(map(same_value, now, self._values)):
+        """Whether the memory of all tensors is where it was, and they are as they were."""
+        if any(map(is_not, map(local, self._sharded), self._shards)):
             return False
-        self._values = now
-        return True
+        if _pointers_equal is not None:
+            in_place = bool(_pointers_equal(self._tensors, self._pointers, self._indices))
+        else:
+            in_place = list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+        return in_place and (self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes)
 
     def changed_structure(self) -> str | None:
         """The first layer, parameter or buffer that came, went or was replaced, described."""
@@ -178,7 +153,7 @@ class Guards:
     @property
     def values(self) -> list[Any]:
         """The Python values that the program was captured with."""
-        return [*self._values, *self._functions.values]
+        return [*self._values, *self._functions]
 
     def changed_value(self, walk: Walk) -> str | None:
         """The first Python value that is no longer what it was, described. ``walk`` knows where it lies now."""
@@ -242,38 +217,28 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
     return kept[::-1]
 
 
-def _take_whole(places: list[Place]) -> tuple[list[Any], list[Any], list[Place]]:
-    """Dictionaries all of whose items are guarded, those items in order, and the places that are left.
+def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
+    """Dictionaries and lists all of whose items are guarded, and the places that are left.
 
-    Their values are compared without looking keys up, which are tensors in an optimizer's state.
+    What they hold is compared without looking keys up, which are tensors in an optimizer's state.
     """
     groups: dict[int, list[Place]] = {}
     for place in places:
         groups.setdefault(id(place[0]), []).append(place)
     whole: list[Any] = []
-    items: list[Any] = []
     left: list[Place] = []
     for group in groups.values():
         container = group[0][0]
-        guarded = {id(key) for _, key, _ in group}
-        if _is_dict(container) and all(id(key) in guarded for key in container):
+        if _is_dict(container):
+            guarded = {id(key) for _, key, _ in group}
+            is_whole = all(id(key) in guarded for key in container)
+        else:
+            is_whole = type(container) is list and len({key for _, key, _ in group}) == len(container)
+        if is_whole:
             whole.append(container)
-            items += container.values()
         else:
             left += group
-    return whole, items, left
-
-
-def _take_lists(places: list[Place]) -> tuple[list[tuple[list[Any], list[Any]]], list[Place]]:
-    """Lists all of whose items are guarded, each with those items, and the places that are left."""
-    guarded: dict[int, set[int]] = {}
-    by_id = {id(container): container for container, _, _ in places if type(container) is list}
-    for container, key, _ in places:
-        if id(container) in by_id:
-            guarded.setdefault(id(container), set()).add(key)
-    whole = {number: items for number, items in by_id.items() if len(guarded[number]) == len(items)}
-    left = [place for place in places if id(place[0]) not in whole]
-    return [(items, list(items)) for items in whole.values()], left
+    return whole, left
 
 
 def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:

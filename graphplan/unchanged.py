@@ -6,7 +6,6 @@ caller looks closely.
 
 from __future__ import annotations
 
-import importlib
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,14 +18,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from graphplan.dtensors import is_sharded
-from graphplan.native.comparing import facts_of, same_values
+from graphplan.native.comparing import Row, facts_of
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_FALSE_ALARMS = 4
-_CALLS_PER_ALARM = 256
-"""Containers that were written to without having changed are watched anew, a few times at once and then once in so
-many calls: that takes about a hundred times as long as to ask.
-"""
 
 
 _own_hooks = 0
@@ -67,82 +61,6 @@ def _no_hook(*args: Any) -> None:
     """Changes nothing."""
 
 
-class Containers:
-    """Dictionaries by their versions, which every write changes, and lists by their items' identity.
-
-    Args:
-        dicts: dictionaries, of any subclass.
-        lists: lists, which have no versions.
-    """
-
-    def __init__(self, dicts: Sequence[dict[Any, Any]], lists: Sequence[list[Any]]) -> None:
-        self._places: list[Any] = [*dicts, *lists]
-        self._dicts = len(dicts)
-        self._alarms = self._calls = 0
-        self._root = self._arm()
-        self._can_watch = self._root is not None
-
-    def _arm(self) -> Any:
-        """A guard on what the containers hold now; None if this torch, or this Python, has no such thing."""
-        try:
-            kind = importlib.import_module("torch._dynamo.guards").GuardManagerType
-            root = _guards.RootGuardManager()
-            for index, place in enumerate(self._places):
-                node = root.list_getitem_manager(index, "", place, kind.GUARD_MANAGER)
-                if index < self._dicts:
-                    _add(node.add_dict_version_guard, place)
-                    continue
-                _add(node.add_length_check_guard, len(place))
-                for position, item in enumerate(place):
-                    child = node.list_getitem_manager(position, "", item, kind.GUARD_MANAGER)
-                    _add(child.add_id_match_guard, id(item))
-            return root if root.check(self._places) else None
-        except (AttributeError, ImportError, RuntimeError, TypeError):
-            return None
-
-    def unchanged(self) -> bool:
-        """Whether nothing was written to them."""
-        self._calls += 1
-        return self._root is not None and self._root.check(self._places)
-
-    def rearm(self) -> None:
-        """Whoever looked closely found them as they were: watch anew, unless that comes too often."""
-        if self._can_watch:
-            is_rare = self._alarms < _FALSE_ALARMS + self._calls // _CALLS_PER_ALARM
-            self._alarms += is_rare
-            self._root = self._arm() if is_rare else None
-
-
-class Functions:
-    """Functions in dictionaries of modules, which hardly anybody writes to: looked up only after a write.
-
-    ``values`` are what they were at capture.
-    """
-
-    def __init__(self, places: Sequence[tuple[dict[str, Any], str]], values: Sequence[Any]) -> None:
-        self._spaces = [space for space, _ in places]
-        self._names = [name for _, name in places]
-        self.values = list(values)
-        self._containers = Containers(list({id(space): space for space in self._spaces}.values()), [])
-
-    def unchanged(self) -> bool:
-        """Whether each is where it was."""
-        if self._containers.unchanged():
-            return True
-        if not same_values(self._spaces, self._names, self.values):
-            return False
-        self._containers.rearm()
-        return True
-
-
-def _add(add: Any, *facts: Any) -> None:
-    """Add a guard. Newer versions take where the user's code asked for it, too."""
-    try:
-        add(*facts, [""], None)
-    except TypeError:
-        add(*facts, [""])
-
-
 _wants_grad = attrgetter("requires_grad")
 GEOMETRY = ("shape", "stride()", "dtype", "requires_grad")
 """What a tensor can change where it lies."""
@@ -175,6 +93,12 @@ class Geometries:
             return self._is_empty
         return self._guard.check(*tensors) and (self._grad or list(map(_wants_grad, tensors)) == self._wants_grad)
 
+    def row(self, tensors: Sequence[torch.Tensor]) -> Row:
+        """:meth:`fit` as a comparison of these tensors."""
+        if self._facts is not None:
+            return ("fit", list(tensors), self._facts)
+        return ("same_results", [partial(self.fit, tensors)], [True])
+
 
 class Modes:
     """torch's global modes and settings: those that its guard knows are read again only when one of them changed."""
@@ -194,9 +118,12 @@ class Modes:
             and _default_device() == self._device
         )
 
-    def are_at(self, known: tuple[Any, ...]) -> bool:
-        """Whether they still are what :meth:`now` said when it gave ``known``."""
-        return known is self._known and self.unchanged()
+    def rows(self) -> list[Row] | None:
+        """Comparisons that hold while all are what :meth:`now` said last; None if this torch has none."""
+        if self._state is None:
+            return None
+        functions = [self._state.check, _default_device if self._device is not None else _count_of_modes, *_SETTINGS]
+        return [("same_results", functions, [True, self._device or 0, *self._settings])]
 
     def now(self) -> tuple[Any, ...]:
         """Gradient and inference mode, autocast by device, the default dtype, and which kernels torch may choose."""
@@ -227,9 +154,12 @@ def _settings_of(*names: str) -> list[Callable[[], Any]]:
     return [getattr(torch._C, name) for name in names if hasattr(torch._C, name)]
 
 
+_count_of_modes = torch._C._len_torch_function_stack
+
+
 def _default_device() -> Any:
     # A default device is a mode on this stack.
-    return torch.get_default_device() if torch._C._len_torch_function_stack() else None
+    return torch.get_default_device() if _count_of_modes() else None
 
 
 def _saved_tensor_hooks() -> list[Callable[[], Any]]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from graphplan import BackendError, native
 from graphplan.native import building, comparing
+from graphplan.tracer import same_value
 
 ROOT = Path(__file__).parents[1]
 built = native.load()
@@ -25,8 +28,10 @@ IMPLEMENTATIONS = [pytest.param(built, id="C++", marks=needs_build), pytest.para
 Facts = tuple[list[Any], ...]
 
 
-def _function(module: Any, name: str) -> Callable[..., bool]:
-    return getattr(module, name) if module is not None else getattr(comparing, f"_{name}")
+def _holds(module: Any, name: str, facts: Facts) -> bool:
+    answer = (module.Checks if module is not None else comparing._Checks)([(name, *facts)]).hold()
+    assert type(answer) is bool
+    return answer
 
 
 def _items() -> Facts:
@@ -65,8 +70,40 @@ def _lengths() -> Facts:
     return [[1, 2], {}, nn.Sequential(nn.ReLU())], [2, 0, 1]
 
 
+def _dicts() -> Facts:
+    state: defaultdict[Any, Any] = defaultdict(dict, {torch.zeros(2): 1})
+    ((_, *parts), _) = comparing.contents_of([{"a": torch.ones(1), "b": None}, {}, OrderedDict(c=1), state])
+    return tuple(parts)
+
+
+def _lists() -> Facts:
+    (_, (_, *parts)) = comparing.contents_of([[torch.ones(1), 2], [], [3]])
+    return tuple(parts)
+
+
+class Asked:
+    """Says the same each time that it is asked, until somebody sets another answer."""
+
+    answer: Any = 2.0
+
+    def __call__(self) -> Any:
+        return self.answer
+
+
+def _results() -> Facts:
+    return [Asked(), Asked()], [2, 2.0]
+
+
+def _equal() -> Facts:
+    return [{"a": 10**9}, [0.5], {"b": (1, "x")}], ["a", 0, "b"], [10**9, 0.5, (1, "x")], same_value
+
+
 HELD = {
     "same_items": _items,
+    "equal_items": _equal,
+    "same_dicts": _dicts,
+    "same_lists": _lists,
+    "same_results": _results,
     "same_attributes": _attributes,
     "same_values": _values,
     "none_there": _absent,
@@ -79,6 +116,27 @@ CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
         lambda facts: facts[0][1].__setitem__(0, [1]),
         lambda facts: facts[0][3].update(c=[1]),
     ],
+    "equal_items": [
+        lambda facts: facts[0][0].update(a=10**9 + 1),
+        lambda facts: facts[0][1].__setitem__(0, torch.ones(1)),
+        lambda facts: facts[0][2].update(b=(True, "x")),
+    ],
+    "same_dicts": [
+        lambda facts: facts[0][0].update(a=torch.ones(1)),
+        lambda facts: facts[0][0].update(b=1),
+        lambda facts: facts[0][1].update(b=facts[0][0].pop("b")),
+        lambda facts: facts[0][0].update(c=facts[0][0].pop("b")),
+        lambda facts: facts[0][2].clear(),
+        lambda facts: facts[0][3]["other"],
+    ],
+    "same_lists": [
+        lambda facts: facts[0][0].__setitem__(0, torch.ones(1)),
+        lambda facts: facts[0][0].reverse(),
+        lambda facts: facts[0][1].append(facts[0][2].pop()),
+        lambda facts: facts[0][1].append(1),
+        lambda facts: facts[0][0].pop(),
+    ],
+    "same_results": [lambda facts: setattr(facts[0][0], "answer", 3), lambda facts: setattr(facts[0][1], "answer", "")],
     "same_attributes": [lambda facts: setattr(facts[0][0], "method", print)],
     "same_values": [
         lambda facts: facts[0][0].update(a=object()),
@@ -97,25 +155,70 @@ CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "number"), [(name, n) for name, found in CHANGES.items() for n in range(len(found))])
 def test_what_changed_is_seen(name: str, number: int, module: Any) -> None:
-    facts, function = HELD[name](), _function(module, name)
-    assert function(*facts) is True
-    assert function(*([] for _ in facts)) is True
+    facts = HELD[name]()
+    assert _holds(module, name, facts)
+    assert _holds(module, name, tuple([] if isinstance(part, list) else part for part in facts))
     CHANGES[name][number](facts)
-    assert function(*facts) is False
+    assert not _holds(module, name, facts)
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
-def test_a_key_that_is_gone_is_an_error(module: Any) -> None:
-    with pytest.raises(KeyError, match="gone"):
-        _function(module, "same_items")([{}], ["gone"], [None])
+def test_an_equal_value_takes_the_place_of_the_old_one(module: Any) -> None:
+    facts = _equal()
+    new = facts[0][0]["a"] = int("1000000000")
+    assert facts[2][0] is not new
+    assert _holds(module, "equal_items", facts)
+    assert facts[2][0] is new
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_all_rows_are_asked(module: Any) -> None:
+    """And lists that are written to afterwards count."""
+    kind = module.Checks if module is not None else comparing._Checks
+    facts = {name: make() for name, make in HELD.items()}
+    checks = kind([(name, *parts) for name, parts in facts.items()])
+    assert checks.hold()
+    assert kind([]).hold()
+    facts["same_lengths"][1][0] = 7
+    assert not checks.hold()
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_checks_of_things_that_lead_back_to_them_are_collected(module: Any) -> None:
+    kept = Asked()
+    kept.checks = (module.Checks if module is not None else comparing._Checks)(
+        [  # type: ignore[attr-defined]
+            ("same_results", [kept], [2])
+        ]
+    )
+    gone = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["same_items", "equal_items"])
+def test_a_key_that_is_gone_is_an_error(name: str, module: Any) -> None:
+    for space in ({}, MappingProxyType({})):
+        more = (same_value,) if name == "equal_items" else ()
+        with pytest.raises(KeyError, match="gone"):
+            _holds(module, name, ([space], ["gone"], [None], *more))
 
 
 @needs_build
-def test_lists_that_do_not_belong_together() -> None:
-    with pytest.raises(TypeError, match="expected lists of one length"):
-        built.same_items([{}], [], [])  # type: ignore[union-attr]
-    with pytest.raises(TypeError, match="expected 3 lists"):
-        built.same_values([], [])  # type: ignore[union-attr]
+def test_rows_that_cannot_be_compared() -> None:
+    rows: dict[str, Any] = {
+        "expected lists of one length for same_items": ("same_items", [{}], [], []),
+        "expected lists of one length for same_lists": ("same_lists", [], [], ()),
+        "expected 3 things for same_values": ("same_values", [], []),
+        "'other' is no kind of check": ("other",),
+        "expected tuples that begin with a name": [],
+        "expected what was noted of the tensors": ("fit", [], None),
+    }
+    for message, row in rows.items():
+        with pytest.raises(TypeError, match=message):
+            built.Checks([row])  # type: ignore[union-attr]
     with pytest.raises(TypeError, match="only dense tensors"):
         built.Tensors([torch.eye(2).to_sparse()], True)  # type: ignore[union-attr]
 
@@ -155,7 +258,9 @@ def test_tensors_that_moved(move: str, placed: bool) -> None:
     tensors[2].add_(1)
     assert facts.fit(tensors)
     assert facts.fit(list(tensors))
+    assert comparing.Checks([("fit", tensors, facts)]).hold()
     MOVES[move](tensors)
+    assert comparing.Checks([("fit", tensors, facts)]).hold() is (move in SAME_GEOMETRY and not placed)
     assert facts.fit(tensors) is (move in SAME_GEOMETRY and not placed)
 
 

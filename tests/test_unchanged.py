@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,55 +12,7 @@ from torch import nn
 from graphplan import Program, graph_step
 from graphplan.native import comparing
 from graphplan.native.comparing import Tensors
-from graphplan.unchanged import Containers, Geometries, Modes, hooks_registered
-
-
-def _containers() -> tuple[list[dict[Any, Any]], list[list[Any]]]:
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    state[torch.zeros(2)]["exp_avg"] = torch.ones(2)
-    return [{"weight": torch.ones(1), "bias": None}, OrderedDict(a=torch.ones(3)), state], [[torch.ones(1), nn.ReLU()]]
-
-
-CHANGES: dict[str, Callable[[list[Any], list[Any]], Any]] = {
-    "an equal tensor in place of another": lambda dicts, lists: dicts[0].update(weight=torch.ones(1)),
-    "a parameter that was None": lambda dicts, lists: dicts[0].update(bias=torch.ones(1)),
-    "another key": lambda dicts, lists: dicts[1].update(b=1),
-    "a missing key": lambda dicts, lists: dicts[1].clear(),
-    "a missing key of a defaultdict that is read": lambda dicts, lists: dicts[2]["other"],
-    "an equal item of a list": lambda dicts, lists: lists[0].__setitem__(0, torch.ones(1)),
-    "a longer list": lambda dicts, lists: lists[0].append(1),
-    "a shorter list": lambda dicts, lists: lists[0].pop(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=list(CHANGES))
-def test_containers_notice_every_change(change: Callable[[list[Any], list[Any]], Any]) -> None:
-    dicts, lists = _containers()
-    containers = Containers(dicts, lists)
-    assert containers.unchanged()
-    assert containers.unchanged()
-    change(dicts, lists)
-    assert not containers.unchanged()
-    containers.rearm()
-    assert containers.unchanged()
-
-
-def test_containers_that_raise_false_alarms_are_watched_now_and_then() -> None:
-    """Written to in every call: asked closely each time. Once they are left alone, that soon ends."""
-    dicts, lists = _containers()
-    containers = Containers(dicts, lists)
-    for _ in range(10):
-        dicts[1]["a"], kept = None, dicts[1]["a"]
-        dicts[1]["a"] = kept
-        assert not containers.unchanged()
-        containers.rearm()
-    quick = []
-    for _ in range(600):
-        quick.append(containers.unchanged())
-        if not quick[-1]:
-            containers.rearm()
-    assert not any(quick[:100])
-    assert all(quick[-100:])
+from graphplan.unchanged import Geometries, Modes, hooks_registered
 
 
 def test_modes_are_read_again_when_they_change() -> None:
@@ -82,6 +33,20 @@ def test_modes_are_read_again_when_they_change() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert modes.now() == plain
+
+
+def test_modes_as_comparisons() -> None:
+    modes = Modes()
+    assert modes.rows() is None, "nothing was read yet"
+    modes.now()
+    checks = comparing.Checks(modes.rows() or [])
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta")):
+        assert checks.hold()
+        with mode:
+            assert not checks.hold()
+            modes.now()
+            assert comparing.Checks(modes.rows() or []).hold()
+    assert checks.hold()
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])

@@ -27,13 +27,14 @@ from graphplan.errors import BackendError
 
 _NAME = "graphplan_guards"
 _SUFFIXES = (".so", ".pyd")
-_SOURCE = Path(__file__).with_name("guards.cpp")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("guards.cpp", "tensors.h"))
 
 
 def _folder() -> Path:
     """Where they are, or would be."""
     facts = f"{torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag} {platform.machine()}"
-    digest = hashlib.sha256(facts.encode() + _SOURCE.read_bytes()).hexdigest()[:16]
+    sources = [source.read_bytes() for source in _SOURCES]
+    digest = hashlib.sha256(b"".join([facts.encode(), *sources])).hexdigest()[:16]
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
     return Path(root) / f"{_NAME}-{digest}"
 
@@ -75,7 +76,7 @@ def build() -> Path:
         with _own_scripts():
             # Without a flag nothing is optimised, which takes twenty times as long in every step.
             cpp_extension.load(
-                _NAME, [str(_SOURCE)], ["-O3"], build_directory=str(work), with_cuda=False, is_python_module=False
+                _NAME, [str(_SOURCES[0])], ["-O3"], build_directory=str(work), with_cuda=False, is_python_module=False
             )
         built = next(path for suffix in _SUFFIXES if (path := work / f"{_NAME}{suffix}").is_file())
         # At one stroke: others may be looking for it.

@@ -5,16 +5,33 @@ Both say the same; see :mod:`graphplan.native.building`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import contains, getitem, is_not
 from typing import Any
 
 from graphplan.native.building import load
 
+Row = tuple[Any, ...]
+"""The name of a comparison, and what it compares: lists of one length."""
+_keys = dict.__iter__
+
 
 def _same_items(containers: Sequence[Any], keys: Sequence[Any], values: Sequence[Any]) -> bool:
     """Whether ``container[key]`` is still the value, everywhere."""
     return not any(map(is_not, map(getitem, containers, keys), values))
+
+
+def _equal_items(
+    containers: Sequence[Any], keys: Sequence[Any], values: list[Any], equal: Callable[[Any, Any], bool]
+) -> bool:
+    """Whether ``container[key]`` is still as good as the value, everywhere; ``values`` are then what was found."""
+    now = list(map(getitem, containers, keys))
+    if any(map(is_not, now, values)):
+        if not all(map(equal, now, values)):
+            return False
+        values[:] = now
+    return True
 
 
 def _same_attributes(things: Sequence[Any], names: Sequence[str], values: Sequence[Any]) -> bool:
@@ -42,13 +59,71 @@ def _same_lengths(containers: Sequence[Any], lengths: Sequence[int]) -> bool:
     return list(map(len, containers)) == lengths
 
 
+def contents_of(containers: Sequence[Any]) -> list[Row]:
+    """Comparisons of all that dictionaries and lists hold now."""
+    dicts = [container for container in containers if isinstance(container, dict)]
+    lists = [container for container in containers if isinstance(container, list)]
+    keys, values = list(chain.from_iterable(map(_keys, dicts))), list(chain.from_iterable(map(dict.values, dicts)))
+    return [
+        ("same_dicts", dicts, list(map(len, dicts)), keys, values),
+        ("same_lists", lists, list(map(len, lists)), list(chain.from_iterable(lists))),
+    ]
+
+
+def _same_dicts(
+    dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
+) -> bool:
+    """Whether dictionaries hold what they held: so many items each, all keys in order, all values in order."""
+    return (
+        list(map(len, dicts)) == lengths
+        and not any(map(is_not, chain.from_iterable(map(dict.values, dicts)), values))
+        and not any(map(is_not, chain.from_iterable(map(_keys, dicts)), keys))
+    )
+
+
+def _same_lists(lists: Sequence[list[Any]], lengths: Sequence[int], items: Sequence[Any]) -> bool:
+    """Whether lists hold what they held: so many items each, all of them in order."""
+    return list(map(len, lists)) == lengths and not any(map(is_not, chain.from_iterable(lists), items))
+
+
+def _same_results(functions: Sequence[Callable[[], Any]], results: Sequence[Any]) -> bool:
+    """Whether what every function says equals its result."""
+    return all(function() == result for function, result in zip(functions, results, strict=True))
+
+
+def _fit(tensors: Sequence[Any], facts: Any) -> bool:
+    """Whether tensors are what ``facts``, made by :func:`facts_of`, say of them."""
+    return bool(facts.fit(tensors))
+
+
+_KINDS: dict[str, Callable[..., bool]] = {
+    function.__name__.removeprefix("_"): function
+    for function in (
+        _same_items, _equal_items, _same_attributes, _same_values, _none_there, _same_types, _same_lengths,
+        _same_dicts, _same_lists, _same_results, _fit,
+    )
+}  # fmt: skip
+
+
+class _Checks:
+    """Many comparisons in one call. Each row names one of the functions above, and has what it takes; the lists stay
+    the caller's, who may write to them.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = [(_KINDS[name], parts) for name, *parts in rows]
+
+    def hold(self) -> bool:
+        """Whether all of them say yes.
+
+        Raises:
+            KeyError, IndexError, AttributeError: where something is gone.
+        """
+        return all(compare(*parts) for compare, parts in self._rows)
+
+
 _built: Any = load()
-same_items = getattr(_built, "same_items", _same_items)
-same_attributes = getattr(_built, "same_attributes", _same_attributes)
-same_values = getattr(_built, "same_values", _same_values)
-none_there = getattr(_built, "none_there", _none_there)
-same_types = getattr(_built, "same_types", _same_types)
-same_lengths = getattr(_built, "same_lengths", _same_lengths)
+Checks: type[_Checks] = getattr(_built, "Checks", _Checks)
 Tensors: Any = getattr(_built, "Tensors", None)
 """``Tensors(list, placed).fit(list)``: types, dtypes, devices, shapes, strides and ``requires_grad`` of dense tensors,
 and their addresses if ``placed``. None where it was not built.

@@ -1,283 +1,370 @@
-// What graphplan compares before every replay, without Python between two comparisons.
+// What graphplan compares before every replay, in one call.
 //
-// Each function is exactly the Python expression of the same name in graphplan/native/comparing.py.
+// `Checks(rows).hold()` is exactly the class of that name in graphplan/native/comparing.py, and each kind of row the
+// function of that name there.
 
-#include <Python.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-
-#include <memory>
-#include <vector>
+#include "tensors.h"
 
 namespace {
 
-// ---------------------------------------------------------------- tensors
+using graphplan::kAhead;
 
-struct Fact {
-  PyTypeObject* type;
-  uint64_t keys;
-  const void* memory;
-  int64_t offset;
-  int64_t ndim;
-  c10::ScalarType dtype;
-  c10::Device device;
-  bool requires_grad;
+// What a row is made of, as many as its kind has: lists of one length, and for some a function.
+struct Row {
+  using Kind = int (*)(const Row&);
+  Kind kind;
+  PyObject* parts[4];
+
+  PyObject* list(size_t part) const { return parts[part]; }
+  PyObject* at(size_t part, Py_ssize_t i) const { return PyList_GET_ITEM(parts[part], i); }
+  Py_ssize_t size() const { return PyList_GET_SIZE(parts[0]); }
 };
 
-// What some tensors were like. Sizes and strides of all lie one after another, as they are read.
-struct Facts {
-  std::vector<Fact> of;
-  std::vector<int64_t> dims;
-  bool placed = false;
+struct Checks {
+  PyObject_HEAD
+  PyObject* held;
+  std::vector<Row>* rows;
+};
 
-  ~Facts() {
-    for (const Fact& fact : of) {
-      Py_DECREF(fact.type);
+// The things in `list` that come later, and what lies behind dictionaries, are fetched meanwhile.
+void fetch_ahead(PyObject* list, Py_ssize_t i) {
+  const auto ahead = static_cast<Py_ssize_t>(kAhead);
+  if (i + ahead < PyList_GET_SIZE(list)) {
+    graphplan::prefetch(PyList_GET_ITEM(list, i + ahead));
+  }
+  if (i + ahead / 2 < PyList_GET_SIZE(list)) {
+    PyObject* near = PyList_GET_ITEM(list, i + ahead / 2);
+    if (PyDict_Check(near)) {
+      const auto* keys = reinterpret_cast<const char*>(reinterpret_cast<PyDictObject*>(near)->ma_keys);
+      graphplan::prefetch(keys);
+      graphplan::prefetch(keys + 64);
     }
   }
+}
+
+// Each kind says 1 for yes, 0 for no and -1 for an error.
+
+// Whether what was found is what lies in the list. Whoever was asked may have run Python, which may have changed lists.
+int is_same(PyObject* found, PyObject* list, Py_ssize_t i) {
+  if (found == nullptr) {
+    return -1;
+  }
+  int same = i < PyList_GET_SIZE(list) && found == PyList_GET_ITEM(list, i);
+  Py_DECREF(found);
+  return same;
+}
+
+PyObject* item_of(const Row& row, Py_ssize_t i) {
+  PyObject* container = row.at(0, i);
+  if (PyDict_CheckExact(container)) {
+    PyObject* found = PyDict_GetItemWithError(container, row.at(1, i));
+    if (found == nullptr && !PyErr_Occurred()) {
+      PyErr_SetObject(PyExc_KeyError, row.at(1, i));
+    }
+    Py_XINCREF(found);
+    return found;
+  }
+  Py_INCREF(container);
+  PyObject* found = PyObject_GetItem(container, row.at(1, i));
+  Py_DECREF(container);
+  return found;
+}
+
+int same_items(const Row& row) {
+  int yes = 1;
+  for (Py_ssize_t i = 0; yes == 1 && i < row.size(); i++) {
+    yes = is_same(item_of(row, i), row.list(2), i);
+  }
+  return yes;
+}
+
+int equal_items(const Row& row) {
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    PyObject* found = item_of(row, i);
+    if (found == nullptr) {
+      return -1;
+    }
+    if (i < PyList_GET_SIZE(row.list(2)) && found == row.at(2, i)) {
+      Py_DECREF(found);
+      continue;
+    }
+    PyObject* answer = PyObject_CallFunction(row.parts[3], "OO", found, row.at(2, i));
+    int yes = answer == nullptr ? -1 : PyObject_IsTrue(answer);
+    Py_XDECREF(answer);
+    if (yes != 1) {
+      Py_DECREF(found);
+      return yes;
+    }
+    // From now on it is this object.
+    if (PyList_SetItem(row.list(2), i, found) < 0) {
+      return -1;
+    }
+  }
+  return 1;
+}
+
+int same_attributes(const Row& row) {
+  int yes = 1;
+  for (Py_ssize_t i = 0; yes == 1 && i < row.size(); i++) {
+    yes = is_same(PyObject_GetAttr(row.at(0, i), row.at(1, i)), row.list(2), i);
+  }
+  return yes;
+}
+
+int same_values(const Row& row) {
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    fetch_ahead(row.list(0), i);
+    PyObject* found = PyDict_GetItemWithError(row.at(0, i), row.at(1, i));
+    if (found == nullptr && PyErr_Occurred()) {
+      return -1;
+    }
+    if ((found == nullptr ? Py_None : found) != row.at(2, i)) {
+      return 0;
+    }
+  }
+  return 1;
+}
+
+int none_there(const Row& row) {
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    fetch_ahead(row.list(0), i);
+    int there = PyDict_Contains(row.at(0, i), row.at(1, i));
+    if (there != 0) {
+      return there < 0 ? -1 : 0;
+    }
+  }
+  return 1;
+}
+
+int same_types(const Row& row) {
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    fetch_ahead(row.list(0), i);
+    if (reinterpret_cast<PyObject*>(Py_TYPE(row.at(0, i))) != row.at(1, i)) {
+      return 0;
+    }
+  }
+  return 1;
+}
+
+int same_lengths(const Row& row) {
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    fetch_ahead(row.list(0), i);
+    PyObject* container = row.at(0, i);
+    Py_ssize_t length = PyDict_CheckExact(container) ? PyDict_GET_SIZE(container) : PyObject_Size(container);
+    Py_ssize_t known = PyLong_AsSsize_t(row.at(1, i));
+    if (length != known) {
+      return PyErr_Occurred() ? -1 : 0;
+    }
+  }
+  return 1;
+}
+
+// Whether the things that come one after another in `known` are those that are asked about in turn.
+class Sequence {
+ public:
+  explicit Sequence(PyObject* known) : known_(known) {}
+  bool goes_on_with(PyObject* thing) { return next_ < PyList_GET_SIZE(known_) && PyList_GET_ITEM(known_, next_++) == thing; }
+
+ private:
+  PyObject* known_;
+  Py_ssize_t next_ = 0;
 };
 
-struct Tensors {
-  PyObject_HEAD
-  Facts* facts;
+int same_dicts(const Row& row) {
+  Sequence keys(row.list(2)), values(row.list(3));
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    fetch_ahead(row.list(0), i);
+    if (PyDict_GET_SIZE(row.at(0, i)) != PyLong_AsSsize_t(row.at(1, i))) {
+      return 0;
+    }
+    PyObject *key, *value;
+    Py_ssize_t place = 0;
+    while (PyDict_Next(row.at(0, i), &place, &key, &value)) {
+      if (!keys.goes_on_with(key) || !values.goes_on_with(value)) {
+        return 0;
+      }
+    }
+  }
+  return 1;
+}
+
+int same_lists(const Row& row) {
+  Sequence items(row.list(2));
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    PyObject* list = row.at(0, i);
+    if (PyList_GET_SIZE(list) != PyLong_AsSsize_t(row.at(1, i))) {
+      return 0;
+    }
+    for (Py_ssize_t item = 0; item < PyList_GET_SIZE(list); item++) {
+      if (!items.goes_on_with(PyList_GET_ITEM(list, item))) {
+        return 0;
+      }
+    }
+  }
+  return 1;
+}
+
+int same_results(const Row& row) {
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    PyObject* found = PyObject_CallNoArgs(row.at(0, i));
+    int yes = found == nullptr ? -1 : PyObject_RichCompareBool(found, row.at(1, i), Py_EQ);
+    Py_XDECREF(found);
+    if (yes != 1) {
+      return yes;
+    }
+  }
+  return 1;
+}
+
+int fit(const Row& row) {
+  return graphplan::fit(*reinterpret_cast<graphplan::Tensors*>(row.parts[1])->facts, row.list(0));
+}
+
+// What a row of some kind has: lists as long as the first one, other lists, and one thing more that is no list.
+struct Named {
+  const char* name;
+  Row::Kind kind;
+  Py_ssize_t equal;
+  Py_ssize_t lists;
+  Py_ssize_t parts;
 };
 
-// Whether memory, sizes and strides are the tensor's own: a wrapper (DTensor) asks Python for them, or has none.
-bool is_dense(const at::Tensor& tensor) {
-  return !tensor.key_set().has(c10::DispatchKey::Python) && tensor.layout() == c10::kStrided && tensor.has_storage() &&
-      !tensor.is_nested();
-}
+const Named kKinds[] = {
+    {"same_items", same_items, 3, 3, 3},
+    {"equal_items", equal_items, 3, 3, 4},
+    {"same_attributes", same_attributes, 3, 3, 3},
+    {"same_values", same_values, 3, 3, 3},
+    {"none_there", none_there, 2, 2, 2},
+    {"same_types", same_types, 2, 2, 2},
+    {"same_lengths", same_lengths, 2, 2, 2},
+    {"same_dicts", same_dicts, 2, 4, 4},
+    {"same_lists", same_lists, 2, 3, 3},
+    {"same_results", same_results, 2, 2, 2},
+    {"fit", fit, 1, 1, 2},
+};
 
-const void* memory_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl()->data();
-}
-
-void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
-  // Kept, so that no other class can come to lie where it does.
-  Py_INCREF(Py_TYPE(item));
-  facts.of.push_back({Py_TYPE(item), tensor.key_set().raw_repr(), memory_of(tensor), tensor.storage_offset(),
-                      tensor.dim(), tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
-  for (int64_t size : tensor.sizes()) {
-    facts.dims.push_back(size);
-  }
-  for (int64_t stride : tensor.strides()) {
-    facts.dims.push_back(stride);
-  }
-}
-
-// Whether `item` is as `fact` says. The same dispatch keys mean the same layout, and memory of its own.
-bool fits(const Fact& fact, const int64_t* dims, PyObject* item, bool placed) {
-  if (Py_TYPE(item) != fact.type) {
+// Takes a row apart; false, with an error set, if it is none.
+bool take(PyObject* row, std::vector<Row>& rows, PyTypeObject* tensors) {
+  if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) == 0 || !PyUnicode_Check(PyTuple_GET_ITEM(row, 0))) {
+    PyErr_SetString(PyExc_TypeError, "expected tuples that begin with a name");
     return false;
   }
-  const at::Tensor& tensor = THPVariable_Unpack(item);
-  if (tensor.key_set().raw_repr() != fact.keys || tensor.dim() != fact.ndim) {
-    return false;
+  for (const Named& named : kKinds) {
+    if (PyUnicode_CompareWithASCIIString(PyTuple_GET_ITEM(row, 0), named.name) != 0) {
+      continue;
+    }
+    if (PyTuple_GET_SIZE(row) != named.parts + 1) {
+      PyErr_Format(PyExc_TypeError, "expected %zd things for %s", named.parts, named.name);
+      return false;
+    }
+    Row taken{named.kind, {}};
+    for (Py_ssize_t i = 0; i < named.parts; i++) {
+      PyObject* part = taken.parts[i] = PyTuple_GET_ITEM(row, i + 1);
+      if ((i < named.lists && !PyList_CheckExact(part)) || (i < named.equal && PyList_GET_SIZE(part) != taken.size())) {
+        PyErr_Format(PyExc_TypeError, "expected lists of one length for %s", named.name);
+        return false;
+      }
+    }
+    if (named.kind == fit && Py_TYPE(taken.parts[1]) != tensors) {
+      PyErr_SetString(PyExc_TypeError, "expected what was noted of the tensors");
+      return false;
+    }
+    rows.push_back(taken);
+    return true;
   }
-  if (placed && (memory_of(tensor) != fact.memory || tensor.storage_offset() != fact.offset)) {
-    return false;
-  }
-  const auto ndim = static_cast<size_t>(fact.ndim);
-  return tensor.sizes() == c10::IntArrayRef(dims, ndim) && tensor.strides() == c10::IntArrayRef(dims + ndim, ndim) &&
-      tensor.scalar_type() == fact.dtype && tensor.device() == fact.device &&
-      tensor.requires_grad() == fact.requires_grad;
+  PyErr_Format(PyExc_TypeError, "%R is no kind of check", PyTuple_GET_ITEM(row, 0));
+  return false;
 }
 
-PyObject* tensors_new(PyTypeObject* type, PyObject* args, PyObject*) {
-  HANDLE_TH_ERRORS
-  PyObject* list;
-  int placed;
-  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &list, &placed)) {
+PyTypeObject* tensors_type = nullptr;
+
+PyObject* checks_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* given;
+  if (!PyArg_ParseTuple(args, "O", &given)) {
     return nullptr;
   }
-  auto facts = std::make_unique<Facts>();
-  facts->placed = placed;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-    PyObject* item = PyList_GET_ITEM(list, i);
-    if (!THPVariable_Check(item) || !is_dense(THPVariable_Unpack(item))) {
-      PyErr_SetString(PyExc_TypeError, "only dense tensors are compared here");
+  PyObject* held = PySequence_Tuple(given);
+  if (held == nullptr) {
+    return nullptr;
+  }
+  auto rows = std::make_unique<std::vector<Row>>();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(held); i++) {
+    if (!take(PyTuple_GET_ITEM(held, i), *rows, tensors_type)) {
+      Py_DECREF(held);
       return nullptr;
     }
-    add(*facts, item, THPVariable_Unpack(item));
   }
-  auto* self = reinterpret_cast<Tensors*>(type->tp_alloc(type, 0));
-  if (self != nullptr) {
-    self->facts = facts.release();
+  auto* self = reinterpret_cast<Checks*>(type->tp_alloc(type, 0));
+  if (self == nullptr) {
+    Py_DECREF(held);
+    return nullptr;
   }
+  self->held = held;
+  self->rows = rows.release();
   return reinterpret_cast<PyObject*>(self);
-  END_HANDLE_TH_ERRORS
 }
 
-void tensors_dealloc(PyObject* self) {
-  delete reinterpret_cast<Tensors*>(self)->facts;
+int checks_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(reinterpret_cast<Checks*>(self)->held);
+  return 0;
+}
+
+int checks_clear(PyObject* self) {
+  auto* checks = reinterpret_cast<Checks*>(self);
+  delete checks->rows;
+  checks->rows = nullptr;
+  Py_CLEAR(checks->held);
+  return 0;
+}
+
+void checks_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  checks_clear(self);
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-PyObject* tensors_fit(PyObject* self, PyObject* list) {
+PyObject* checks_hold(PyObject* self, PyObject*) {
   HANDLE_TH_ERRORS
-  const Facts& facts = *reinterpret_cast<Tensors*>(self)->facts;
-  if (!PyList_CheckExact(list) || PyList_GET_SIZE(list) != static_cast<Py_ssize_t>(facts.of.size())) {
-    Py_RETURN_FALSE;
+  Py_INCREF(self);
+  int yes = 1;
+  const std::vector<Row>* rows = reinterpret_cast<Checks*>(self)->rows;
+  for (size_t i = 0; yes == 1 && rows != nullptr && i < rows->size(); i++) {
+    yes = (*rows)[i].kind((*rows)[i]);
   }
-  const int64_t* dims = facts.dims.data();
-  for (size_t i = 0; i < facts.of.size(); i++) {
-    const Fact& fact = facts.of[i];
-    if (!fits(fact, dims, PyList_GET_ITEM(list, static_cast<Py_ssize_t>(i)), facts.placed)) {
-      Py_RETURN_FALSE;
-    }
-    dims += 2 * fact.ndim;
-  }
-  Py_RETURN_TRUE;
+  Py_DECREF(self);
+  return yes < 0 ? nullptr : PyBool_FromLong(yes);
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef tensors_methods[] = {{"fit", tensors_fit, METH_O, nullptr}, {nullptr, nullptr, 0, nullptr}};
-PyType_Slot tensors_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(tensors_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(tensors_dealloc)},
-    {Py_tp_methods, tensors_methods},
+PyMethodDef checks_methods[] = {{"hold", checks_hold, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyType_Slot checks_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(checks_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(checks_dealloc)},
+    {Py_tp_traverse, reinterpret_cast<void*>(checks_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(checks_clear)},
+    {Py_tp_methods, checks_methods},
     {0, nullptr}};
-PyType_Spec tensors_spec = {"graphplan_guards.Tensors", sizeof(Tensors), 0, Py_TPFLAGS_DEFAULT, tensors_slots};
-
-// ---------------------------------------------------------------- containers
-
-// Several lists of one length, as arguments.
-template <size_t N>
-bool take(PyObject* const* args, Py_ssize_t count, PyObject* (&lists)[N]) {
-  if (count != static_cast<Py_ssize_t>(N)) {
-    PyErr_Format(PyExc_TypeError, "expected %zu lists", N);
-    return false;
-  }
-  for (size_t i = 0; i < N; i++) {
-    if (!PyList_CheckExact(args[i]) || PyList_GET_SIZE(args[i]) != PyList_GET_SIZE(args[0])) {
-      PyErr_SetString(PyExc_TypeError, "expected lists of one length");
-      return false;
-    }
-    lists[i] = args[i];
-  }
-  return true;
-}
-
-// Runs `check(i)`, which says 1 for yes, 0 for no and -1 for an error, until one is not yes.
-template <typename Check>
-PyObject* all_of(PyObject* list, Check check) {
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
-    int yes = check(i);
-    if (yes < 0) {
-      return nullptr;
-    }
-    if (yes == 0) {
-      Py_RETURN_FALSE;
-    }
-  }
-  Py_RETURN_TRUE;
-}
-
-PyObject* same_items(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  PyObject* lists[3];
-  if (!take(args, count, lists)) {
-    return nullptr;
-  }
-  return all_of(lists[0], [&](Py_ssize_t i) -> int {
-    PyObject* container = PyList_GET_ITEM(lists[0], i);
-    // Whoever is asked may run Python that changes the lists.
-    Py_INCREF(container);
-    PyObject* found = PyObject_GetItem(container, PyList_GET_ITEM(lists[1], i));
-    Py_DECREF(container);
-    if (found == nullptr) {
-      return -1;
-    }
-    int same = i < PyList_GET_SIZE(lists[2]) && found == PyList_GET_ITEM(lists[2], i);
-    Py_DECREF(found);
-    return same;
-  });
-}
-
-PyObject* same_attributes(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  PyObject* lists[3];
-  if (!take(args, count, lists)) {
-    return nullptr;
-  }
-  return all_of(lists[0], [&](Py_ssize_t i) -> int {
-    PyObject* found = PyObject_GetAttr(PyList_GET_ITEM(lists[0], i), PyList_GET_ITEM(lists[1], i));
-    if (found == nullptr) {
-      return -1;
-    }
-    int same = i < PyList_GET_SIZE(lists[2]) && found == PyList_GET_ITEM(lists[2], i);
-    Py_DECREF(found);
-    return same;
-  });
-}
-
-PyObject* same_values(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  PyObject* lists[3];
-  if (!take(args, count, lists)) {
-    return nullptr;
-  }
-  return all_of(lists[0], [&](Py_ssize_t i) -> int {
-    PyObject* found = PyDict_GetItemWithError(PyList_GET_ITEM(lists[0], i), PyList_GET_ITEM(lists[1], i));
-    if (found == nullptr && PyErr_Occurred()) {
-      return -1;
-    }
-    return (found == nullptr ? Py_None : found) == PyList_GET_ITEM(lists[2], i);
-  });
-}
-
-PyObject* none_there(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  PyObject* lists[2];
-  if (!take(args, count, lists)) {
-    return nullptr;
-  }
-  return all_of(lists[0], [&](Py_ssize_t i) -> int {
-    int there = PyDict_Contains(PyList_GET_ITEM(lists[0], i), PyList_GET_ITEM(lists[1], i));
-    return there < 0 ? -1 : !there;
-  });
-}
-
-PyObject* same_types(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  PyObject* lists[2];
-  if (!take(args, count, lists)) {
-    return nullptr;
-  }
-  return all_of(lists[0], [&](Py_ssize_t i) -> int {
-    return reinterpret_cast<PyObject*>(Py_TYPE(PyList_GET_ITEM(lists[0], i))) == PyList_GET_ITEM(lists[1], i);
-  });
-}
-
-PyObject* same_lengths(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  PyObject* lists[2];
-  if (!take(args, count, lists)) {
-    return nullptr;
-  }
-  return all_of(lists[0], [&](Py_ssize_t i) -> int {
-    Py_ssize_t length = PyObject_Size(PyList_GET_ITEM(lists[0], i));
-    Py_ssize_t known = PyLong_AsSsize_t(PyList_GET_ITEM(lists[1], i));
-    return PyErr_Occurred() ? -1 : length == known;
-  });
-}
-
-PyMethodDef functions[] = {
-    {"same_items", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_items)), METH_FASTCALL, nullptr},
-    {"same_attributes", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_attributes)), METH_FASTCALL,
-     nullptr},
-    {"same_values", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_values)), METH_FASTCALL, nullptr},
-    {"none_there", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(none_there)), METH_FASTCALL, nullptr},
-    {"same_types", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_types)), METH_FASTCALL, nullptr},
-    {"same_lengths", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(same_lengths)), METH_FASTCALL, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "graphplan_guards", nullptr, -1, functions};
+PyType_Spec checks_spec = {"graphplan_guards.Checks", sizeof(Checks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                           checks_slots};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "graphplan_guards", nullptr, -1, nullptr};
 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_graphplan_guards() {
   PyObject* module = PyModule_Create(&definition);
-  PyObject* type = module == nullptr ? nullptr : PyType_FromSpec(&tensors_spec);
-  if (type == nullptr || PyModule_AddObject(module, "Tensors", type) < 0) {
-    Py_XDECREF(type);
+  PyObject* tensors = module == nullptr ? nullptr : PyType_FromSpec(&graphplan::tensors_spec);
+  PyObject* checks = tensors == nullptr ? nullptr : PyType_FromSpec(&checks_spec);
+  tensors_type = reinterpret_cast<PyTypeObject*>(tensors);
+  if (checks == nullptr || PyModule_AddObjectRef(module, "Tensors", tensors) < 0 ||
+      PyModule_AddObjectRef(module, "Checks", checks) < 0) {
+    Py_XDECREF(tensors);
+    Py_XDECREF(checks);
     Py_XDECREF(module);
     return nullptr;
   }
+  Py_DECREF(checks);
   return module;
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
+from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import Discovery, Library, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.compiled import runs_compiled
@@ -52,7 +53,6 @@ class Managed:
         self._sharding: Sharding | None = None
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
-        self._held_id = -1
         self._seen: dict[tuple[Any, ...], int] = {}
         self._taken = 0
         self._churn = 0
@@ -177,22 +177,20 @@ class Managed:
             self._layout = self._fingerprint.layout
         return self._last_id
 
-    def held_fingerprint(self) -> int:
-        """:meth:`fingerprint`, about which :meth:`is_at` will be asked."""
-        self._held_id = self.fingerprint()
-        if self._fingerprint is not None:
-            self._fingerprint.hold()
-        return self._held_id
-
-    def is_at(self, fingerprint: int) -> bool:
-        """Whether the fingerprint still has this number. False also where only a closer look would tell, as where the
-        values that are held are not those that were read last.
+    def rows(self, compared: Collection[int]) -> list[Row] | None:
+        """After :meth:`fingerprint`: comparisons that hold while it has this number; None where they do not say enough.
+        ``compared`` are the ids of tensors that others compare.
         """
-        return (
-            fingerprint == self._held_id == self._last_id
-            and self._fingerprint is not None
-            and self._fingerprint.unchanged()
-        )
+        return None if self._fingerprint is None else self._fingerprint.rows(compared)
+
+    @property
+    def state(self) -> tuple[Any, int]:
+        """What the fingerprint was last made of, and its number."""
+        return self._fingerprint, self._last_id
+
+    def is_at(self, made_of: Any, number: int) -> bool:
+        """Whether :attr:`state` is still that."""
+        return number == self._last_id and made_of is self._fingerprint
 
     def _number(self, values: tuple[Any, ...]) -> int:
         number = self._seen.pop(values, self._taken)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from graphplan.containers import PLAIN_LEAVES
+from graphplan.native.comparing import Checks
 from graphplan.program import Program
 from graphplan.signature import Feed, alignment_unit, leaf_key
 from graphplan.step.entry import Entry, Variant
@@ -31,7 +32,9 @@ class Call:
 
     Attributes:
         entry, program: what the long way found for it.
-        facts: what else it found: the modes and the fingerprint of that call.
+        checks: compare everything with what it was in that call.
+        guards: those of the program's that are among them.
+        state: what the fingerprint of that call was made of, and its number.
         variant: the gradients that were there on entry; None if the program serves whatever there is.
     """
 
@@ -42,13 +45,16 @@ class Call:
         entry: Entry,
         program: Program,
         *,
-        facts: Any,
+        checks: Any,
+        state: tuple[Any, int],
         variant: Variant | None,
         moved: bool,
     ) -> None:
         self.entry = entry
         self.program = program
-        self.facts = facts
+        self.checks = checks
+        self.guards = program.guards
+        self.state = state
         self.variant = variant
         self._shapes = [(type(arg), _shape(arg)) for arg in args]
         self._kinds = list(map(type, feed.leaves))
@@ -61,6 +67,13 @@ class Call:
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
         others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since."""
+        try:
+            return bool(self.checks.hold())
+        except (KeyError, IndexError, RuntimeError, AttributeError):
+            return False
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
         """The leaves of ``args``, if they are of this kind."""
@@ -128,7 +141,7 @@ class ShortWay:
 
     def _is_ready(self, call: Call) -> bool:
         """Whether the long way would come to the same program, as far as can be told without going it."""
-        entry, program, (modes, fingerprint) = call.entry, call.program, call.facts
+        entry, program = call.entry, call.program
         if call.variant is None:
             same = entry.any_program is program
         else:
@@ -139,9 +152,9 @@ class ShortWay:
             and program.replays + 1 != program.next_check
             and entry.refusal is None
             and self._managed.refusal is None
-            and self._modes.are_at(modes)
-            and self._managed.is_at(fingerprint)
-            and program.guards.hold()
+            and program.guards is call.guards
+            and self._managed.is_at(*call.state)
+            and call.holds()
         )
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
@@ -151,9 +164,15 @@ class ShortWay:
         plain = PLAIN_LEAVES.issuperset(map(type, feed.leaves)) and not entry.wants_grad
         if not plain or program.is_written([leaf for _, leaf in feed.tensors()]):
             return
+        self._managed.fingerprint()
+        self._modes.now()
+        modes, owners = self._modes.rows(), self._managed.rows(program.guards.compared)
+        if modes is None or owners is None:
+            return
         variant = None if entry.any_program is program else self._managed.grad_presence()
-        facts = (self._modes.now(), self._managed.held_fingerprint())
-        call = Call(args, feed, entry, program, facts=facts, variant=variant, moved=self._moved)
+        checks = Checks([*modes, *owners, *program.guards.rows])
+        state = self._managed.state
+        call = Call(args, feed, entry, program, checks=checks, state=state, variant=variant, moved=self._moved)
         leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
             shapes = _shapes(args)
