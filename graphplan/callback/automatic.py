@@ -1,12 +1,14 @@
 """Lightning's automatic optimization, run through a graphed step.
 
-Two forms. *Whole*: the bound ``automatic_optimization.run`` becomes one graphed step, optimizer included. *Components*:
-where the optimizer cannot be captured or must run on the host, only the closure (forward, zero_grad, backward) is a
-graphed step, and Lightning's own code clips and steps after it.
+Three forms. *Whole*: the bound ``automatic_optimization.run`` becomes one graphed step, optimizer included.
+*Components*: where the optimizer cannot be captured or must run on the host, only the closure (forward, zero_grad,
+backward) is a graphed step, and Lightning's own code clips and steps after it. *Update*: where forward or backward
+cannot be captured, the closure is Python, and what comes after it, hooks, clipping and the optimizer's step, is one.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -14,24 +16,50 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer import call
 
+from graphplan.callback.arguments import Components
 from graphplan.callback.gates import keeps_optimizer_outside
 from graphplan.callback.numbers import WatchedIndex, group_numbers
 from graphplan.callback.seam import Seam
 from graphplan.callback.standins import ReplayedClosure
 from graphplan.callback.variants import Variant
-from graphplan.errors import RefusalError
+from graphplan.errors import (
+    CarryError,
+    ControlFlowError,
+    GeneratorSeekError,
+    HostEffectError,
+    HostScalarError,
+    HostSyncError,
+    OutputError,
+    RefusalError,
+    TemporaryCopyError,
+    UnownedTensorError,
+)
 from graphplan.step import Backends, GraphedStep, Options
+
+_FORWARDS = (
+    HostScalarError, HostSyncError, HostEffectError, ControlFlowError, UnownedTensorError, TemporaryCopyError,
+    GeneratorSeekError, CarryError, OutputError,
+)  # fmt: skip
+"""Refusals of what a step's own code does, which need not be true of the optimizer's."""
 
 
 class AutomaticSeam(Seam):
     """The seam of ``automatic_optimization``."""
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: Options,
+        variant: Variant,
+        backends: Backends,
+        components: Components,
     ) -> None:
         super().__init__(trainer, module, options, variant, backends)
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer = trainer.optimizers[0]
+        self._sides = components
+        self._update: GraphedStep | None = None
         self._components: GraphedStep | None = None
         self._uses_epoch = False
         self._logs.takes_loss = True
@@ -42,12 +70,30 @@ class AutomaticSeam(Seam):
     def install(self) -> None:
         """Put the seam in."""
         self._compile()
-        self._whole.decide_refusals(lambda error: error.component == "optimizer" or self._must_raise())
+        self._whole.decide_refusals(lambda error: self._can_split(error) or self._must_raise())
         self._put(self._loop, "run", self._run)
         self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
         outside = keeps_optimizer_outside(self._module)
-        if outside is not None and self._options.backend != "eager":
-            self.keep_optimizer_outside(outside)
+        if self._options.backend == "eager":
+            return
+        if not self._sides.forward_backward:
+            self.keep_forward_outside("components names the optimizer alone")
+        elif outside is not None or not self._sides.optimizer:
+            self.keep_optimizer_outside(outside or "components names forward and backward alone")
+
+    def _can_split(self, error: RefusalError) -> bool:
+        """Whether one side of the step can do without the one that ``error`` is about."""
+        if not self._sides.falls_back:
+            return False
+        return error.component == "optimizer" or (self._options.on_failure == "eager" and isinstance(error, _FORWARDS))
+
+    def keep_forward_outside(self, reason: str) -> None:
+        """Go over to the update form."""
+        self.notes.append(f"forward and backward run eagerly before the replay of the optimizer's step: {reason}")
+        self._whole.close()
+        self._update = self._make(self._update_body, self._owners(self._progress))
+        self._update.decide_refusals(lambda error: self._must_raise())
+        self._put(self._loop, "_optimizer_step", self._step_optimizer)
 
     def keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
@@ -64,13 +110,17 @@ class AutomaticSeam(Seam):
         if self._loop._skip_backward or "batch" not in kwargs or optimizer is not self._optimizer:
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
         self._context = (optimizer, batch_idx, kwargs)
-        if self._components is None:
+        if self._components is None and self._update is None:
             try:
                 return self._through(self._whole, *self._facts())
             except RefusalError as error:
-                if error.component != "optimizer":
+                if not self._can_split(error):
                     raise
-                self.keep_optimizer_outside(str(error))
+                if error.component == "optimizer":
+                    self.keep_optimizer_outside(str(error))
+                else:
+                    warnings.warn(f"graphplan runs forward and backward eagerly: {error}", UserWarning, stacklevel=2)
+                    self.keep_forward_outside(str(error))
         return self._stock_run(optimizer, batch_idx, kwargs)
 
     def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
@@ -126,3 +176,29 @@ class AutomaticSeam(Seam):
 
         with self._logs.late.of_loss(self._loop):
             return self._in_step(body, batch)
+
+    def _step_optimizer(self, batch_idx: int, closure: Closure) -> None:
+        """In place of ``_optimizer_step`` in the update form."""
+        if closure() is None or self._update is None:
+            # training_step returned None: Lightning skips what it skips then.
+            type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
+            return
+        self._through(self._update, *self._facts(), feeds=False)
+
+    def _update_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
+        assert self._context is not None
+        _, batch_idx, _ = self._context
+
+        def body(kwargs: OrderedDict[str, Any]) -> None:
+            type(self._loop)._optimizer_step(self._loop, self._watched(batch_idx), _done)
+
+        return self._in_step(body, batch)
+
+
+def _nothing() -> None:
+    """A closure that came to nothing."""
+
+
+def _done() -> bool:
+    """A closure that has been called: Lightning asks only whether there was a loss."""
+    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
+from graphplan.callback.arguments import Components, check_choices
 from graphplan.callback.automatic import AutomaticSeam
 from graphplan.callback.bars import ThrottledBar
 from graphplan.callback.clipping import FusedClipping
@@ -26,7 +28,7 @@ from graphplan.callback.seam import Figures, Seam
 from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.standins import StandsIn
 from graphplan.callback.variants import Variant, VariantOf
-from graphplan.errors import NotCapturedError, OptionError, PolicyError
+from graphplan.errors import NotCapturedError
 from graphplan.plan import Plan
 from graphplan.policy import parse_policies
 from graphplan.report import describe, outcome, summary
@@ -81,6 +83,9 @@ class GraphPlanCallback(EvaluationHooks):
         transfer: ``"auto"``: replays copy batches in from host memory where nobody else has them; ``"stock"``: never.
         loop: ``"auto"``: what Lightning does around each step is left out where the run has no use for it; ``"stock"``:
             never.
+        components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured, and,
+            under ``on_failure="eager"``, the optimizer alone where those cannot. Or what to capture, whatever could be:
+            ``("forward_backward",)``, ``("optimizer",)``, or both.
 
     Raises:
         OptionError, PolicyError, BackendError: for arguments that make no sense.
@@ -109,15 +114,11 @@ class GraphPlanCallback(EvaluationHooks):
         eval: bool = False,
         transfer: str = "auto",
         loop: str = "auto",
+        components: str | Sequence[str] = "auto",
     ) -> None:
         super().__init__()
-        if mode not in ("auto", "train"):
-            raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
-        if not isinstance(eval, bool):
-            raise OptionError(f"eval is {eval!r}; expected True or False")
-        for name, value in {"loop": loop, "transfer": transfer}.items():
-            if value not in ("auto", "stock"):
-                raise OptionError(f"{name} is {value!r}; expected 'auto' or 'stock'")
+        check_choices(mode=mode, eval=eval, loop=loop, transfer=transfer)
+        self.components = Components.parse(components)
         parsed = parse_policies(policies or {})
         self.options = Options(
             policy=parsed.get("train"),
@@ -179,17 +180,17 @@ class GraphPlanCallback(EvaluationHooks):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
         self._figures[_TRAINING] = Figures()
-        reason = closed_to_training(trainer, pl_module) if self.options.backend != "eager" else None
+        reason = closed_to_training(trainer, pl_module, self.components) if self.options.backend != "eager" else None
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
-        kind = AutomaticSeam if pl_module.automatic_optimization else ManualSeam
         self._stand_ins = [make(trainer) for make in (FusedClipping, LaggingSigterm, LazyNumbers, ThrottledBar)]
         for stand_in in self._stand_ins:
             stand_in.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
         direct = reason is None and self._takes_host_batches(trainer, pl_module)
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
+        kind = partial(AutomaticSeam, components=self.components) if pl_module.automatic_optimization else ManualSeam
         seam = kind(trainer, pl_module, options, self.variant, self._backends)
         self._install(_TRAINING, seam)
         if reason is not None:

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from graphplan.callback.arguments import Components
 from graphplan.owners import free_name
 
 STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -67,13 +68,20 @@ def needed_warmup(strategy: Any) -> int:
     return 11 if strategy.root_device.type == "cuda" else 3
 
 
-def closed_to_training(trainer: Any, module: LightningModule) -> str | None:
+def closed_to_training(trainer: Any, module: LightningModule, components: Components) -> str | None:
     """Why no training step of this run can be captured; None if nothing speaks against it."""
     reason = closed_to_all(trainer)
     if reason is not None:
         return reason
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
+    if not module.automatic_optimization and not components.both:
+        return (
+            "components names one side of the step, and with manual optimization the module's own code decides what "
+            "comes first: use components='auto', or graph_step in training_step"
+        )
+    if components.optimizer and not components.both and keeps_optimizer_outside(module) is not None:
+        return f"components names the optimizer, which runs on the host: {keeps_optimizer_outside(module)}"
     if module.automatic_optimization and len(trainer.optimizers) != 1:
         return (
             f"the module has {len(trainer.optimizers)} optimizers, and automatic optimization steps exactly one: "

@@ -165,16 +165,18 @@ class Seam(ABC):
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
 
-    def _through(self, step: GraphedStep, *facts: Any) -> Any:
-        """Run the current batch through ``step``; log what it logged. ``facts`` are literals that it depends on."""
+    def _through(self, step: GraphedStep, *facts: Any, feeds: bool = True) -> Any:
+        """Run the current batch through ``step``, or the step alone; log what it logged. ``facts`` are literals that it
+        depends on.
+        """
         assert self._context is not None
         _, batch_idx, kwargs = self._context
         self._logs.start()
-        batch = kwargs["batch"]
+        batch = kwargs["batch"] if feeds else ()
         known = Literals((*facts, self._own_hooks.changes(), *self._wrapped.notes()))
         self._begun = []
         try:
-            if self._variant.is_given:
+            if self._variant.is_given and feeds:
                 out = step(batch, known, self._variant.of(self._module, batch, batch_idx))
             else:
                 out = step(batch, known)

@@ -481,8 +481,9 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number among the arguments that never comes back makes a capture size of its own each time."""
     monkeypatch.setattr("graphplan.inference.bucketed._MOST_SIZES", 3)
     monkeypatch.setattr("graphplan.inference.bucketed._MOST_SHAPES", 5)
+    monkeypatch.setattr("graphplan.inference.bucketed._MOST_KINDS", 4)
     fast = bucketed(lambda x, scale: x * scale, [4], on_failure="eager")
     for index in range(8):
         x = torch.randn(3, 8)
         assert torch.equal(fast(x, float(index)), x * float(index))
-    assert len(fast._bucketed._sizes) == 3 and len(fast.shapes.shapes) == 5
+    assert len(fast._bucketed._sizes) == 3 and len(fast.shapes.shapes) == 5 and len(fast._bucketed._kinds) == 4
