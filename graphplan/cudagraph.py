@@ -117,7 +117,7 @@ class GraphRecording:
             self._graph.reset()
             self._graph = None
             # A pool without graphs stays reserved until somebody asks for this.
-            torch.cuda.empty_cache()
+            _empty_cache()
 
 
 class CUDAGraphBackend(Backend):
@@ -193,7 +193,7 @@ class CUDAGraphBackend(Backend):
 
     def trim(self) -> None:
         """See :meth:`graphplan.backend.Backend.trim`."""
-        torch.cuda.empty_cache()
+        _empty_cache()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], *, kept: bool) -> Any:
         current = torch.cuda.current_stream(self.device)
@@ -279,6 +279,13 @@ class CUDAGraphBackend(Backend):
         if not any(recording.alive for recording in self._living):
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(*place)
+
+
+def _empty_cache() -> None:
+    """Give cached memory back to the device."""
+    # Some releases of torch cannot while another thread captures; then it stays cached.
+    with suppress(RuntimeError):
+        torch.cuda.empty_cache()
 
 
 def _place(error: BaseException) -> str:

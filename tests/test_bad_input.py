@@ -66,6 +66,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "max_recaptures is True; expected an int >= 0",
     ),
     "debug": ({"debug": "yes"}, ValueError, "debug is 'yes'; expected True or False"),
+    "prefetch": ({"prefetch": "auto"}, ValueError, "prefetch is 'auto'; expected True or False"),
+    "memory_budget": ({"memory_budget": 0}, ValueError, "memory_budget is 0; expected bytes, an int >= 1, or None"),
     "prepare_optimizers": (
         {"prepare_optimizers": None},
         ValueError,

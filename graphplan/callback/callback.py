@@ -74,6 +74,9 @@ class GraphPlanCallback(EvaluationHooks):
             torch can, also check before each replay that the memory that the recording reads was not freed.
         debug_eager: train eagerly where a program would be replayed, on the program's own inputs: tells a fault of the
             recording from one of everything around it. Nothing is replayed, and so nothing is checked.
+        prefetch: whether inputs of 4 MiB and more are copied to the device while it is busy with the replay before,
+            into buffers as large as they are, one for each program: where ``transfer`` leaves batches in host memory,
+            and they are pinned, and written when the loader hands them out, as a ``DataLoader``'s are.
         variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of
             ``(batch, batch_idx)``, or the name of such a method of the module, whose answer, a literal or a tuple of
             literals, says which way the step goes. Each answer has a program of its own.
@@ -110,6 +113,7 @@ class GraphPlanCallback(EvaluationHooks):
         max_recaptures: int = 16,
         debug: bool = False,
         debug_eager: bool = False,
+        prefetch: bool = False,
         variant: VariantOf = None,
         eval: bool = False,
         transfer: str = "auto",
@@ -137,6 +141,7 @@ class GraphPlanCallback(EvaluationHooks):
             max_recaptures=max_recaptures,
             debug=debug,
             debug_eager=debug_eager,
+            prefetch=prefetch,
         )
         self.variant = Variant(variant)
         self.eval = eval
@@ -193,6 +198,8 @@ class GraphPlanCallback(EvaluationHooks):
         kind = partial(AutomaticSeam, components=self.components) if pl_module.automatic_optimization else ManualSeam
         seam = kind(trainer, pl_module, options, self.variant, self._backends)
         self._install(_TRAINING, seam)
+        if self.options.prefetch and not direct:
+            seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         elif self.options.backend != "eager":

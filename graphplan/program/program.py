@@ -21,6 +21,7 @@ from graphplan.program.adopted import Adopted
 from graphplan.program.bindings import Bindings
 from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
+from graphplan.program.staging import Staging, is_stageable
 from graphplan.program.statics import CopiedOwned
 from graphplan.program.watching import replay
 from graphplan.roles import Role
@@ -62,6 +63,7 @@ class Program:
         self._statics = list(inputs.values())
         self._targets = [distinct(static.detach()) for static in self._statics]
         self._leases = dict(leases)
+        self._staging: Staging | None = None
         self._shared = {index for index, static in inputs.items() if distinct(static) is not static}
         mutated = {external.leaf for external in plan.inputs if external.mutated}
         self._write_back = [(index, static) for index, static in inputs.items() if index in mutated]
@@ -129,11 +131,28 @@ class Program:
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
         if any(map(_wants_grad, sources)):
             sources = [source.detach() for source in sources]
+        if self._staging is None:
+            self._copy(sources)
+            return
+        self._copy(self._staging.fetch(sources))
+        self._staging.give_back()
+
+    def _copy(self, sources: list[Tensor]) -> None:
         if len(sources) > _FEW:
             torch._foreach_copy_(self._targets, sources, non_blocking=True)
             return
         for target, source in zip(self._targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
+
+    def stage_inputs(self) -> None:
+        """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""
+        if self.plan.device.type == "cuda" and not self._leases and any(map(is_stageable, self._targets)):
+            self._staging = Staging(self._targets, self.plan.device)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the buffers that inputs are staged in."""
+        return 0 if self._staging is None else self._staging.nbytes
 
     def _load_lent(self, sources: Sequence[Tensor]) -> None:
         """:meth:`load` where some inputs are lent memory: what lies there already stays as it is."""
@@ -266,6 +285,7 @@ class Program:
     def close(self) -> None:
         """Give the recording's memory back."""
         self.is_open = False
+        self._staging = None
         if self._recording is not None:
             self._recording.reset()
             self._recording = None

@@ -243,7 +243,7 @@ class GraphedStep(Exclusive, Reports):
                 self._programs.count_capture(entry, self._lookup.geometry(feed))
                 self._settle(entry)
                 self._short.forget()
-                self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes
+                self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
         result = self._stages.warm_up(entry, feed)
         self._programs.count_attempt()

@@ -34,6 +34,7 @@ def graph_step(
     max_recaptures: int = 16,
     debug: bool = False,
     debug_eager: bool = False,
+    prefetch: bool = False,
 ) -> GraphedStep:
     """Make a step that replays itself as one CUDA graph (or tape).
 
@@ -75,6 +76,9 @@ def graph_step(
             torch can, also check before each replay that the memory that the recording reads was not freed.
         debug_eager: run the step itself where a program would be replayed, on the program's own inputs: tells a fault
             of the recording from one of everything around it. Nothing is replayed, and so nothing is checked.
+        prefetch: with ``device=``, whether inputs of 4 MiB and more that are fed in pinned host memory are copied to
+            the device while it is busy with the replay before, into buffers as large, one for each program. They
+            have to be written when they are fed, not by work that the device still has to do.
 
     Returns:
         A callable with ``plan``, ``stats``, ``invalidate(why)`` and ``close()``. Tensors that the step makes come back
@@ -102,5 +106,6 @@ def graph_step(
         max_recaptures=max_recaptures,
         debug=debug,
         debug_eager=debug_eager,
+        prefetch=prefetch,
     )
     return GraphedStep(fn, owners, options)

@@ -52,6 +52,7 @@ class Options:
     outputs: str = "clone"
     autograd: bool = False
     memory_budget: int | None = None
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -62,7 +63,7 @@ class Options:
             value = getattr(self, name)
             if not _is_count(value, least):
                 raise OptionError(f"{name} is {value!r}; expected an int >= {least}{_REASONS.get(name, '')}")
-        for name in ("prepare_optimizers", "fuse_optimizer", "debug", "debug_eager"):
+        for name in ("prepare_optimizers", "fuse_optimizer", "debug", "debug_eager", "prefetch"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
         if self.outputs not in ("clone", "static"):

@@ -89,6 +89,11 @@ class Programs:
         """Bytes that the programs compute in."""
         return sum(program.nbytes for program in self.all())
 
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the buffers that inputs of programs are staged in."""
+        return sum(program.staged_bytes for program in self.all())
+
     def evict_for_memory(self, kept: Entry) -> int:
         """Drop some programs of other entries than ``kept``; how many entries lost theirs."""
         dropped = self._entries.evict_generation(kept)

@@ -255,6 +255,8 @@ class Stages:
                 result = program.run_recorded(feed.leaves, executed=backend.executes)
         if self._options.debug:
             wait_for_device(program, "its capture")
+        if self._options.prefetch and self._options.feed_device is not None:
+            program.stage_inputs()
         program.next_check = self._options.schedule.after(0)
         self._captured.add(program)
         line.program = program

@@ -150,12 +150,15 @@ def test_a_program_takes_what_eager_steps_take() -> None:
     drive(rig, step)
     torch.cuda.synchronize()
     gc.collect()
-    allocated, reserved = torch.cuda.memory_allocated(DEVICE), torch.cuda.memory_reserved(DEVICE)
+    reserved = torch.cuda.memory_reserved(DEVICE)
+    # cuBLAS has a workspace for each stream, which is none of the step's. No replay comes after this.
+    torch._C._cuda_clearCublasWorkspaces()
+    allocated = torch.cuda.memory_allocated(DEVICE)
     fed = sum(x.nbytes for (x,) in rig.calls)
     static = step._buffers.nbytes
     assert step.stats.replayed == CALLS - AT - 1, step.report()
-    assert allocated - before[0] <= 2 * PARAMETERS + fed + static + 4 * MIB
-    assert reserved - before[1] <= 1.15 * (need + 2 * PARAMETERS) + fed + static
+    assert allocated - before[0] <= 2 * PARAMETERS + fed + static + PARAMETERS // 2
+    assert reserved - before[1] <= 1.15 * (need + 2 * PARAMETERS) + fed + static + 64 * MIB
 
 
 @needs_cuda

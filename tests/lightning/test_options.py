@@ -57,6 +57,12 @@ def test_a_budget_that_no_program_fits_into(tmp_path: Path) -> None:
     assert "memory_budget allows" in callback.report()
 
 
+def test_prefetching_where_there_is_nothing_to_fetch(tmp_path: Path) -> None:
+    """On a CPU batches are where they are needed; the report says so."""
+    found = assert_fit_equals_eager(LitDigits, tmp_path, replayed=FULL, callback=tape(prefetch=True))
+    assert "prefetch does nothing: the step is not given batches in host memory" in found.callback.report()
+
+
 def _counting(self: Any, batch: Any, batch_idx: int) -> Tensor:
     self._runs.item += 1
     loss = self.loss_of(batch)
