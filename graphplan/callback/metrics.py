@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 from graphplan.callback.copies import LaggingNumbers
+from graphplan.callback.rows import LateRows
 from graphplan.callback.standins import StandIn, StandsIn
 
 
@@ -79,9 +80,23 @@ class LazyConnector(_LoggerConnector):
     _callback_metrics = _settled("_callback_metrics")
     _logged_metrics = _settled("_logged_metrics")
 
+    rows: LateRows | None = None
+    """What writes the rows of steps, where they may come late."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """As Lightning's, but that a step's row is written when its numbers are there."""
+        if self.rows is not None:
+            if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
+                self._logged_metrics.update(metrics)
+                return
+            self.rows.settle()
+        super().log_metrics(metrics, step)
+
     def epoch_end_reached(self) -> None:
         """Values of the last batch, before those of the epoch come."""
         self.settle()
+        if self.rows is not None:
+            self.rows.settle()
         super().epoch_end_reached()
 
     def reset_results(self) -> None:
