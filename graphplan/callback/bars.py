@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
+from graphplan.callback.metrics import LazyNumbers
 from graphplan.callback.standins import StandIn, StandsIn
 
 _INTERVAL = 0.05
@@ -23,8 +24,9 @@ _SLOW_START = 64
 class ThrottledBar(StandsIn):
     """Stands where a Trainer's bar asks whether to draw itself, unless the bar has an opinion of its own."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, numbers: LazyNumbers) -> None:
         self._trainer = trainer
+        self._numbers = numbers
         bar: Any = trainer.progress_bar_callback
         known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
         self._bar = bar if known else None
@@ -39,7 +41,12 @@ class ThrottledBar(StandsIn):
             return False
         self._asked += 1
         now = perf_counter()
-        if self._asked > _SLOW_START and current != total and now - self._drawn < _INTERVAL:
+        is_last = current == total
+        if (
+            self._asked > _SLOW_START
+            and not is_last
+            and (now - self._drawn < _INTERVAL or not self._numbers.are_here())
+        ):
             self._is_behind = True
             return False
         self._drawn, self._is_behind = now, False
@@ -52,3 +59,9 @@ class ThrottledBar(StandsIn):
             bar = self._bar.train_progress_bar
             bar.n = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             bar.refresh()
+
+
+def stand_ins_of_bars(trainer: Trainer) -> list[StandsIn]:
+    """All that has to do with a Trainer's bars."""
+    numbers = LazyNumbers(trainer)
+    return [numbers, ThrottledBar(trainer, numbers)]

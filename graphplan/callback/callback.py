@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from graphplan.callback.arguments import Components, check_choices
 from graphplan.callback.automatic import AutomaticSeam
-from graphplan.callback.bars import ThrottledBar
+from graphplan.callback.bars import ThrottledBar, stand_ins_of_bars
 from graphplan.callback.clipping import FusedClipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.evaluation_hooks import EvaluationHooks
@@ -23,7 +23,6 @@ from graphplan.callback.gates import closed_to_all, closed_to_training
 from graphplan.callback.loop import LoopSeam
 from graphplan.callback.loop_gates import closed_loop, keeps_stock_transfer
 from graphplan.callback.manual import ManualSeam
-from graphplan.callback.metrics import LazyNumbers
 from graphplan.callback.seam import Figures, Seam
 from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.standins import StandsIn
@@ -189,7 +188,7 @@ class GraphPlanCallback(EvaluationHooks):
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
-        self._stand_ins = [make(trainer) for make in (FusedClipping, LaggingSigterm, LazyNumbers, ThrottledBar)]
+        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), *stand_ins_of_bars(trainer)]
         for stand_in in self._stand_ins:
             stand_in.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"

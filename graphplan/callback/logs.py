@@ -29,6 +29,7 @@ from graphplan.callback.late import LOSS, LateCopies
 from graphplan.callback.noting import NotingResults
 from graphplan.callback.sums import Group, Sums
 from graphplan.errors import HostSyncError
+from graphplan.program import apart
 from graphplan.tracer import find_source, refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)
@@ -288,8 +289,7 @@ def with_logs(notes: LogNotes, body: Callable[[], Any]) -> dict[str, Any]:
     return {"result": result, "logs": noted, "values": {label: values}, "loss": place}
 
 
-def values_of(out: dict[str, Any]) -> list[Tensor]:
+def values_of(out: dict[str, Any]) -> Sequence[Tensor]:
     """The values in the vector of what :func:`with_logs` gave, each a tensor of its own."""
     (vector,) = out["values"].values()
-    # A view among several would refuse to be written to with something that asks for gradients.
-    return [] if vector is None else list(map(Tensor.detach, vector.unbind()))
+    return () if vector is None else apart(vector)

@@ -25,6 +25,7 @@ from graphplan.callback.fetching import Again, next_of
 from graphplan.callback.gates import has_hook
 from graphplan.callback.loop_gates import END, START, STOCK_HOOKS, hands_out_batch
 from graphplan.callback.metrics import LazyConnector
+from graphplan.callback.rows import LateRows
 from graphplan.callback.standins import StandIn, StandsIn
 
 _SCHEDULE = "lr_scheduler_step"
@@ -53,6 +54,7 @@ class LoopSeam(StandsIn):
         methods: dict[str, Any] = {"advance": self._advance, "on_advance_end": self._advance_end}
         methods |= dict.fromkeys(("_on_before_fetch", "_on_after_fetch"), _nothing)
         super().__init__(*(StandIn(self._loop, name, method) for name, method in methods.items()))
+        self._rows = LateRows(trainer)
         self._callbacks: list[Any] = []
         self._hooked: dict[str, list[Any]] = {}
         self._module_ends = False
@@ -60,6 +62,19 @@ class LoopSeam(StandsIn):
         self._arguments: tuple[str, ...] | None = None
         self._step: Any = None
         self._has_ended = False
+
+    def install(self) -> None:
+        """Put it in."""
+        super().install()
+        if isinstance(self._connector, LazyConnector):
+            self._rows.install()
+            self._connector.rows = self._rows
+
+    def remove(self) -> None:
+        """Take it off; rows that are on their way are written."""
+        super().remove()
+        if vars(self._connector).pop("rows", None) is not None:
+            self._rows.remove()
 
     def _advance(self, fetcher: Any) -> None:
         """In place of ``advance``: this batch and those after it, up to one after which something is due."""
@@ -202,6 +217,8 @@ class LoopSeam(StandsIn):
         current.completed += 1
         if self._logs() and trainer.loggers:
             self._connector.update_train_step_metrics()
+        elif self._rows.on_their_way:
+            self._rows.look()
 
     def _begin(self, batch: Any) -> Any:
         """What the logger connector does when a batch starts, without asking which loop is active."""

@@ -73,6 +73,10 @@ _NAMES: dict[tuple[type, str], str] = {
         trainer fit_loop _should_accumulate lightning_module automatic_optimization isinstance _first_loop_iter bool
         should_update_logs fast_dev_run log_metrics metrics
     """,
+    (_LoggerConnector, "log_metrics"): """
+        trainer loggers _logged_metrics update convert_tensors_to_scalars pop int setdefault current_epoch fit_loop
+        epoch_loop _batches_that_stepped log_metrics save
+    """,
     (_LoggerConnector, "should_update_logs"): """
         trainer log_every_n_steps _active_loop isinstance pl loops _FitLoop epoch_loop _batches_that_stepped
         _EvaluationLoop _PredictionLoop batch_progress current ready NotImplementedError should_stop

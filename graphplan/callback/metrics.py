@@ -5,8 +5,8 @@ again whenever anybody asks for any of the run's metrics: the host waits for the
 stay tensors until ``progress_bar_metrics`` is read, which gives the same numbers.
 
 A bar that asks for them after every batch shall not make the host wait either. It is shown the numbers that arrived
-last, which lag behind by what the device has yet to do. At an epoch's end, and where it asks now and then, they are
-exact.
+last, which lag behind by what the device has yet to do. A bar that graphplan has draw itself now and then does so when
+its numbers have arrived. At an epoch's end, and where a bar asks now and then by itself, they are exact.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _METRIC
 from torch import Tensor
 
 from graphplan.callback.copies import LaggingNumbers
+from graphplan.callback.rows import LateRows
 from graphplan.callback.standins import StandIn, StandsIn
 
 
@@ -79,9 +80,23 @@ class LazyConnector(_LoggerConnector):
     _callback_metrics = _settled("_callback_metrics")
     _logged_metrics = _settled("_logged_metrics")
 
+    rows: LateRows | None = None
+    """What writes the rows of steps, where they may come late."""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """As Lightning's, but that a step's row is written when its numbers are there."""
+        if self.rows is not None:
+            if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
+                self._logged_metrics.update(metrics)
+                return
+            self.rows.settle()
+        super().log_metrics(metrics, step)
+
     def epoch_end_reached(self) -> None:
         """Values of the last batch, before those of the epoch come."""
         self.settle()
+        if self.rows is not None:
+            self.rows.settle()
         super().epoch_end_reached()
 
     def reset_results(self) -> None:
@@ -145,6 +160,7 @@ class LazyNumbers(StandsIn):
         self._connector: Any = trainer._logger_connector
         self._numbers = LaggingNumbers()
         self._asked = -1
+        self._is_picture = False
         bars = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, ProgressBar)]
         bars = [bar for bar in bars if "get_metrics" not in vars(bar)]
         super().__init__(*(StandIn(bar, "get_metrics", partial(self._ask, bar)) for bar in bars))
@@ -163,12 +179,22 @@ class LazyNumbers(StandsIn):
             self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
             self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
 
+    def are_here(self) -> bool:
+        """Whether a bar that draws itself now can show numbers without waiting for them."""
+        values: dict[str, Any] = {}
+        if isinstance(self._connector, LazyConnector):
+            values |= self._connector.metrics["pbar"]
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        self._is_picture = bool(tensors) and self._numbers.are_here(tensors)
+        return self._is_picture or not tensors
+
     def _ask(self, bar: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of a bar's ``get_metrics``."""
+        is_picture, self._is_picture = self._is_picture, False
         batch = self._trainer.fit_loop.epoch_loop.total_batch_idx
         asks_always = batch - self._asked <= 1 and self._connector._first_loop_iter is not None
         self._asked = batch
-        if not asks_always:
+        if not asks_always and not is_picture:
             return type(bar).get_metrics(bar, *args, **kwargs)
         self._connector.lagging = self._numbers
         try:

@@ -16,6 +16,7 @@ pytest.importorskip("sklearn")
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
 from graphplan import CaptureError, GraphPlanCallback, SkipReason
@@ -238,22 +239,26 @@ class _AtEnds(RichProgressBar):
     "ignore:You defined a `validation_step`", "ignore:Synchronization debug mode is a prototype"
 )
 def test_a_bar_that_asks_after_every_batch_makes_nobody_wait(tmp_path: Path) -> None:
-    """Steps, logs and the bar from one batch to the next; at an epoch's end it shows eager's numbers."""
+    """Steps, logs, rows and the bar from one batch to the next; at an epoch's end it shows eager's numbers."""
     data = DataLoader(digits()[0], 30)
-    shown = []
+    shown, rows = [], []
     for graphed in (False, True):
         torch.manual_seed(0)
         bar, watch = _AtEnds(), _Watch()
         own = [watch, callback(verify="off")] if graphed else []
         module = with_step(_shown_step)(FUSED_ADAMW)
-        options: dict[str, Any] = {"max_epochs": 4, "logger": False, "enable_checkpointing": False}
-        trainer = Trainer(callbacks=[*own, bar], accelerator="gpu", devices=1, **options)
+        logger = CSVLogger(tmp_path / str(graphed), name="logs", version=0)
+        options: dict[str, Any] = {"max_epochs": 4, "logger": logger, "log_every_n_steps": 2}
+        options |= {"enable_checkpointing": False, "accelerator": "gpu", "devices": 1}
+        trainer = Trainer(callbacks=[*own, bar], **options)
         try:
             quiet(partial(trainer.fit, module, data))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         shown.append(bar.shown)
+        rows.append(Path(logger.log_dir, "metrics.csv").read_text())
     assert shown[0] == shown[1]
+    assert rows[0] == rows[1]
     assert watch.watched >= 20
 
 

@@ -17,10 +17,11 @@ def assert_nothing_installed(trainer: Any, module: Any) -> None:
     """No instance attribute shadows a class's method, and the optimizers are the user's again."""
     epoch_loop = trainer.fit_loop.epoch_loop
     for owner in (epoch_loop.automatic_optimization, epoch_loop.manual_optimization):
-        assert "run" not in vars(owner)
+        assert not {"run", "output_result_cls"} & set(vars(owner))
     assert not {"advance", "on_advance_end"} & set(vars(epoch_loop))
     assert not {"optimizer_step", "training_step", "backward", "batch_to_device"} & set(vars(trainer.strategy))
-    assert not {"training_step", "optimizer_step", "log", "log_dict"} & set(vars(module))
+    assert not {"training_step", "optimizer_step", "log", "log_dict", "_LightningModule__to_tensor"} & set(vars(module))
+    assert all(type(logger).__module__.startswith("lightning.") for logger in trainer.loggers)
     assert "clip_gradients" not in vars(trainer.precision_plugin)
     for optimizer in trainer.optimizers:
         assert all(type(group["lr"]) is float for group in optimizer.param_groups)

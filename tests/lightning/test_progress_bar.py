@@ -210,7 +210,7 @@ def _logging_index(self: Any, batch: Any, batch_idx: int) -> Any:
     return self.loss_of(batch)
 
 
-class _Counting(with_step(_logging_index)):  # type: ignore[misc]
+class Counting(with_step(_logging_index)):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
@@ -247,9 +247,9 @@ def test_only_a_bar_that_always_asks_is_shown_older_numbers(
     """And not at an epoch's end. Here nothing arrives but what is waited for."""
     eager, bar, exact, road = _Apart(every), _Apart(every), _Exact(), _Road()
     options: dict[str, Any] = {"max_epochs": 2, "enable_progress_bar": True}
-    fit(_Counting, tmp_path / "eager", more=[eager], **options)
+    fit(Counting, tmp_path / "eager", more=[eager], **options)
     monkeypatch.setattr("graphplan.callback.metrics.LaggingNumbers", partial(LaggingNumbers, road))
-    fit(_Counting, tmp_path / "graphed", tape(verify="off"), more=[bar, exact], **options)
+    fit(Counting, tmp_path / "graphed", tape(verify="off"), more=[bar, exact], **options)
     assert exact.seen == list(range(PER_FIT))
     assert bar.ends == eager.ends
     assert len(road.sent) == (6 if lags else 0)
@@ -258,3 +258,14 @@ def test_only_a_bar_that_always_asks_is_shown_older_numbers(
         assert [shown["count_step"] for shown in bar.shown] == [0.0] * 10 + [10.0] * 10
     else:
         assert bar.shown == eager.shown
+
+
+def test_numbers_for_a_picture_are_sent_once_and_awaited() -> None:
+    road = _Road()
+    numbers = LaggingNumbers(road)
+    assert [numbers.are_here(_value(float(number))) for number in range(3)] == [False, False, False]
+    assert len(road.sent) == 1
+    road.sent[0].arrived = True
+    assert numbers.are_here(_value(3.0))
+    assert numbers.read(_value(4.0)) == {"a": 0.0}
+    assert not road.sent[0].waited

@@ -1,0 +1,149 @@
+"""Rows of steps for the loggers: the same ones in the same order, whenever their numbers arrive."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor
+
+from graphplan.callback import rows
+from graphplan.callback.copies import SentNumbers
+from tests.lightning.endings import assert_nothing_installed, run_until
+from tests.lightning.parts import Fit, LitDigits, assert_same_fits, fit, tape, with_step
+
+
+def _step(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    loss = self.loss_of(batch)
+    self.log("loss", loss, on_step=True, on_epoch=True)
+    self.log("double", loss.double() * 2)
+    self.log("whole", (loss * 100).long().float())
+    return loss
+
+
+@pytest.fixture(params=[0, 3, 10**9], ids=["at once", "a little later", "only where somebody waits"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Numbers that arrive so many looks later; grows with each look."""
+    looks: list[None] = []
+
+    class Late(SentNumbers):
+        left = request.param
+
+        def has_arrived(self) -> bool:
+            looks.append(None)
+            self.left -= 1
+            return self.left < 0
+
+    monkeypatch.setattr(rows, "SentNumbers", Late)
+    return looks
+
+
+class Logs(Callback):
+    """Has to do with the logger after some batches: logs through it, or through its writer."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 4 == 2:
+            number = trainer.global_step
+            if self.way == "logger":
+                trainer.logger.log_metrics({"own": 1.5 * number}, step=number)
+            elif self.way == "writer":
+                trainer.logger.experiment.log_metrics({"own": 1.5 * number}, step=number)
+            elif self.way == "hyperparameters":
+                trainer.logger.log_hyperparams({"number": number})
+            elif self.way == "copies":
+                again = [copy.deepcopy(trainer.logger), pickle.loads(pickle.dumps(trainer.logger))]
+                assert all(isinstance(logger, CSVLogger) and logger.experiment is not None for logger in again)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("way", ["nobody", "logger", "writer", "hyperparameters", "copies"])
+def test_rows_are_lightnings(way: str, every: int, late: list[None], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"log_every_n_steps": every, "val_check_interval": 5}
+    expected = fit(with_step(_step), tmp_path / "eager", more=[Logs(way)], **options)
+    found = fit(with_step(_step), tmp_path / "graphed", tape(), more=[Logs(way)], **options)
+    assert_same_fits(expected, found)
+    assert late, "rows came late"
+    assert_nothing_installed(found.trainer, found.module)
+
+
+def test_no_number_is_read_one_by_one(late: list[None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[None] = []
+    plain = Tensor.item
+    monkeypatch.setattr(Tensor, "item", lambda self: (seen.append(None), plain(self))[1])
+    counts = []
+    for every in (10, 1):
+        seen.clear()
+        fit(with_step(_step), tmp_path / str(every), tape(verify="off"), log_every_n_steps=every)
+        counts.append(len(seen))
+    assert counts[1] == counts[0], "what is read is rows of epochs, whose ends wait for the device anyway"
+
+
+@pytest.mark.usefixtures("late")
+def test_what_is_on_its_way_when_a_fit_ends_early_is_written(tmp_path: Path) -> None:
+    texts = []
+    for name, callback in {"eager": None, "graphed": tape()}.items():
+        trainer, module = run_until(ZeroDivisionError, "in the middle", with_step(_step, on_train_batch_end=_raises),
+                                    tmp_path / name, callback)  # fmt: skip
+        assert_nothing_installed(trainer, module)
+        texts.append(Path(trainer.logger.log_dir, "metrics.csv").read_text())
+    assert texts[0] == texts[1]
+    assert len(texts[0].splitlines()) > 16
+
+
+def _raises(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    if self.trainer.global_step == 17:
+        raise ZeroDivisionError("in the middle")
+
+
+class Own(Logger):
+    """A logger of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+        self.name, self.version = "own", 0  # type: ignore[misc]
+
+    name = version = ""
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.rows.append((dict(metrics), step))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def _steps_of_its_own(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    self.log("step", self.net[1].num_batches_tracked.float() * 2)
+    return _step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["a logger of the user's", "a step that is logged"])
+def test_rows_that_cannot_come_late(other: bool, late: list[None], tmp_path: Path) -> None:
+    found: list[tuple[Fit, Any]] = []
+    for name, callback in {"eager": None, "graphed": tape()}.items():
+        own = Own()
+        loggers = [CSVLogger(tmp_path / name, name="logs", version=0), own]
+        make: type[LitDigits] = with_step(_step if other else _steps_of_its_own)
+        options: dict[str, Any] = {"logger": loggers if other else loggers[0]}
+        found.append((fit(make, tmp_path / name, callback, **options), own.rows))
+    assert_same_fits(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
+    assert not late
+
+
+def test_a_row_waits_for_no_more_than_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host does not run ahead of the device for ever."""
+    waiting: list[int] = []
+    plain = rows.LateRows.look
+    monkeypatch.setattr(SentNumbers, "has_arrived", lambda self: False)
+    monkeypatch.setattr(rows.LateRows, "look", lambda self: (waiting.append(len(self.on_their_way)), plain(self))[1])
+    fit(with_step(_step), tmp_path, tape(), max_epochs=1)
+    assert max(waiting) == 2
