@@ -82,7 +82,7 @@ class Guards:
             ("none_there", self._lacking, self._absent),
             ("equal_items", spaces, names, self._values, same_value),
             ("same_values", homes, labels, self._functions),
-            ("same_attributes", self._kinds, self._called, self._methods),
+            ("same_methods", self._kinds, self._called, self._methods),
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
         ]
@@ -172,14 +172,16 @@ _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 
 
 def _methods_called(walk: Walk, plan: Plan) -> Iterable[Place]:
-    """Methods of tensors' and layers' classes that the step's code may call: whoever replaces one there is heeded."""
-    names = (*_CALLS, *sorted(plan.called))
-    for kind in dict.fromkeys([Tensor, Parameter, *map(type, walk.modules)]):
-        for name in names:
-            method = getattr(kind, name, None)
-            # Of some, each look makes another object.
-            if method is not None and getattr(kind, name) is method:
-                yield kind, name, method
+    """Methods of tensors', layers' and libraries' classes that the step may call: one replaced there is heeded."""
+    kinds = [Tensor, Parameter, *map(type, walk.modules)]
+    asked = [(kind, name) for kind in kinds for name in (*_CALLS, *sorted(plan.called))]
+    asked += [(kind, name) for kind in (Tensor, Parameter) for name in sorted(plan.called_by_torch)]
+    asked += sorted(plan.ran, key=lambda method: (method[0].__module__, method[0].__qualname__, method[1]))
+    for kind, name in dict.fromkeys(asked):
+        method = getattr(kind, name, None)
+        # Of some, each look makes another object.
+        if method is not None and getattr(kind, name) is method:
+            yield kind, name, method
 
 
 def _methods_of(kind: type, names: Collection[str]) -> list[str]:

@@ -98,6 +98,8 @@ class Plan:
         asked: attributes that the step's code asks for although they may not exist
         methods: names of the user's methods that the step calls
         called: names that the user's code calls, of whatever it has.
+        called_by_torch: names of methods that torch's own code calls
+        ran: methods of libraries' classes that the step calls
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
@@ -129,6 +131,8 @@ class Plan:
     asked: tuple[str, ...]
     methods: frozenset[str]
     called: frozenset[str]
+    called_by_torch: frozenset[str]
+    ran: frozenset[tuple[type, str]]
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]

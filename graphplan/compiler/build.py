@@ -95,6 +95,8 @@ def build_plan(
         asked=tuple(sorted(first.reads.asked | second.reads.asked)),
         methods=frozenset(first.reads.methods | second.reads.methods),
         called=frozenset(first.reads.called | second.reads.called),
+        called_by_torch=frozenset(first.reads.called_by_torch | second.reads.called_by_torch),
+        ran=frozenset([*first.reads.ran, *second.reads.ran]),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import cProfile
 import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from graphplan.owners import Namespace, Scalar, is_user_object
 from graphplan.tracer.names import names_of
-from graphplan.tracer.source import file_of, is_library, is_torchs_step
+from graphplan.tracer.source import file_of, is_library, is_ours, is_torchs
 from graphplan.tracer.spaces import Ran
 
 _IMPORTS = "<frozen importlib."
@@ -38,7 +38,8 @@ class Reads:
     attributes that user code called; and attributes that methods of one object may have stored, or that user code
     assigned by other means than ``+=``. ``asked`` are attributes that need not exist, ``methods`` those of the user's
     that ran, ``sized`` what user code asks for its length, ``dynamic`` says that some attributes have names that the
-    code computes.
+    code computes. ``ran`` are the libraries' methods that ran, with the classes that have them,
+    ``called_by_torch`` names of methods that torch's own code calls.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -51,6 +52,8 @@ class Reads:
     methods: set[str] = field(default_factory=set)
     sized: set[str] = field(default_factory=set)
     dynamic: bool = False
+    ran: Collection[tuple[type, str]] = ()
+    called_by_torch: set[str] = field(default_factory=set)
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether code that takes attributes by computed names may have come to ``scalar``."""
@@ -134,8 +137,11 @@ class Profile:
             key = (id(code), 0 if owner is None else id(owner))
             known = key in self._codes
             self._codes[key] = code
-            if not known and is_torchs_step(code.co_filename):
-                self.ran.note_torchs(frame)
+            if not known and is_library(code.co_filename):
+                if is_torchs(code.co_filename):
+                    self.ran.note_torchs(frame)
+                if owner is not None and not is_ours(code.co_filename):
+                    self.ran.note_method(owner, code.co_name)
             elif (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):
                 self.ran.note(frame, owner)
         elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
@@ -150,12 +156,14 @@ class Profile:
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""
-        found = Reads()
+        found = Reads(ran=self.ran.methods)
         for (_, owner), code in self._codes.items():
             names = names_of(code)
             if owner:
                 found.of_self.setdefault(owner, set()).update(names.attributes)
                 found.stored.setdefault(owner, set()).update(names.stored)
+            if is_torchs(code.co_filename):
+                found.called_by_torch.update(names.methods)
             if code in self.ran.codes:
                 if owner:
                     found.methods.add(code.co_name)

@@ -18,6 +18,13 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _NN = os.path.join(_TORCH, "nn") + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_PARTS = (
+    *(_NN, _OPTIM),
+    *(os.path.join(_TORCH, name) + os.sep for name in ("amp", "autograd", "distributions")),
+    *(os.path.join(_TORCH, name) for name in ("_tensor.py", "functional.py")),
+    *(os.path.join(_TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
+)
+"""Not those that watch or compile: what they call changes without changing what a step computes."""
 _FAMILIAR = ("lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics")
 _LIBRARIES = (*(f"{os.sep}{name}{os.sep}" for name in _FAMILIAR), f"{os.sep}typing_extensions.py")
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
@@ -62,9 +69,14 @@ def is_library(filename: str) -> bool:
     return filename.startswith((_TORCH, _HERE)) or standard or _in_library(filename)
 
 
-def is_torchs_step(filename: str) -> bool:
-    """Whether the file is one of those in which torch's own layers and optimizers are."""
-    return filename.startswith((_NN, _OPTIM))
+def is_ours(filename: str) -> bool:
+    """Whether the file belongs to this package."""
+    return filename.startswith(_HERE)
+
+
+def is_torchs(filename: str) -> bool:
+    """Whether the file is one of those in which torch's own layers, optimizers, tensors and scalers are."""
+    return filename.startswith(_PARTS)
 
 
 def is_raised_by_user(error: BaseException) -> bool:

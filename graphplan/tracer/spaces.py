@@ -37,6 +37,12 @@ class Ran:
         self._free: dict[CodeType, list[dict[str, int]]] = {}
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
+        self._methods: dict[tuple[type, str], None] = {}
+
+    @property
+    def methods(self) -> Collection[tuple[type, str]]:
+        """Methods of the libraries' classes that ran."""
+        return self._methods.keys()
 
     @property
     def codes(self) -> Collection[CodeType]:
@@ -66,6 +72,13 @@ class Ran:
     def note_torchs(self, frame: FrameType) -> None:
         """Note a call within torch's own layers and optimizers."""
         self._torchs[frame.f_code] = frame.f_globals
+
+    def note_method(self, owner: Any, name: str) -> None:
+        """Note a call of a library's method: by the first of the library's classes that ``owner`` has."""
+        kinds = owner.__mro__ if issubclass(type(owner), type) else type(owner).__mro__
+        kind = next((kind for kind in kinds if not _is_users(kind)), object)
+        if hasattr(kind, name):
+            self._methods[kind, name] = None
 
     def name_torchs(self, names: Library) -> bool:
         """Add the functions that torch's own code calls by a global name to ``names``; whether any is new."""
