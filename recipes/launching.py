@@ -32,7 +32,6 @@ class _Step:
         step = make_step(work, model, work.make_optimizers(model, fused=False, lr=lr, capturable=True))
         static = [tensor.to(device) for tensor in work.pool(1, pin=False)[0]]
         self.side = torch.cuda.Stream()
-        self.pool = torch.cuda.graph_pool_handle()
         self._run: Callable[[], Tensor] = lambda: step(*static)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -43,7 +42,8 @@ class _Step:
     def capture(self) -> torch.cuda.CUDAGraph:
         """A graph that is not instantiated yet."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
+        # A pool of its own each time: torch forgets one with its last graph.
+        with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
             self._run()
         torch.cuda.synchronize()
         return graph
