@@ -211,7 +211,9 @@ def test_serving_equals_eager(
 def test_decoding_is_measured_and_equals_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What a machine cannot run is named with the reason; no bar is met for want of figures."""
     out = tmp_path / "decode.json"
-    decode_recipe.main(["--cpu", "--largest", "2", "--blocks", "1", "--steps", "2", "--warmup", "12", "--json", str(out)])
+    decode_recipe.main(
+        ["--cpu", "--largest", "2", "--blocks", "1", "--steps", "2", "--warmup", "12", "--json", str(out)]
+    )
     printed = capsys.readouterr().out
     assert re.search(r"batch 2, graphed: equal to eager: bitwise, all 4 results", printed), printed
     assert "hand-written graph is not there for batches of 1, 2: CUDA graphs need a GPU" in printed
