@@ -33,6 +33,8 @@ class _Step:
         static = [tensor.to(device) for tensor in work.pool(1, pin=False)[0]]
         self.side = torch.cuda.Stream()
         self.pool = torch.cuda.graph_pool_handle()
+        # torch forgets a pool's handle when its last graph goes.
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._run: Callable[[], Tensor] = lambda: step(*static)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -46,6 +48,7 @@ class _Step:
         with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
             self._run()
         torch.cuda.synchronize()
+        self._graphs.append(graph)
         return graph
 
 
