@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from graphplan.cudanodes import bindings, upload
+from graphplan.cudart import runtime, upload
 from recipes.contenders import make_step
 from recipes.workloads import Workload
 
@@ -32,6 +32,9 @@ class _Step:
         step = make_step(work, model, work.make_optimizers(model, fused=False, lr=lr, capturable=True))
         static = [tensor.to(device) for tensor in work.pool(1, pin=False)[0]]
         self.side = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        # torch forgets a pool's handle when its last graph goes.
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._run: Callable[[], Tensor] = lambda: step(*static)
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):
@@ -42,10 +45,10 @@ class _Step:
     def capture(self) -> torch.cuda.CUDAGraph:
         """A graph that is not instantiated yet."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # A pool of its own each time: torch forgets one with its last graph.
-        with torch.cuda.graph(graph, stream=self.side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.side, capture_error_mode="thread_local"):
             self._run()
         torch.cuda.synchronize()
+        self._graphs.append(graph)
         return graph
 
 
@@ -90,7 +93,7 @@ def _first_replays(step: _Step, *, uploaded: bool) -> tuple[Row, float]:
 
 def _update(step: _Step) -> Row:
     """What it takes to make an executable graph do what a graph that was captured anew does."""
-    cudart = bindings("runtime")
+    cudart = runtime()
     if cudart is None:
         return {"update_result": "not measured: no cuda.bindings"}
     old = step.capture()

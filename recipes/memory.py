@@ -148,7 +148,9 @@ def alone(work: Workload, device: torch.device) -> Row:
 def checked(work: Workload, device: torch.device, name: str, budget: int | None) -> Row:
     """One program, after replays that were checked."""
     count, training = Count(device), Training(work, device)
-    step = training.graphed(make_step(work, training.model, training.optimizers), verify=1, memory_budget=budget)
+    step = training.graphed(
+        make_step(work, training.model, training.optimizers), verify=1, min_speedup=0, memory_budget=budget
+    )
     seconds = []
     for index in range(_CHECKED):
         start = perf_counter()
@@ -172,7 +174,7 @@ def shared(work: Workload, device: torch.device) -> Row:
         for index in range(_STEPS):
             for kind in kinds:
                 step(*training.batches[index % 4], kind)
-        assert step.stats.captured == len(kinds), step.report()
+        assert step.stats.captured >= len(kinds), step.report()
         takes.append(step._programs.nbytes)
         step.close()
         del step, training

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphplan import CaptureError, MemoryBudgetError, SkipReason, graph_step
+from graphplan import CaptureError, MemoryBudgetError, OptionError, SkipReason, graph_step, graphed
 from graphplan.errors import PeerError
 from graphplan.roles import Footprint
 from graphplan.stats import Stats
@@ -193,6 +193,18 @@ def test_a_device_that_has_too_little_memory() -> None:
         assert [step(torch.ones(1)).item() for _ in range(8)] == [2] * 8
     assert step.stats.skipped == {SkipReason.MEMORY: 3}
     assert step.plan.footprint.peak < 2**31
+
+
+def test_a_graphed_function_that_is_too_large() -> None:
+    """What is graphed for predictions is estimated alike; to prewarm it is refused, with the reason."""
+    fast = graphed(fn_of(MIB), backend="tape", memory_budget=MIB)
+    one = torch.ones(1, 1)
+    with pytest.warns(UserWarning, match=r"memory_budget allows 1\.0 MiB"):
+        found = [fast(one).item() for _ in range(6)]
+    assert found == pytest.approx([math.exp(2) * MIB / 4] * 6, rel=1e-3)
+    assert fast.num_graphs == 0
+    with pytest.raises(OptionError, match=r"nothing is captured for the size .*: there is no memory for a program"):
+        fast.prewarm([1], example=(one,))
 
 
 class Votes:

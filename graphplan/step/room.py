@@ -31,10 +31,10 @@ class Room:
 
     def make(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:
         """Drop programs of other entries until there is room for ``plan``'s, the least recently used first; or say why
-        there is none, on every rank if the step communicates. The entry stays eager then.
+        there is none. The entry stays eager then, under a budget on every rank if the step communicates.
         """
         error = self._find(entry, plan, backend)
-        if self._peers is not None and plan.communicates:
+        if self._peers is not None and self._budget is not None and plan.communicates:
             error = self._agree(self._peers, error)
         return None if error is None else self._give_up(entry, error)
 

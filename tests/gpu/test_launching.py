@@ -1,0 +1,39 @@
+"""What CUDA's own runtime is asked for, beside torch: uploads, node counts, and the recipe that times launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphplan.cudart import count_nodes, upload
+from recipes.launching import measure_launches
+from recipes.workloads import workloads
+from tests.gpu.helpers import DEVICE, needs_cuda
+
+
+@needs_cuda
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_graph_is_uploaded(kept: bool) -> None:
+    """Right after it was instantiated, and it replays as ever."""
+    pytest.importorskip("cuda.bindings")
+    x = torch.zeros(8, device=DEVICE)
+    graph = torch.cuda.CUDAGraph(keep_graph=True) if kept else torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        x += 1
+    if kept:
+        assert sum(count_nodes(graph).values()) >= 1
+        graph.instantiate()
+    assert upload(graph, stream)
+    torch.cuda.synchronize()
+    graph.replay()
+    assert x.tolist() == [1.0] * 8
+
+
+@needs_cuda
+def test_what_launches_cost() -> None:
+    """All figures are there; a graph captured anew is one that the old one can be updated to."""
+    row = measure_launches(workloads(cpu=False)["mlp"], DEVICE)
+    assert row["first_plain"] > 0 and row["first_uploaded"] > 0 and row["instantiate_us"] > 0
+    if "update_us" in row:
+        assert row["update_result"].startswith("cudaSuccess"), row
