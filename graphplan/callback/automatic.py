@@ -8,7 +8,6 @@ cannot be captured, the closure is Python, and what comes after it, hooks, clipp
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -26,7 +25,6 @@ from graphplan.errors import (
     CarryError,
     ControlFlowError,
     GeneratorSeekError,
-    HostEffectError,
     HostScalarError,
     HostSyncError,
     OutputError,
@@ -36,11 +34,12 @@ from graphplan.errors import (
 )
 from graphplan.step import Backends, GraphedStep, Options
 
-_FORWARDS = (
-    HostScalarError, HostSyncError, HostEffectError, ControlFlowError, UnownedTensorError, TemporaryCopyError,
-    GeneratorSeekError, CarryError, OutputError,
+_READS = (
+    HostScalarError, HostSyncError, ControlFlowError, UnownedTensorError, TemporaryCopyError, GeneratorSeekError,
+    CarryError, OutputError,
 )  # fmt: skip
-"""Refusals of what a step's own code does, which need not be true of the optimizer's."""
+"""Refusals of what a step's own code computes with, which says nothing of the optimizer's. What changes Python objects
+(HostEffectError) is not among them: hooks of the optimizer's side may do so too."""
 
 
 class AutomaticSeam(Seam):
@@ -60,6 +59,7 @@ class AutomaticSeam(Seam):
         self._optimizer = trainer.optimizers[0]
         self._sides = components
         self._update: GraphedStep | None = None
+        self._refusal: str | None = None
         self._components: GraphedStep | None = None
         self._uses_epoch = False
         self._logs.takes_loss = True
@@ -70,7 +70,7 @@ class AutomaticSeam(Seam):
     def install(self) -> None:
         """Put the seam in."""
         self._compile()
-        self._whole.decide_refusals(lambda error: self._can_split(error) or self._must_raise())
+        self._whole.decide_refusals(self._escalates)
         self._put(self._loop, "run", self._run)
         self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
         outside = keeps_optimizer_outside(self._module)
@@ -81,11 +81,21 @@ class AutomaticSeam(Seam):
         elif outside is not None or not self._sides.optimizer:
             self.keep_optimizer_outside(outside or "components names forward and backward alone")
 
-    def _can_split(self, error: RefusalError) -> bool:
-        """Whether one side of the step can do without the one that ``error`` is about."""
-        if not self._sides.falls_back:
-            return False
-        return error.component == "optimizer" or (self._options.on_failure == "eager" and isinstance(error, _FORWARDS))
+    def _escalates(self, error: RefusalError) -> bool:
+        """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it.
+
+        Where forward and backward are to be left out, the step that was refused stands: what its code has done on the
+        host cannot be undone, and must not be done twice.
+        """
+        if self._sides.falls_back and error.component == "optimizer":
+            return True
+        if self._must_raise():
+            return True
+        # Other ranks may be told of it in other words, and all would have to split.
+        alone = self._trainer.world_size == 1 and not self._whole.stats.captured
+        if self._sides.falls_back and alone and isinstance(error, _READS):
+            self._refusal = str(error)
+        return False
 
     def keep_forward_outside(self, reason: str) -> None:
         """Go over to the update form."""
@@ -112,16 +122,16 @@ class AutomaticSeam(Seam):
         self._context = (optimizer, batch_idx, kwargs)
         if self._components is None and self._update is None:
             try:
-                return self._through(self._whole, *self._facts())
+                result = self._through(self._whole, *self._facts())
+                if self._refusal is not None:
+                    self.keep_forward_outside(self._refusal)
+                return result
             except RefusalError as error:
-                if not self._can_split(error):
+                if not self._sides.falls_back or error.component != "optimizer":
                     raise
-                if error.component == "optimizer":
-                    self.keep_optimizer_outside(str(error))
-                else:
-                    warnings.warn(f"graphplan runs forward and backward eagerly: {error}", UserWarning, stacklevel=2)
-                    self.keep_forward_outside(str(error))
-        return self._stock_run(optimizer, batch_idx, kwargs)
+                self.keep_optimizer_outside(str(error))
+        # A graphed forward moves its batch itself.
+        return self._stock_run(optimizer, batch_idx, kwargs if self._update is None else self._on_device(kwargs))
 
     def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)

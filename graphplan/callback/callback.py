@@ -83,8 +83,7 @@ class GraphPlanCallback(EvaluationHooks):
             ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
             metrics that a step updates are state.
         transfer: ``"auto"``: replays copy batches in from host memory where nobody else has them; ``"stock"``: never.
-        loop: ``"auto"``: what Lightning does around each step is left out where the run has no use for it; ``"stock"``:
-            never.
+        loop: ``"auto"``: what Lightning does around each step is left out where nobody uses it; ``"stock"``: never.
         components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured, and,
             under ``on_failure="eager"``, the optimizer alone where those cannot. Or what to capture, whatever could be:
             ``("forward_backward",)``, ``("optimizer",)``, or both.

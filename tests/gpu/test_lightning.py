@@ -93,6 +93,21 @@ def test_batches_that_nobody_else_is_given(transfer: str, tmp_path: Path, monkey
     assert bool(moved) is (CUDA and transfer == "stock")
 
 
+@pytest.mark.parametrize("watched", [True, False], ids=["moved by Lightning", "moved by the step"])
+@pytest.mark.parametrize("side", ["forward_backward", "optimizer"])
+def test_one_side_of_the_step(side: str, watched: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit the eager fit, whether batches come from the device or from host memory."""
+    if not watched:
+        monkeypatch.setattr(Observer, "on_train_batch_end", Callback.on_train_batch_end)
+    make = partial(LitDigits, make_optimizer=FUSED_ADAMW)
+    options = {**ON_DEVICE, "gradient_clip_val": 0.5}
+    expected = fit(make, tmp_path / "eager", **options)
+    found = fit(make, tmp_path / "graphed", callback(components=(side,), min_speedup=0.0), **options)
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed >= REPLAYED - 1, found.callback.report()
+    assert_nothing_installed(found.trainer, found.module)
+
+
 @pytest.mark.parametrize(("make_optimizer", "clip"), [(FUSED_ADAMW, None), (partial(AdamW, lr=3e-3), 0.5)])
 def test_a_fit_with_a_scaler(make_optimizer: Any, clip: float | None, tmp_path: Path) -> None:
     """A stock AdamW is made fused, which Lightning would not clip if it knew; equal to the same steps run eagerly."""

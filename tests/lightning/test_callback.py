@@ -123,7 +123,8 @@ def test_a_refusal_falls_back_to_eager(tmp_path: Path) -> None:
     expected = fit(with_step(reading_step), tmp_path / "eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = fit(with_step(reading_step), tmp_path / "graphed", tape(on_failure="eager"))
+        whole = tape(on_failure="eager", components=("forward_backward", "optimizer"))
+        found = fit(with_step(reading_step), tmp_path / "graphed", whole)
     messages = [str(w.message) for w in caught if "test_callback.py" in str(w.message)]
     assert len(messages) == 1, messages
     assert_same_fits(expected, found)

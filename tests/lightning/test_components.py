@@ -59,7 +59,7 @@ def test_the_optimizer_alone_where_forward_cannot_be_captured(tmp_path: Path) ->
         found = fit(Branching, tmp_path / "graphed", callback)
     assert_same_fits(expected, found)
     told = [str(warning.message) for warning in caught if "graphplan" in str(warning.message)]
-    assert len(told) == 1 and told[0].startswith("graphplan runs forward and backward eagerly: ")
+    assert len(told) == 1 and told[0].startswith("graphplan runs this step eagerly: ")
     assert callback.stats.captured == 1 and callback.stats.replayed > 15, callback.report()
     assert "forward and backward run eagerly before the replay of the optimizer's step" in callback.report()
 
