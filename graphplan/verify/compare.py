@@ -17,9 +17,6 @@ from graphplan.tracer.changes import same_value
 _SPREADS = 8.0
 """A difference may be this many times the distance between two replays: three runs are a small sample of a spread."""
 
-_FEW = 8
-"""So many numbers of a result are told one by one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -96,13 +93,9 @@ def _beyond(
     return Difference(path, _figures(before, one, eager, distance, spread))
 
 
-def _numbers(tensor: Tensor) -> str:
-    return ", ".join(map(repr, tensor.flatten().tolist()))
-
-
 def _figures(before: Tensor | None, one: Tensor, eager: Tensor, distance: float, spread: float) -> str:
-    if one.numel() == 1 or (before is None and one.numel() <= _FEW):
-        text = f"{_numbers(one)} by the replay, {_numbers(eager)} by the eager step"
+    if one.numel() == 1:
+        text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
     else:
         host = eager.detach().to(one.device)
         count = int((bits(one) != bits(host)).sum())
