@@ -13,16 +13,15 @@ from graphplan.tracer import Source
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of the result collection's ``log`` without its value. ``source`` is the line that made it; ``place`` is
-    where a plain call's value, whose sums are done already, is in the step's vector; ``size`` the batch size that it
-    counts with in a mean.
+    """One call of the result collection's ``log`` without its value. ``source`` is the line that made it; ``is_plain``
+    says that its sums are done already, and ``size`` the batch size that it counts with in a mean.
     """
 
     fx: str
     name: str
     options: tuple[tuple[str, Any], ...]
     source: Source = field(compare=False)
-    place: int | None = None
+    is_plain: bool = False
     size: int | None = None
 
     @cached_property

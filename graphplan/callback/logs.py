@@ -6,13 +6,13 @@ after it (eager, captured or replayed alike) each call is made for real. Where t
 calls noted so far are made at once, so that it reads what it has logged, and a trace is refused.
 
 A call that was made for real once, and comes again with the same options, needs little more than its value: it is
-*plain*. The values of plain calls and the loss leave the step in one vector, which also serves to sum means over the
-epoch inside the step (:mod:`graphplan.callback.sums`).
+*plain*. The values of plain calls and the loss become elements of one vector at the step's end, which also serves to
+sum means over the epoch inside the step (:mod:`graphplan.callback.sums`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -70,7 +70,7 @@ class LogNotes:
         self._metrics: dict[str, Any] = {}
         self._shows: dict[str, tuple[dict[str, Any], bool, bool]] = {}
         self._usual: list[LogCall] = []
-        self._shown: list[tuple[Any, tuple[dict[str, Any], bool, bool]]] = []
+        self._shown: list[tuple[dict[str, Any], bool, bool]] = []
         self.sums = Sums()
         self._group: Group | None = None
         self._dtypes: dict[str, torch.dtype] = {}
@@ -141,11 +141,11 @@ class LogNotes:
             self._last_hook = self._before.put_back(self._trainer)
             self._before = None
 
-    def settle(self, notes: list[tuple[LogCall, Any]], loss: Any) -> tuple[Tensor | None, int | None]:
-        """At the end of a step: sum what its plain calls log.
+    def settle(self, notes: list[tuple[LogCall, Any]], result: Any) -> Any:
+        """At the end of a step: copy what its plain calls log, and the loss, to one vector, and sum its means.
 
         Returns:
-            The vector of their values and the place of ``loss`` in it, where there is such a thing.
+            ``result``, in which the loss is that copy.
         """
         self.late.settle()
         plain = [number for number, (call, value) in enumerate(notes) if self._is_plain(call, value)]
@@ -155,19 +155,28 @@ class LogNotes:
             plain, means = [number for number in plain if number not in means], []
         order = [*means, *(number for number in plain if number not in means)]
         order = [number for number in order if _kind(notes[number][1]) == _kind(notes[order[0]][1])]
-        members = [notes[number][1] for number in order]
-        takes_loss = bool(members) and isinstance(loss, Tensor) and not loss.ndim and _kind(loss) == _kind(members[0])
+        values = [notes[number][1] for number in order]
+        loss = result.get("loss") if self.takes_loss else None
+        if isinstance(loss, Tensor) and values and not loss.ndim and _kind(loss) == _kind(values[0]):
+            values.append(loss.detach())
         with torch.no_grad():
-            vector = torch.stack([*members, *([loss.detach()] if takes_loss else [])]) if members else None
+            vector = torch.stack(values) if values else None
+        copies = () if vector is None else apart(vector)
         sizes = {number: self._size(notes[number][0]) for number in means}
         if group is not None and vector is not None:
             group.add(vector[: len(means)], list(sizes.values()))
         for number, (call, value) in enumerate(notes):
             if number in order:
-                notes[number] = (replace(call, place=order.index(number), size=sizes.get(number)), None)
+                plain_call = replace(call, is_plain=True, size=sizes.get(number))
+                notes[number] = (plain_call, copies[order.index(number)])
             elif self.late.may_wait(call.key):
                 notes[number] = (call, value.clone())
-        return vector, len(members) if takes_loss else None
+        if len(values) > len(order):
+            return {**result, "loss": copies[-1]}
+        if isinstance(loss, Tensor) and self.late.may_wait(LOSS) and (notes or len(result) > 1):
+            # Something else that the step returns may be the same memory.
+            return {**result, "loss": loss.clone()}
+        return result
 
     def _size(self, call: LogCall) -> int:
         metric, given = self._metrics[call.key], dict(call.options).get("batch_size")
@@ -180,28 +189,25 @@ class LogNotes:
         held = self._metrics[call.key].value
         return value.ndim == 0 and (value.dtype, value.device) == (held.dtype, held.device)
 
-    def finish(self, notes: list[tuple[LogCall, Any]], values: Sequence[Tensor]) -> None:
-        """After a step: log what it noted. What may be plain from now on is asked here, where no trace is looking.
-        ``values`` are those of its vector.
-        """
+    def finish(self, notes: list[tuple[LogCall, Any]]) -> None:
+        """After a step: log what it noted. What may be plain from now on is asked here, where no trace is looking."""
         calls = [call for call, _ in notes]
         if len(calls) == len(self._usual) and not any(map(is_not, calls, self._usual)):
-            for place, shown in self._shown:
-                _show(*shown, values[place])
+            for shown, (_, value) in zip(self._shown, notes, strict=True):
+                _show(*shown, value)
             if self._group is not None:
                 self._group.steps += 1
             self._trainer._logger_connector._current_fx = self._last_hook = calls[-1].fx
             return
         self._usual = []
-        notes = [(call, value if call.place is None else values[call.place]) for call, value in notes]
         sizes = {call.key: call.size for call in calls if call.size is not None}
         self._group = self.sums.group_of(tuple(sizes))
         if self._group is not None:
             self._group.count(list(sizes.values()))
         self._carry_out(notes)
-        if all(call.place is not None for call in calls):
+        if all(call.is_plain for call in calls):
             # A program gives the same calls again each time.
-            self._usual, self._shown = calls, [(call.place, self._shows[call.key]) for call in calls]
+            self._usual, self._shown = calls, [self._shows[call.key] for call in calls]
         elif self._sums_in_step:
             self._learn(notes)
 
@@ -211,7 +217,7 @@ class LogNotes:
         results: Any = None
         connector._current_fx = self._last_hook
         for call, value in notes:
-            if call.place is not None:
+            if call.is_plain:
                 _show(*self._shows[call.key], value)
             else:
                 results = results if results is not None else self._trainer._results
@@ -276,20 +282,4 @@ def with_logs(notes: LogNotes, body: Callable[[], Any]) -> dict[str, Any]:
     """``body``'s result and what it logged, as one pytree."""
     with notes.noting() as noted:
         result = body()
-    loss = result.get("loss") if notes.takes_loss else None
-    values, place = notes.settle(noted, loss)
-    if place is not None:
-        result = {**result, "loss": None}
-    elif isinstance(loss, Tensor) and notes.late.may_wait(LOSS) and (noted or len(result) > 1):
-        # Something else that the step returns may be the same memory.
-        result = {**result, "loss": loss.clone()}
-    places = {call.place: call.name for call, _ in noted} | {place: "loss"}
-    # For whoever compares one way to take the step with another: what the vector's numbers are.
-    label = ", ".join(places[number] for number in range(len(values if values is not None else [])))
-    return {"result": result, "logs": noted, "values": {label: values}, "loss": place}
-
-
-def values_of(out: dict[str, Any]) -> Sequence[Tensor]:
-    """The values in the vector of what :func:`with_logs` gave, each a tensor of its own."""
-    (vector,) = out["values"].values()
-    return () if vector is None else apart(vector)
+    return {"result": notes.settle(noted, result), "logs": noted}

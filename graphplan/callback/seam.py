@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
-from graphplan.callback.logs import LogNotes, values_of, with_logs
+from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.callback.standins import StandIn
 from graphplan.callback.variants import Variant
@@ -194,11 +194,8 @@ class Seam(ABC):
     def _finish(self, out: dict[str, Any]) -> None:
         """After a call, do what is done after each, whether its Python ran or it was a replay."""
         self._wrapped.note(out["notes"])
-        values = values_of(out)
-        if out["loss"] is not None:
-            out["result"]["loss"] = values[out["loss"]]
         if out["logs"]:
-            self._logs.finish(out["logs"], values)
+            self._logs.finish(out["logs"])
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphplan.containers import rebuilder
 from graphplan.dtensors import is_sharded
 from graphplan.errors import CaptureError
-from graphplan.owners import Walk
+from graphplan.owners import Walk, storage_id
 from graphplan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.roles import TensorSpec
@@ -25,8 +25,8 @@ _BELOW_VIEWS: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 class Outputs:
     """Static results of a recording and how to hand them out.
 
-    Zero-dimensional results of one dtype are stacked inside the recording, so that handing out several losses costs one
-    clone. A tensor that was returned in several places is handed out in all of them.
+    Zero-dimensional results of one dtype are stacked inside the recording, unless the step has done so, so that handing
+    out several losses costs one clone. A tensor that was returned in several places is handed out in all of them.
     """
 
     def __init__(
@@ -58,9 +58,21 @@ class Outputs:
             if tensor.ndim == 0 and not is_sharded(tensor):
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
         for numbers in scalars.values():
-            if len(numbers) > 1:
-                self._packs.append((torch.stack([self._static.pop(n) for n in numbers]), numbers))
+            self._pack(numbers)
         self._lone = len(plan.outputs) == 1 and plan.output_structure.is_leaf() and 0 in self._static
+
+    def _pack(self, numbers: Sequence[int]) -> None:
+        """Have scalars of one dtype handed out as parts of vectors: of one that they are elements of, or a new one."""
+        alone: list[int] = []
+        for run in _runs({number: self._static[number] for number in numbers}):
+            if len(run) == 1:
+                alone += run
+                continue
+            self._packs.append((self._static[run[0]].as_strided((len(run),), (1,)), run))
+            for number in run:
+                del self._static[number]
+        if len(alone) > 1:
+            self._packs.append((torch.stack([self._static.pop(number) for number in alone]), alone))
 
     @property
     def lent_bytes(self) -> int:
@@ -89,6 +101,20 @@ class Outputs:
         for number, output in self._given:
             built[number] = _given(output, leaves, walk)
         return self._rebuild(built)
+
+
+def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
+    """The numbers of ``scalars``, those together that lie one after the other in one memory."""
+    places = sorted((storage_id(tensor) or 0, tensor.storage_offset(), number) for number, tensor in scalars.items())
+    runs: list[list[int]] = []
+    end: tuple[int, Any] | None = None
+    for storage, offset, number in places:
+        if (storage, offset) == end:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+        end = storage, offset + 1
+    return runs
 
 
 def apart(vector: Tensor) -> Sequence[Tensor]:

@@ -25,9 +25,6 @@ at all; with the parameters off by a 512th, 1.1 %.)
 _TOGETHER = 2**22
 """Elements that a distance takes into double precision at a time."""
 
-_FEW = 8
-"""So many numbers of a result are told one by one."""
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -140,13 +137,9 @@ def _beyond(
     return Difference(path, _figures(before, one, eager, distance, spread))
 
 
-def _numbers(tensor: Tensor) -> str:
-    return ", ".join(map(repr, tensor.flatten().tolist()))
-
-
 def _figures(before: Tensor | None, one: Tensor, eager: Tensor, distance: float, spread: float) -> str:
-    if one.numel() == 1 or (before is None and one.numel() <= _FEW):
-        text = f"{_numbers(one)} by the replay, {_numbers(eager)} by the eager step"
+    if one.numel() == 1:
+        text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
     else:
         host = eager.detach().to(one.device)
         count = int((bits(one) != bits(host)).sum())

@@ -5,7 +5,6 @@ A capture copies most of them at the step's end. What that saves is counted in o
 
 from __future__ import annotations
 
-import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphplan.program import apart
 from graphplan.tape import TapeBackend
 from recipes.contenders import Loop
 from recipes.measuring import Feed, Job
@@ -256,19 +254,3 @@ def test_a_fit_leaves_no_class_behind(tmp_path: Path) -> None:
         assert type(metric) is type(plain)
         assert vars(metric).keys() == vars(plain).keys()
         assert torch.equal(metric.cumulated_batch_size, plain.cumulated_batch_size)
-
-
-@pytest.mark.parametrize("way", ["below views", "detached"])
-def test_what_was_one_vector_is_as_good_as_tensors_of_their_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They can be written to, with what asks for gradients too, and nothing else changes."""
-    if way == "detached":
-        monkeypatch.setattr("graphplan.program.outputs._BELOW_VIEWS", None)
-    one, two = apart(torch.tensor([1.0, 2.0]))
-    weight = torch.tensor(3.0, requires_grad=True)
-    one.mul_(weight)
-    one.backward()
-    assert (one.item(), two.item()) == (3.0, 2.0)
-    assert weight.grad is not None
-    assert weight.grad.item() == 1.0
-    assert not two.requires_grad
-    assert pickle.loads(pickle.dumps(two)).item() == 2.0
