@@ -5,6 +5,8 @@ from graphplan.owners.copying import copy_all as copy_all
 from graphplan.owners.copying import same_bits as same_bits
 from graphplan.owners.copying import unequal as unequal
 from graphplan.owners.discovery import Discovery as Discovery
+from graphplan.owners.kinds import SCALARS as SCALARS
+from graphplan.owners.kinds import is_user_object as is_user_object
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.records import Items as Items
@@ -30,6 +32,4 @@ from graphplan.owners.spaces import Members as Members
 from graphplan.owners.spaces import Numbers as Numbers
 from graphplan.owners.spaces import home as home
 from graphplan.owners.spaces import size_of as size_of
-from graphplan.owners.values import SCALARS as SCALARS
-from graphplan.owners.values import is_user_object as is_user_object
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import random
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sized
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from itertools import islice
 from operator import is_
 from types import CellType
 from typing import Any
+from weakref import ref
 from zlib import crc32
 
 WIDEST = 65536
@@ -131,6 +132,37 @@ class Contents(_Seen):
         if isinstance(items, AbstractSet):
             return self.same(frozenset(items))
         return self.same(_state_of(items))
+
+
+class Registered(_Seen):
+    """The types and functions that a generic function chooses from, as an item of it: read and guarded."""
+
+    def __init__(self, registry: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.items = registry
+
+    def __getitem__(self, key: str) -> Any:
+        return self.same((*self.items.keys(), *self.items.values()))
+
+
+class Alive:
+    """Whether what a weak reference leads to is there: read and guarded, never written."""
+
+    def __init__(self, reference: ref[Any]) -> None:
+        self.items = reference
+
+    def __getitem__(self, key: str) -> bool:
+        return self.items() is not None
+
+
+class Weakly:
+    """The attributes of what a weak reference leads to, which stays weak: read and guarded, never written."""
+
+    def __init__(self, reference: ref[Any]) -> None:
+        self.items = reference
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self.items())[name]
 
 
 class Rest(_Seen):
@@ -267,6 +299,6 @@ class Members:
 
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, Contents | Extent | Rest | Remembered | Room):
+    if isinstance(container, Contents | Extent | Rest | Registered | Remembered | Room | Alive | Weakly):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

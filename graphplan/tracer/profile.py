@@ -96,6 +96,7 @@ class Profile:
         self._on_read = on_read
         self._on_print = on_print
         self._codes: dict[tuple[int, int], CodeType] = {}
+        self._owners: dict[int, str | None] = {}
         self._previous: Any = None
         self._collects = False
         self._importing: FrameType | None = None
@@ -128,11 +129,7 @@ class Profile:
                 # What a module does when it is imported is no part of the step.
                 self._importing = frame
                 return
-            owner = None
-            if "self" in code.co_varnames[: code.co_argcount] or "self" in code.co_freevars:
-                owner = frame.f_locals.get("self")
-            elif code.co_varnames[:1] == ("cls",) and code.co_argcount:
-                owner = frame.f_locals.get("cls")
+            owner = self._owner(frame)
             # By identity: to hash a code object takes as long as it has instructions.
             key = (id(code), 0 if owner is None else id(owner))
             known = key in self._codes
@@ -148,6 +145,22 @@ class Profile:
             self._on_read(f"Tensor.{arg.__name__}")
         elif event == "c_call" and arg is print:
             self._on_print()
+
+    def _owner(self, frame: FrameType) -> Any:
+        """The object or class whose method runs: what is called so, or what has a method of that name and code."""
+        code = frame.f_code
+        name = self._owners.get(id(code), "")
+        if name == "":
+            arguments = code.co_varnames[: code.co_argcount]
+            first = arguments[0] if arguments else None
+            if "self" in arguments or "self" in code.co_freevars:
+                name = "self"
+            elif first == "cls" or (first is not None and _is_method(code, frame.f_locals.get(first))):
+                name = first
+            else:
+                name = None
+            self._owners[id(code)] = name
+        return None if name is None else frame.f_locals.get(name)
 
     @staticmethod
     def is_event(function: Any) -> bool:
@@ -175,6 +188,14 @@ class Profile:
                 found.sized.update(names.sized)
                 found.dynamic |= names.dynamic
         return found
+
+
+def _is_method(code: CodeType, thing: Any) -> bool:
+    """Whether ``code`` is that of a method of ``thing``."""
+    if is_library(code.co_filename):
+        return False
+    found = next((vars(kind)[code.co_name] for kind in type(thing).__mro__ if code.co_name in vars(kind)), None)
+    return getattr(found, "__code__", None) is code
 
 
 class Aside:
