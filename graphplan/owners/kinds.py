@@ -32,6 +32,12 @@ def is_plain(value: Any) -> bool:
     return not code and not hasattr(type(value), "__get__")
 
 
+def is_known(module: str) -> bool:
+    """Whether the module is Python's own or one of the libraries that are known here."""
+    root = module.split(".")[0]
+    return root in FOREIGN or root in _HOLDERS
+
+
 def is_foreign(thing: Any) -> bool:
     """Whether a class or function is a library's."""
     return str(getattr(thing, "__module__", None)).split(".")[0] in FOREIGN

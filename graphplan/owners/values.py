@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphplan.owners.contents import has_contents
 from graphplan.owners.kinds import (
     FOREIGN,
     MAPPINGS,
@@ -41,13 +42,11 @@ from graphplan.owners.spaces import (
     Rest,
     Room,
     Weakly,
-    has_contents,
     slots_of,
 )
 
 _MAX_DEPTH = 24
 _MAX_ITEMS = 4096
-_MOST_ITEMS = 65536
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -145,8 +144,7 @@ class Values(ABC):
         pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MAPPINGS) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
             if count >= _MAX_ITEMS:
-                if len(items) <= _MOST_ITEMS:
-                    self.walk.objects[f"{path}[{count}:]"] = Scalar(Rest(items, count), "rest", *source)
+                self.walk.objects[f"{path}[{count}:]"] = Scalar(Rest(items, count), "rest", *source)
                 break
             name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{key_name(key, count)}]"
             self._value(value, name, items, key, depth + 1, source)
@@ -155,7 +153,7 @@ class Values(ABC):
 
     def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
         """Objects that are told apart by a hash."""
-        own = [item for item in items if isinstance(item, Enum) or is_user_object(item)]
+        own = [i for i in items if type(i) not in PLAIN and (isinstance(i, Enum) or is_user_object(i))]
         found = tuple(item for item in own if not isinstance(item, nn.Module))
         for number, item in enumerate(found[:_MAX_ITEMS]):
             self._value(item, f"{path}{{{number}}}", found, number, depth + 1, source)

@@ -44,6 +44,8 @@ class Ran:
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
         self._methods: dict[tuple[type, str], None] = {}
+        self.extensions: dict[str, str] = {}
+        """Functions of extension modules that user code called, and where."""
 
     @property
     def methods(self) -> Collection[tuple[type, str]]:
