@@ -60,9 +60,14 @@ class Guards:
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
         in_dicts = _columns(place for place in places if _is_dict(place[0]))
         in_others = _columns(place for place in places if not _is_dict(place[0]))
-        looked_up = {kind: (*plan.asked, *_methods_of(kind, plan.methods)) for kind, _ in walk.attributes}
-        absent = [(inner, name) for kind, inner in walk.attributes for name in looked_up[kind] if name not in inner]
+        things = [thing for thing, _ in walk.attributes]
+        looked_up = {kind: (*plan.asked, *_methods_of(kind, plan.methods)) for kind in map(type, things)}
+        absent = [(inner, n) for thing, inner in walk.attributes for n in looked_up[type(thing)] if n not in inner]
+        absent += [(space, name) for space, name in walk.lacking if name not in space]
         self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]
+        # Those of modules are part of the program's key.
+        self._things = [thing for thing in things if not isinstance(thing, Module)]
+        self._types = list(map(type, self._things))
         by_path = dict(walk.parameters.values())
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
@@ -80,6 +85,7 @@ class Guards:
             ("same_values", *in_dicts),
             ("same_items", *in_others),
             ("none_there", self._lacking, self._absent),
+            ("same_types", self._things, self._types),
             ("equal_items", spaces, names, self._values, same_value),
             ("same_values", homes, labels, self._functions),
             ("same_methods", self._kinds, self._called, self._methods),
@@ -136,6 +142,9 @@ class Guards:
         for parts, name in self._missing:
             if parts.get(name) is not None:
                 return f"{name!r} was None at capture and is there now"
+        for thing, kind in zip(self._things, self._types, strict=True):
+            if type(thing) is not kind:
+                return f"an object was a {kind.__name__} at capture and is a {type(thing).__name__} now"
         for inner, name in zip(self._lacking, self._absent, strict=True):
             if name in inner:
                 return (

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import WIDEST, Contents, Numbers, Walk, size_of
+from graphplan.owners import Contents, Numbers, Walk, unseen
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
@@ -206,7 +206,7 @@ def find_reads(
 
     Raises:
         HostScalarError: for one that somebody changes between two steps: each replay would have a stale value; and
-            for a buffer that is too long to be compared before each replay.
+            for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
     """
     own = {counter.path for counter in counters}
     paths = []
@@ -236,12 +236,11 @@ def find_reads(
                 f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "
                 f"allow=({path!r},)"
             )
-        if sure and size_of(new) > WIDEST:
+        hidden = unseen(new) if sure else None
+        if hidden is not None:
             raise HostScalarError(
-                f"the step's code reads {path}, a {type(new).__name__} of {size_of(new)} bytes, and what has more than "
-                f"{WIDEST} is not compared before each replay: nobody would see that it changed. Hold it in a tensor, "
-                "make it read-only (array.setflags(write=False)), or, if nothing changes it, pass "
-                f"allow=({path!r},)"
+                f"the step's code reads {path}, {hidden.what} that are compared before each replay: nobody would see "
+                f"that it changed. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)"
             )
         if (path in walk.objects or not sure) and not same_value(old, new):
             # An object that is another one each time, or a container that grows, says nothing by itself; nor does a

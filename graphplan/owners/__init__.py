@@ -1,10 +1,14 @@
 """Owners: walking them, naming them, finding them, and putting them back as they were."""
 
+from graphplan.owners.contents import unseen as unseen
 from graphplan.owners.copying import bits as bits
 from graphplan.owners.copying import copy_all as copy_all
 from graphplan.owners.copying import same_bits as same_bits
 from graphplan.owners.copying import unequal as unequal
 from graphplan.owners.discovery import Discovery as Discovery
+from graphplan.owners.kinds import SCALARS as SCALARS
+from graphplan.owners.kinds import is_known as is_known
+from graphplan.owners.kinds import is_user_object as is_user_object
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.records import Items as Items
@@ -23,13 +27,9 @@ from graphplan.owners.sharding import come_to_rest as come_to_rest
 from graphplan.owners.snapshot import Snapshot as Snapshot
 from graphplan.owners.snapshot import default_generators as default_generators
 from graphplan.owners.snapshot import host_generators as host_generators
-from graphplan.owners.spaces import WIDEST as WIDEST
 from graphplan.owners.spaces import Cell as Cell
 from graphplan.owners.spaces import Contents as Contents
 from graphplan.owners.spaces import Members as Members
 from graphplan.owners.spaces import Numbers as Numbers
 from graphplan.owners.spaces import home as home
-from graphplan.owners.spaces import size_of as size_of
-from graphplan.owners.values import SCALARS as SCALARS
-from graphplan.owners.values import is_user_object as is_user_object
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -89,6 +89,8 @@ class Namespace:
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Any, Any]] = {}
+        self.lacking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+        """Names that code uses and that a space does not have: one there would stand before the built-in one."""
         self._known: set[tuple[int, Any]] = set()
 
     def add(self, label: str, space: Any, key: Any) -> bool:
@@ -129,10 +131,10 @@ class Library(Namespace):
 class Walk:
     """All that a walk over owners found, in walking order.
 
+    ``lacking`` are names that dictionaries of globals do not have, though code uses them.
     ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
-    only known by a name in the step's code. ``attributes`` are the dictionaries of modules and objects,
-    with their classes.
+    only known by a name in the step's code. ``attributes`` are modules and objects, with their dictionaries.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -140,10 +142,11 @@ class Walk:
     objects: dict[str, Scalar] = field(default_factory=dict)
     places: list[tuple[Any, Any]] = field(default_factory=list)
     found: set[int] = field(default_factory=set)
+    lacking: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     lists: dict[str, Items] = field(default_factory=dict)
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
-    attributes: list[tuple[type, dict[str, Any]]] = field(default_factory=list)
+    attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)

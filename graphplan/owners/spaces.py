@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sized
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from itertools import islice
 from operator import is_
 from types import CellType
 from typing import Any
-from zlib import crc32
+from weakref import ref
 
-WIDEST = 65536
-"""Bytes of the largest buffer whose contents are compared before each replay."""
+from graphplan.owners.contents import Unseen, state_of
+
 _MOST_RESULTS = 4096
 """Results of a cached function that are compared before each replay."""
+_MOST_ITEMS = 65536
+"""Items of a list or dictionary that are compared before each replay."""
 
 
 class Numbers:
@@ -130,7 +131,39 @@ class Contents(_Seen):
         items = self.items
         if isinstance(items, AbstractSet):
             return self.same(frozenset(items))
-        return self.same(_state_of(items))
+        return self.same(state_of(items))
+
+
+class Registered(_Seen):
+    """The types and functions that a generic function chooses from, as an item of it: read and guarded."""
+
+    def __init__(self, registry: Mapping[Any, Any]) -> None:
+        super().__init__()
+        self.items = registry
+
+    def __getitem__(self, key: str) -> Any:
+        return self.same((*self.items.keys(), *self.items.values()))
+
+
+class Alive:
+    """Whether what a weak reference leads to is there: read and guarded, never written."""
+
+    def __init__(self, reference: ref[Any]) -> None:
+        self.items = reference
+
+    def __getitem__(self, key: str) -> bool:
+        return self.items() is not None
+
+
+class Weakly:
+    """The attributes of what a weak reference leads to, which stays weak: read and guarded, never written."""
+
+    def __init__(self, reference: ref[Any]) -> None:
+        self.items = reference
+
+    def __getitem__(self, name: str) -> Any:
+        # Of what is gone, nothing is there.
+        return getattr(self.items(), "__dict__", {})[name]
 
 
 class Rest(_Seen):
@@ -142,6 +175,8 @@ class Rest(_Seen):
         self._start = start
 
     def __getitem__(self, key: str) -> Any:
+        if len(self.items) > _MOST_ITEMS:
+            return Unseen(f"of more items than the {_MOST_ITEMS}", "Hold them in a tensor or a tuple")
         values = self.items.values() if isinstance(self.items, dict) else self.items
         return self.same(tuple(islice(values, self._start, None)))
 
@@ -158,7 +193,8 @@ class Remembered(_Seen):
 
     def __getitem__(self, key: str) -> Any:
         if self.items.cache_info().currsize > _MOST_RESULTS:
-            return None
+            what = f"which remembers more results than the {_MOST_RESULTS}"
+            return Unseen(what, f"Bound it (lru_cache(maxsize={_MOST_RESULTS}))")
         # Of a bounded cache, the results themselves are among these; of an unbounded one, the dictionary is.
         held = gc.get_referents(self.items)
         own = vars(self.items)
@@ -173,67 +209,6 @@ class _Results(tuple[Any, ...]):
 
     def __repr__(self) -> str:
         return f"{len(self)} remembered things"
-
-
-class _Bytes(bytes):
-    """What a buffer holds."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"{len(self)} bytes of sum {crc32(self):08x}"
-
-
-def has_contents(value: Any) -> bool:
-    """Whether ``value`` is a buffer or a random generator of the host's, whose state can be compared."""
-    return isinstance(value, random.Random) or _bits_of(value) is not None or 0 <= size_of(value) <= WIDEST
-
-
-def size_of(buffer: Any) -> int:
-    """How many bytes there are in a buffer that somebody can write to; -1 for anything else."""
-    size, part = -1, buffer
-    while part is not None:
-        try:
-            view = memoryview(part)
-        except (TypeError, ValueError, BufferError):
-            # A buffer has no word for some types of NumPy's elements (dates).
-            if not _is_array(part):
-                return -1
-            size, readonly = (part.nbytes if size < 0 else size), not part.flags.writeable
-        else:
-            size, readonly = (view.nbytes if size < 0 else size), view.readonly
-        if not readonly:
-            return size
-        # What is read-only may be a view of what is not.
-        part = getattr(part, "base", None) if _is_array(part) else getattr(part, "obj", None)
-    return -1
-
-
-def _is_array(value: Any) -> bool:
-    """Whether ``value`` is an array of NumPy's."""
-    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "flags") and hasattr(value, "tobytes")
-
-
-def _bits_of(value: Any) -> Any:
-    """The bit generator of one of NumPy's generators."""
-    if type(value).__module__.partition(".")[0] != "numpy":
-        return None
-    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-    return bits if hasattr(bits, "state") else None
-
-
-def _state_of(value: Any) -> Any:
-    if isinstance(value, random.Random):
-        return repr(value.getstate())
-    bits = _bits_of(value)
-    if bits is None and _is_array(value):
-        if value.dtype.hasobject:
-            return tuple(value.flat)
-        return _Bytes(f"{value.shape}{value.dtype.str}".encode() + value.tobytes())
-    if bits is None:
-        return _Bytes(memoryview(value))
-    state = bits.state
-    return repr({**state, "state": {k: getattr(v, "tolist", lambda v=v: v)() for k, v in state["state"].items()}})
 
 
 class Cell:
@@ -267,6 +242,6 @@ class Members:
 
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, Contents | Extent | Rest | Remembered | Room):
+    if isinstance(container, Contents | Extent | Rest | Registered | Remembered | Room | Alive | Weakly):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, MutableMapping
@@ -11,39 +11,42 @@ from enum import Enum
 from functools import _lru_cache_wrapper, partial
 from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
-from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphplan.owners.contents import has_contents
+from graphplan.owners.kinds import (
+    FOREIGN,
+    MAPPINGS,
+    PLAIN,
+    SCALARS,
+    is_foreign,
+    is_gone,
+    is_plain,
+    is_user_object,
+    key_name,
+)
 from graphplan.owners.records import Items, Namespace, Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.spaces import (
+    Alive,
     Attributes,
     Contents,
     Current,
     Extent,
     Members,
     Numbers,
+    Registered,
     Remembered,
     Rest,
     Room,
-    has_contents,
+    Weakly,
     slots_of,
 )
 
-SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_PLAIN = frozenset(SCALARS)
-MAPPINGS = (dict, MutableMapping)
-"""Dictionaries first: asking an abstract class takes long."""
-_LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
-_HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
-_FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
-"""Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
-_ATOMS = (type, ModuleType, Enum, partial)
 _MAX_DEPTH = 24
 _MAX_ITEMS = 4096
-_MOST_ITEMS = 65536
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -75,12 +78,12 @@ class Values(ABC):
         self.walk.slots[path] = Slot(path, container, key)
 
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        if type(value) in _PLAIN:
+        if type(value) in PLAIN:
             # Most values are; nothing that is asked below is true of them.
             if depth <= _MAX_DEPTH:
                 self.walk.scalars[path] = Scalar(container, key, *source)
             return
-        if _is_gone(value):
+        if is_gone(value):
             return
         if isinstance(value, nn.Parameter):
             self._parameter(value, path, container, key)
@@ -99,7 +102,7 @@ class Values(ABC):
             self._items(value, path, depth, source)
         elif isinstance(value, set):
             self.walk.links.append((container, key, value))
-            self._contents(value, path, source)
+            self._contents(value, path, source, depth)
         elif is_user_object(value):
             self.walk.links.append((container, key, value))
             self.walk.objects[path] = Scalar(container, key, *source)
@@ -129,6 +132,8 @@ class Values(ABC):
         if not isinstance(source[0], torch.optim.Optimizer):
             self.walk.objects[f"len({path})"] = Scalar(Extent(items), "len", *source)
         dotted = isinstance(items, MAPPINGS)
+        if dotted:
+            self._members(items, f"{path}.keys()", depth, source)
         if isinstance(items, list | deque):
             self.walk.lists[path] = items
         if isinstance(items, deque):
@@ -139,18 +144,26 @@ class Values(ABC):
         pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MAPPINGS) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
             if count >= _MAX_ITEMS:
-                if len(items) <= _MOST_ITEMS:
-                    self.walk.objects[f"{path}[{count}:]"] = Scalar(Rest(items, count), "rest", *source)
+                self.walk.objects[f"{path}[{count}:]"] = Scalar(Rest(items, count), "rest", *source)
                 break
-            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{_key_name(key, count)}]"
+            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{key_name(key, count)}]"
             self._value(value, name, items, key, depth + 1, source)
         if type(items) not in (dict, list, deque) and is_user_object(items):
             self._object(items, path, depth, visited=True)
 
-    def _contents(self, items: Any, path: str, source: Source) -> None:
-        if isinstance(items, set):
-            self.walk.containers.append(items)
-            self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
+    def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
+        """Objects that are told apart by a hash."""
+        own = [i for i in items if type(i) not in PLAIN and (isinstance(i, Enum) or is_user_object(i))]
+        found = tuple(item for item in own if not isinstance(item, nn.Module))
+        for number, item in enumerate(found[:_MAX_ITEMS]):
+            self._value(item, f"{path}{{{number}}}", found, number, depth + 1, source)
+
+    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
+        if isinstance(items, set | frozenset):
+            if isinstance(items, set):
+                self.walk.containers.append(items)
+                self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
+            self._members(items, path, depth, source)
         else:
             self.walk.scalars[f"{path}[:]"] = Scalar(Contents(items), "contents", *source)
 
@@ -161,7 +174,7 @@ class Values(ABC):
         # An attribute dictionary may be its own ``__dict__``.
         if isinstance(inner, dict) and inner is not thing:
             self.walk.containers.append(inner)
-            self.walk.attributes.append((type(thing), inner))
+            self.walk.attributes.append((thing, inner))
             for name, value in list(inner.items()):
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
         if slots_of(type(thing)):
@@ -182,7 +195,7 @@ class Values(ABC):
         """What the user's classes hold for ``thing``, unless it has its own."""
         own = getattr(thing, "__dict__", {})
         for kind in type(thing).__mro__:
-            if kind.__module__.split(".")[0] in _FOREIGN:
+            if kind.__module__.split(".")[0] in FOREIGN:
                 continue
             for name, value in list(vars(kind).items()):
                 place = f"{path}.{name}"
@@ -191,7 +204,7 @@ class Values(ABC):
                 if isinstance(value, SCALARS):
                     # Seen through the object: it may get one of its own.
                     self.walk.scalars[place] = Scalar(Numbers(thing, (name,)), name, thing, name)
-                elif _is_plain(value):
+                elif is_plain(value):
                     self._value(value, place, Members(kind), name, depth + 1, (thing, name))
 
     def _knows(self, path: str) -> bool:
@@ -215,11 +228,14 @@ class Values(ABC):
                 self._value(bound, f"{path}.__self__", Numbers(value, ()), "__self__", depth + 1, source)
             self._behind(getattr(value, "__func__", None), f"{path}.__func__", depth, source)
         elif isinstance(value, FunctionType):
-            if not _is_foreign(value) and self._first_visit(value):
+            if not is_foreign(value) and self._first_visit(value):
                 self._function(value, path, depth, source)
         elif isinstance(value, type):
-            if not _is_foreign(value) and not issubclass(value, Enum) and self._first_visit(value):
-                self._class(value, path, depth)
+            if not is_foreign(value) and self._first_visit(value):
+                if issubclass(value, Enum):
+                    self._members(value, path, depth, source)
+                else:
+                    self._class(value, path, depth)
         elif isinstance(value, ModuleType):
             # One that code names is looked at by the names that the code takes from it.
             if not isinstance(source[0], Namespace) and self._first_visit(value):
@@ -230,9 +246,19 @@ class Values(ABC):
             self._value(value.get(None), f"{path}.get()", Current(value), "get", depth + 1, source)
         elif isinstance(value, MappingProxyType):
             for number, (key, item) in enumerate(value.items()):
-                self._value(item, f"{path}[{_key_name(key, number)}]", value, key, depth + 1, source)
-        elif has_contents(value):
-            self._contents(value, path, source)
+                self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)
+        elif isinstance(value, Enum):
+            for name, item in list(vars(value).items()):
+                if not name.startswith("__"):
+                    via = "value" if name == "_value_" else name
+                    self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
+        elif isinstance(value, weakref.ref):
+            self.walk.objects[f"{path}()"] = Scalar(Alive(value), "alive", *source)
+            for name, item in list(getattr(value(), "__dict__", {}).items()):
+                if isinstance(item, SCALARS):
+                    self.walk.scalars[f"{path}().{name}"] = Scalar(Weakly(value), name, value, name)
+        elif isinstance(value, frozenset) or has_contents(value):
+            self._contents(value, path, source, depth)
 
     def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
         """Its code, defaults and attributes: what its closure and its globals hold are names."""
@@ -241,6 +267,10 @@ class Values(ABC):
         self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
         if function.__kwdefaults__:
             self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
+        registry = getattr(function, "registry", None)
+        if isinstance(registry, MappingProxyType):
+            # What functools.singledispatch chooses from.
+            self.walk.objects[f"{path}.registry[:]"] = Scalar(Registered(registry), "registry", *source)
         for name, value in list(vars(function).items()):
             self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
 
@@ -248,49 +278,11 @@ class Values(ABC):
         """Values in a class that lies in a place of its own."""
         members = Members(kind)
         for base in reversed(kind.__mro__):
-            for name, value in [] if _is_foreign(base) else list(vars(base).items()):
-                if name.startswith("__") or not _is_plain(value):
+            for name, value in [] if is_foreign(base) else list(vars(base).items()):
+                if name.startswith("__") or not is_plain(value):
                     continue
                 if base is kind:
                     self.walk.places.append((members, name))
                     self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
                 else:
                     self._value(value, f"{path}.{name}", Numbers(kind, ()), name, depth + 1, (kind, name))
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a class's or module's member is a value rather than code."""
-    code = isinstance(value, FunctionType | ModuleType | staticmethod | classmethod | property)
-    return not code and not hasattr(type(value), "__get__")
-
-
-def _is_foreign(thing: Any) -> bool:
-    return str(getattr(thing, "__module__", None)).split(".")[0] in _FOREIGN
-
-
-def _is_gone(value: Any) -> bool:
-    """Whether ``value`` stands for something that is no longer there."""
-    try:
-        return type(value) in ProxyTypes and value.__class__ is None
-    except ReferenceError:
-        return True
-
-
-def _key_name(key: Any, number: int) -> str:
-    """A name that no other key of the same dictionary has: an object is told by its place."""
-    parts = key if isinstance(key, tuple) else (key,)
-    return repr(key) if all(isinstance(part, SCALARS) for part in parts) else f"{type(key).__name__} {number}"
-
-
-def is_user_object(value: Any) -> bool:
-    """Whether ``value``'s attributes are walked: an instance of a class that is not a library's."""
-    if isinstance(value, LRScheduler):
-        return True
-    if isinstance(value, torch.optim.Optimizer):
-        # It is walked as an optimizer where it is an owner, whoever wrote it.
-        return False
-    root = type(value).__module__.split(".")[0]
-    if root in _FOREIGN or isinstance(value, (*_ATOMS, *SCALARS)):
-        return False
-    # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
-    return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))

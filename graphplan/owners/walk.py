@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from graphplan.owners.kinds import MAPPINGS, SCALARS, is_user_object
 from graphplan.owners.records import Namespace, Scalar, Slot, Via, Walk
 from graphplan.owners.spaces import Numbers
-from graphplan.owners.values import MAPPINGS, SCALARS, Values, is_user_object
+from graphplan.owners.values import Values
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
@@ -58,6 +59,7 @@ class _Walker(Values):
             self._behind(owner, path, 0, (owner, path))
 
     def _names(self, names: Namespace) -> None:
+        self.walk.lacking += names.lacking.values()
         known = set(self.walk.slots)
         for label, (space, key) in names.entries.items():
             try:
@@ -82,7 +84,7 @@ class _Walker(Values):
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
         self.walk.containers += [items for items in kinds if isinstance(items, MAPPINGS)]
         self.walk.containers.append(inner)
-        self.walk.attributes.append((type(module), inner))
+        self.walk.attributes.append((module, inner))
         for name, param in module._parameters.items():
             if param is not None:
                 self._parameter(param, f"{path}.{name}", module._parameters, name)

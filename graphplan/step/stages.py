@@ -220,6 +220,14 @@ class Stages:
                 f"the step prints at {second.prints[0]}, and a replay runs no Python: only eager calls will "
                 "print. Print what the step returns, outside it, or pass allow=('print',)"
             )
+        for name, source in second.ran.extensions.items():
+            if not is_allowed(name, self._options.allow):
+                self._refusals.warn(
+                    f"the step calls {name}, a function of an extension module, at {source}: what it remembers is "
+                    "compared by checks alone, and what it does to memory or on the host is not in a replay unless it "
+                    "launches kernels. Register it as a torch operator (torch.library), or, if its results follow from "
+                    f"its arguments, pass allow=({name!r},)"
+                )
         self._runner.plan = line.plan
         assert self._runner.backend is not None
         needed = self._runner.backend.needs(line.plan.footprint, alone=True)

@@ -33,11 +33,13 @@ class Names:
     there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
     or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
-    ``sized`` attributes and variables whose length is asked for; ``dynamic`` code takes attributes by names that it
-    does not spell out (``vars(self)``, ``getattr(self, name)``).
+    ``sized`` attributes and variables whose length is asked for, ``imports`` the modules that are imported, each with
+    its level (1 for ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out
+    (``vars(self)``, ``getattr(self, name)``).
     """
 
     dynamic: bool
+    imports: frozenset[tuple[str, int]]
     attributes: frozenset[str]
     methods: frozenset[str]
     stored: frozenset[str]
@@ -63,6 +65,8 @@ def names_of(code: CodeType) -> Names:
         name = str(step.argval)
         if _is_method_load(step):
             methods.add(name)
+        elif step.opname == "IMPORT_FROM":
+            loads[name] += 1
         elif step.opname == "LOAD_ATTR":
             loads[name] += 1
             grown[name] += following is not None and _is_method_load(following) and following.argval in _GROWTH
@@ -83,7 +87,7 @@ def names_of(code: CodeType) -> Names:
     read = {name for name, count in reads.items() if count > counted[name]}
     asked, dynamic = _by_name(steps)
     groups = (attributes, methods, set(stores), assigned, variables, read, asked, _sized(steps))
-    return Names(dynamic, *map(frozenset, groups))
+    return Names(dynamic, _imported(steps), *map(frozenset, groups))
 
 
 def _by_name(steps: list[dis.Instruction]) -> tuple[set[str], bool]:
@@ -100,6 +104,15 @@ def _by_name(steps: list[dis.Instruction]) -> tuple[set[str], bool]:
             else:
                 asked.add(name)
     return asked, dynamic
+
+
+def _imported(steps: list[dis.Instruction]) -> frozenset[tuple[str, int]]:
+    """The modules that are imported; what comes before each is its level and the names that are taken from it."""
+    return frozenset(
+        (str(step.argval), int(steps[index - 2].argval or 0))
+        for index, step in enumerate(steps)
+        if step.opname == "IMPORT_NAME"
+    )
 
 
 def _sized(steps: list[dis.Instruction]) -> set[str]:

@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.owners import Namespace, Scalar, is_user_object
+from graphplan.owners import Namespace, Scalar, is_known, is_user_object
 from graphplan.tracer.names import names_of
-from graphplan.tracer.source import file_of, is_library, is_ours, is_torchs
+from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
 from graphplan.tracer.spaces import Ran
 
 _IMPORTS = "<frozen importlib."
@@ -96,6 +96,8 @@ class Profile:
         self._on_read = on_read
         self._on_print = on_print
         self._codes: dict[tuple[int, int], CodeType] = {}
+        self._owners: dict[int, str | None] = {}
+        self._known: set[Any] = set()
         self._previous: Any = None
         self._collects = False
         self._importing: FrameType | None = None
@@ -128,11 +130,7 @@ class Profile:
                 # What a module does when it is imported is no part of the step.
                 self._importing = frame
                 return
-            owner = None
-            if "self" in code.co_varnames[: code.co_argcount] or "self" in code.co_freevars:
-                owner = frame.f_locals.get("self")
-            elif code.co_varnames[:1] == ("cls",) and code.co_argcount:
-                owner = frame.f_locals.get("cls")
+            owner = self._owner(frame)
             # By identity: to hash a code object takes as long as it has instructions.
             key = (id(code), 0 if owner is None else id(owner))
             known = key in self._codes
@@ -148,6 +146,35 @@ class Profile:
             self._on_read(f"Tensor.{arg.__name__}")
         elif event == "c_call" and arg is print:
             self._on_print()
+        elif event == "c_call":
+            self._note_extension(frame, arg)
+
+    def _note_extension(self, frame: FrameType, function: Any) -> None:
+        """Note a function of an extension module that the user's code calls: what it keeps, nobody sees."""
+        owner = function.__self__
+        home = type(owner) if function.__module__ is None else function.__module__
+        if home not in self._known:
+            name = _name_of(function)
+            if is_known(name):
+                self._known.add(home)
+            elif not is_library(file_of(frame.f_code, frame.f_globals)):
+                self.ran.extensions[name] = str(find_source())
+
+    def _owner(self, frame: FrameType) -> Any:
+        """The object or class whose method runs: what is called so, or what has a method of that name and code."""
+        code = frame.f_code
+        name = self._owners.get(id(code), "")
+        if name == "":
+            arguments = code.co_varnames[: code.co_argcount]
+            first = arguments[0] if arguments else None
+            if "self" in arguments or "self" in code.co_freevars:
+                name = "self"
+            elif first == "cls" or (first is not None and _is_method(code, frame.f_locals.get(first))):
+                name = first
+            else:
+                name = None
+            self._owners[id(code)] = name
+        return None if name is None else frame.f_locals.get(name)
 
     @staticmethod
     def is_event(function: Any) -> bool:
@@ -175,6 +202,24 @@ class Profile:
                 found.sized.update(names.sized)
                 found.dynamic |= names.dynamic
         return found
+
+
+def _name_of(function: Any) -> str:
+    """The module and name of a function in C, or of a method, whose class may be a base in another module."""
+    if function.__module__ is not None:
+        return f"{function.__module__}.{function.__qualname__}"
+    owner = function.__self__
+    kind = owner if isinstance(owner, type) else type(owner)
+    base = next((base for base in kind.__mro__ if function.__name__ in vars(base)), kind)
+    return f"{base.__module__}.{function.__qualname__}"
+
+
+def _is_method(code: CodeType, thing: Any) -> bool:
+    """Whether ``code`` is that of a method of ``thing``."""
+    if is_library(code.co_filename):
+        return False
+    found = next((vars(kind)[code.co_name] for kind in type(thing).__mro__ if code.co_name in vars(kind)), None)
+    return getattr(found, "__code__", None) is code
 
 
 class Aside:

@@ -5,13 +5,16 @@ A replay runs none of that code, so whatever it found behind these names must st
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from functools import _lru_cache_wrapper, partial
+from functools import _lru_cache_wrapper, partial, partialmethod
+from importlib.util import resolve_name
+from inspect import getmro
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
@@ -24,6 +27,9 @@ from graphplan.tracer.source import is_library
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
+_BUILTINS = vars(builtins)
+_LOOKUPS = frozenset({"modules", "import_module", "__import__"})
+"""Code with one of these names comes to modules by their names."""
 _MANY = 16
 """Calls of one function with other closure variables that are told apart."""
 
@@ -38,6 +44,8 @@ class Ran:
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
         self._methods: dict[tuple[type, str], None] = {}
+        self.extensions: dict[str, str] = {}
+        """Functions of extension modules that user code called, and where."""
 
     @property
     def methods(self) -> Collection[tuple[type, str]]:
@@ -96,6 +104,8 @@ class Ran:
         ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
         """
         new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
+        for code, space in self._globals.items():
+            names.lacking |= {(id(space), name): (space, name) for name in _built_in(code, space)}
         return any(new)
 
     def objects(self) -> Iterator[Any]:
@@ -108,10 +118,17 @@ class Ran:
     def _places(self, fn: Callable[..., Any], has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
             found = names_of(code)
-            for name in sorted(found.variables & space.keys()):
+            # globals()["scale"]
+            used = found.variables | (found.attributes if "globals" in found.variables else frozenset())
+            for name in sorted(used & space.keys()):
                 if not name.startswith("__"):
                     yield name, space, name
                     yield from self._within(name, space[name], found)
+            for name, module in _imported(found, space):
+                yield f"sys.modules.{name}", sys.modules, name
+                yield from self._within(name, module, found)
+            for name in _built_in(code, space):
+                yield f"builtins.{name}", _BUILTINS, name
         held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
         for function in self._functions([fn, *methods], has_met):
@@ -143,7 +160,8 @@ class Ran:
 
     def _kinds(self, has_met: Callable[[Any], bool]) -> list[type]:
         """The classes of what ran, and those that the code names."""
-        kinds = dict.fromkeys(base for leaf in self._classes for base in leaf.__mro__)
+        # What a class does not have, its own class may.
+        kinds = dict.fromkeys(base for leaf in self._classes for base in (*leaf.__mro__, *getmro(type(leaf))))
         return [kind for kind in kinds if "<locals>" not in kind.__qualname__ or has_met(kind)]
 
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
@@ -188,6 +206,24 @@ class Ran:
         return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
 
 
+def _built_in(code: CodeType, space: dict[str, Any]) -> list[str]:
+    """The names of built-in things that code uses."""
+    own = {*code.co_freevars, *code.co_cellvars, *space.keys()}
+    return sorted((names_of(code).variables & _BUILTINS.keys()) - own)
+
+
+def _imported(found: Names, space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The modules that code imports, with those that they lie in."""
+    by_name = _LOOKUPS & (found.attributes | found.methods | found.variables)
+    for name, level in sorted(found.imports | {(name, 0) for name in found.attributes & sys.modules.keys() if by_name}):
+        with suppress(ImportError, TypeError):
+            parts = resolve_name("." * level + name, space.get("__package__")).split(".")
+            for end in range(1, len(parts) + 1):
+                whole = ".".join(parts[:end])
+                if whole in sys.modules:
+                    yield whole, sys.modules[whole]
+
+
 def _functions_by_name(space: dict[str, Any], found: Names) -> Iterator[tuple[dict[str, Any], str]]:
     """Where the functions lie that code calls: ``linear``, ``F.linear``, ``torch.nn.functional.linear``."""
     seen: set[int] = set()
@@ -207,6 +243,8 @@ def _function_of(member: Any) -> FunctionType | None:
     """The function behind what a class holds or what was found by a name, if there is one."""
     if isinstance(member, (staticmethod, classmethod, MethodType)):
         member = member.__func__
+    elif isinstance(member, partialmethod):
+        member = member.func
     elif isinstance(member, property):
         member = member.fget
     return member if isinstance(member, FunctionType) else None

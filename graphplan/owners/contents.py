@@ -1,0 +1,99 @@
+"""What buffers and random generators hold, to be compared; and what is not compared, with the reason."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from zlib import crc32
+
+WIDEST = 65536
+"""Bytes of the largest buffer whose contents are compared before each replay."""
+
+
+class Unseen:
+    """Stands for what is not compared before each replay, and says why."""
+
+    def __init__(self, what: str, instead: str) -> None:
+        self.what = what
+        self.instead = instead
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unseen) and self.what == other.what
+
+    def __hash__(self) -> int:
+        return hash(self.what)
+
+
+def unseen(value: Any) -> Unseen | None:
+    """What ``value``, which a step's code reads, is, if nobody would see that it changed."""
+    if isinstance(value, Unseen):
+        return value
+    if size_of(value) > WIDEST:
+        what = f"a {type(value).__name__} of {size_of(value)} bytes, more than the {WIDEST}"
+        return Unseen(what, "Hold it in a tensor, make it read-only (array.setflags(write=False))")
+    if isinstance(value, WeakKeyDictionary | WeakValueDictionary | WeakSet):
+        return Unseen(f"a {type(value).__name__}, from which things go by themselves: not what", "Hold them in a dict")
+    return None
+
+
+class _Bytes(bytes):
+    """What a buffer holds."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{len(self)} bytes of sum {crc32(self):08x}"
+
+
+def has_contents(value: Any) -> bool:
+    """Whether ``value`` is a buffer or a random generator of the host's, whose state can be compared."""
+    return isinstance(value, random.Random) or _bits_of(value) is not None or 0 <= size_of(value) <= WIDEST
+
+
+def size_of(buffer: Any) -> int:
+    """How many bytes there are in a buffer that somebody can write to; -1 for anything else."""
+    size, part = -1, buffer
+    while part is not None:
+        try:
+            view = memoryview(part)
+        except (TypeError, ValueError, BufferError):
+            # A buffer has no word for some types of NumPy's elements (dates).
+            if not _is_array(part):
+                return -1
+            size, readonly = (part.nbytes if size < 0 else size), not part.flags.writeable
+        else:
+            size, readonly = (view.nbytes if size < 0 else size), view.readonly
+        if not readonly:
+            return size
+        # What is read-only may be a view of what is not.
+        part = getattr(part, "base", None) if _is_array(part) else getattr(part, "obj", None)
+    return -1
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``value`` is an array of NumPy's."""
+    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "flags") and hasattr(value, "tobytes")
+
+
+def _bits_of(value: Any) -> Any:
+    """The bit generator of one of NumPy's generators."""
+    if type(value).__module__.partition(".")[0] != "numpy":
+        return None
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+    return bits if hasattr(bits, "state") else None
+
+
+def state_of(value: Any) -> Any:
+    """What a buffer or random generator holds, as one value."""
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    bits = _bits_of(value)
+    if bits is None and _is_array(value):
+        if value.dtype.hasobject:
+            return tuple(value.flat)
+        return _Bytes(f"{value.shape}{value.dtype.str}".encode() + value.tobytes())
+    if bits is None:
+        return _Bytes(memoryview(value))
+    state = bits.state
+    return repr({**state, "state": {k: getattr(v, "tolist", lambda v=v: v)() for k, v in state["state"].items()}})

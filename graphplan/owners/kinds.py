@@ -1,0 +1,71 @@
+"""What kinds of values there are: plain ones, libraries' objects, and objects whose attributes are walked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+from enum import Enum
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any
+from weakref import ProxyTypes
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from graphplan.owners.spaces import slots_of
+
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
+PLAIN = frozenset(SCALARS)
+MAPPINGS = (dict, MutableMapping)
+"""Dictionaries first: asking an abstract class takes long."""
+_LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
+_HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
+FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
+"""Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
+_ATOMS = (type, ModuleType, Enum, partial)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a class's or module's member is a value rather than code."""
+    code = isinstance(value, FunctionType | ModuleType | staticmethod | classmethod | property)
+    return not code and not hasattr(type(value), "__get__")
+
+
+def is_known(module: str) -> bool:
+    """Whether the module is Python's own or one of the libraries that are known here."""
+    root = module.split(".")[0]
+    return root in FOREIGN or root in _HOLDERS
+
+
+def is_foreign(thing: Any) -> bool:
+    """Whether a class or function is a library's."""
+    return str(getattr(thing, "__module__", None)).split(".")[0] in FOREIGN
+
+
+def is_gone(value: Any) -> bool:
+    """Whether ``value`` stands for something that is no longer there."""
+    try:
+        return type(value) in ProxyTypes and value.__class__ is None
+    except ReferenceError:
+        return True
+
+
+def key_name(key: Any, number: int) -> str:
+    """A name that no other key of the same dictionary has: an object is told by its place."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return repr(key) if all(isinstance(part, SCALARS) for part in parts) else f"{type(key).__name__} {number}"
+
+
+def is_user_object(value: Any) -> bool:
+    """Whether ``value``'s attributes are walked: an instance of a class that is not a library's."""
+    if isinstance(value, LRScheduler):
+        return True
+    if isinstance(value, torch.optim.Optimizer):
+        # It is walked as an optimizer where it is an owner, whoever wrote it.
+        return False
+    root = type(value).__module__.split(".")[0]
+    if root in FOREIGN or isinstance(value, (*_ATOMS, *SCALARS)):
+        return False
+    # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))

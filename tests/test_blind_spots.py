@@ -1,0 +1,301 @@
+"""What a step can read in unusual ways: a change between two replays is seen before the next, or it is refused by name.
+
+Checks are off in here, so that it is guards that make the numbers eager's.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import sys
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Iterator
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import HostScalarError, graph_step
+from graphplan.owners import kinds
+
+Case = tuple[Callable[[], float], Callable[[], object]]
+"""What the step multiplies its loss with, and a change of that."""
+_NAME = "graphplan_blind_spot"
+SCALE = 1.0
+
+
+class Holder:
+    """Holds a value; methods whose first argument has another name are methods too."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+
+    def __float__(this) -> float:
+        return 1.0
+
+
+_one = Holder.__float__
+
+
+def _as_it_was() -> None:
+    sys.modules[_NAME] = ModuleType(_NAME)
+    sys.modules[_NAME].value = 1.0  # type: ignore[attr-defined]
+    Holder.__float__ = _one  # type: ignore[method-assign]
+    globals().update(SCALE=1.0)
+    globals().pop("round", None)
+    vars(builtins).pop(_NAME, None)
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    _as_it_was()
+    yield
+    _as_it_was()
+    del sys.modules[_NAME]
+
+
+def _import_of_module() -> Case:
+    def read() -> float:
+        import graphplan_blind_spot as module  # type: ignore[import-not-found]
+
+        return float(module.value)
+
+    return read, lambda: setattr(sys.modules[_NAME], "value", 3.0)
+
+
+def _import_from_module() -> Case:
+    def read() -> float:
+        from graphplan_blind_spot import value
+
+        return float(value)
+
+    return read, lambda: setattr(sys.modules[_NAME], "value", 3.0)
+
+
+def _module_by_name() -> Case:
+    change = lambda: setattr(sys.modules[_NAME], "value", 3.0)  # noqa: E731
+    return lambda: float(importlib.import_module("graphplan_blind_spot").value), change
+
+
+def _another_module() -> Case:
+    return lambda: float(sys.modules["graphplan_blind_spot"].value), lambda: sys.modules.update(
+        {_NAME: SimpleNamespace(value=3.0)}  # type: ignore[dict-item]
+    )
+
+
+def _global_by_name() -> Case:
+    return lambda: globals()["SCALE"], lambda: globals().update(SCALE=3.0)
+
+
+def _shadowed_builtin() -> Case:
+    return lambda: float(round(1.2)), lambda: globals().update(round=lambda number: 3.0)
+
+
+def _patched_builtin() -> Case:
+    setattr(builtins, _NAME, 1.0)
+    return lambda: graphplan_blind_spot, lambda: setattr(builtins, _NAME, 3.0)  # type: ignore[name-defined] # noqa: F821
+
+
+def _metaclass() -> Case:
+    class Meta(type):
+        scale = 1.0
+
+    class Kind(metaclass=Meta):
+        pass
+
+    return lambda: Kind.scale, lambda: setattr(Meta, "scale", 3.0)
+
+
+def _special_method() -> Case:
+    thing = Holder()
+    return lambda: float(thing), lambda: setattr(Holder, "__float__", lambda this: 3.0)
+
+
+def _class_of_an_object() -> Case:
+    class Other(Holder):
+        def __float__(self) -> float:
+            return 3.0
+
+    thing = Holder()
+    return lambda: float(thing), lambda: setattr(thing, "__class__", Other)
+
+
+def _partial_method() -> Case:
+    class Kind:
+        def get(self, number: float) -> float:
+            return number
+
+        one = functools.partialmethod(get, 1.0)
+
+    thing = Kind()
+    return lambda: thing.one(), lambda: setattr(Kind, "one", functools.partialmethod(Kind.get, 3.0))
+
+
+def _enum(value: Callable[[Any], float], change: Callable[[Any], object]) -> Case:
+    class Kind(Enum):
+        FIRST = 1.0
+
+    Kind.FIRST.extra = 1.0  # type: ignore[attr-defined]
+    held = SimpleNamespace(kind=Kind.FIRST)
+    return lambda: value(Kind) * value(SimpleNamespace(FIRST=held.kind)), lambda: change(Kind.FIRST)
+
+
+def _generic(*known: type) -> Case:
+    @functools.singledispatch
+    def scale(value: Any) -> float:
+        return 1.0
+
+    for kind in known:
+        scale.register(kind, lambda value: 1.0)
+    return lambda: scale(3), lambda: scale.register(int, lambda value: 3.0)
+
+
+def _member(make: Callable[[Holder], Any]) -> Case:
+    thing = Holder()
+    things = make(thing)
+    return lambda: sum(each.value for each in things), lambda: setattr(thing, "value", 3.0)
+
+
+def _weakly(change: Callable[[list[Holder]], object]) -> Case:
+    things = [Holder()]
+    reference = weakref.ref(things[0])
+
+    def read() -> float:
+        thing = reference()
+        return 3.0 if thing is None else thing.value
+
+    return read, lambda: change(things)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "import": _import_of_module,
+    "import from": _import_from_module,
+    "a module by its name": _module_by_name,
+    "another module under its name": _another_module,
+    "a global by its name": _global_by_name,
+    "a global before a built-in function": _shadowed_builtin,
+    "a built-in name": _patched_builtin,
+    "an attribute of a metaclass": _metaclass,
+    "a special method without self": _special_method,
+    "the class of an object": _class_of_an_object,
+    "a partial method": _partial_method,
+    "the value of an enum's member": lambda: _enum(
+        lambda kind: kind.FIRST.value, lambda member: setattr(member, "_value_", 3.0)
+    ),
+    "an attribute of an enum's member": lambda: _enum(
+        lambda kind: kind.FIRST.extra, lambda member: setattr(member, "extra", 3.0)
+    ),
+    "a generic function": _generic,
+    "a generic function for another type": lambda: _generic(str),
+    "an object in a set": lambda: _member(lambda thing: {thing}),
+    "an object in a frozenset": lambda: _member(lambda thing: frozenset([thing])),
+    "an object as key": lambda: _member(lambda thing: {thing: 1}),
+    "an attribute behind a weak reference": lambda: _weakly(lambda things: setattr(things[0], "value", 3.0)),
+    "a weak reference to what goes": lambda: _weakly(list.clear),
+}
+
+
+def _run(case: Case, *, graphed: bool) -> tuple[list[float], Any]:
+    """Losses of 20 steps with a change before the eleventh, and the step."""
+    read, change = case
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean() * read()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    owners = {"model": model, "optimizer": optimizer}
+    step: Any = graph_step(train_step, owners=owners, verify="off", backend="tape") if graphed else train_step
+    losses = []
+    for index in range(20):
+        if index == 10:
+            change()
+        losses.append(step(torch.ones(2, 3)).item())
+    return losses, step
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_change_is_seen(name: str) -> None:
+    graphed, step = _run(CASES[name](), graphed=True)
+    assert step.stats.captured == 2, "before and after"
+    _as_it_was()
+    eager, _ = _run(CASES[name](), graphed=False)
+    assert graphed == eager
+    assert eager[10] > 2 * eager[9]
+
+
+class _Key:
+    """Can be referred to weakly."""
+
+
+def _refused(name: str) -> Callable[[], float]:
+    key = _Key()
+    if name == "a list":
+        items = [1.0] * 70_000
+        return lambda: items[66_000]
+    if name == "a dictionary":
+        table = dict.fromkeys(range(70_000), 1.0)
+        return lambda: table[66_000]
+    if name == "a cache":
+        cached = functools.lru_cache(None)(lambda number: 1.0)
+        for number in range(5000):
+            cached(number)
+        return lambda: cached(7)
+    if name == "WeakSet":
+        members = weakref.WeakSet([key])
+        return lambda: float(key in members)
+    if name == "WeakKeyDictionary":
+        weak = weakref.WeakKeyDictionary({key: 1.0})
+        return lambda: weak[key]
+    values = weakref.WeakValueDictionary({"a": key})
+    return lambda: float(values["a"] is key)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("a list", r"reads items\[4096:\], of more items than the 65536 that are compared before each replay"),
+        ("a dictionary", r"reads table\[4096:\], of more items than the 65536 .*Hold them in a tensor or a tuple"),
+        ("a cache", r"reads cached\.cache, which remembers more results than the 4096 .*lru_cache\(maxsize=4096\)"),
+        ("WeakSet", r"reads members, a WeakSet, from which things go by themselves: .*Hold them in a dict"),
+        ("WeakKeyDictionary", r"reads weak, a WeakKeyDictionary, .*pass allow=\('weak',\)"),
+        ("WeakValueDictionary", r"reads values, a WeakValueDictionary, from which"),
+    ],
+)
+def test_what_nobody_would_see_is_refused(name: str, message: str) -> None:
+    with pytest.raises(HostScalarError, match=message):
+        _run((_refused(name), lambda: None), graphed=True)
+
+
+@pytest.mark.parametrize("allow", [(), ("zlib.crc32",)])
+def test_a_function_of_an_extension_module_is_named_once(
+    allow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any that is neither Python's own nor torch's: one of Python's own stands in for it."""
+    monkeypatch.setattr(kinds, "FOREIGN", kinds.FOREIGN - {"zlib"})
+
+    def step(x: Tensor) -> Tensor:
+        return x * (zlib.crc32(b"x") % 3)
+
+    call = graph_step(step, verify="off", backend="tape", allow=allow)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (2, 3):
+            for _ in range(8):
+                call(torch.ones(rows))
+    told = [str(warning.message) for warning in caught if "extension module" in str(warning.message)]
+    assert len(told) == (0 if allow else 1)
+    assert all(
+        "the step calls zlib.crc32, a function of an extension module, at test_blind_spots.py" in t for t in told
+    )
