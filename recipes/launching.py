@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from graphplan.cudart import runtime, upload
+from graphplan.cudanodes import bindings, upload
 from recipes.contenders import make_step
 from recipes.workloads import Workload
 
@@ -93,7 +93,7 @@ def _first_replays(step: _Step, *, uploaded: bool) -> tuple[Row, float]:
 
 def _update(step: _Step) -> Row:
     """What it takes to make an executable graph do what a graph that was captured anew does."""
-    cudart = runtime()
+    cudart = bindings("runtime")
     if cudart is None:
         return {"update_result": "not measured: no cuda.bindings"}
     old = step.capture()
