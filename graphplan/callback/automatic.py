@@ -199,8 +199,9 @@ class AutomaticSeam(Seam):
         assert self._context is not None
         _, batch_idx, _ = self._context
 
-        def body(kwargs: OrderedDict[str, Any]) -> None:
+        def body(kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
             type(self._loop)._optimizer_step(self._loop, self._watched(batch_idx), _done)
+            return {}
 
         return self._in_step(body, batch)
 
