@@ -162,6 +162,12 @@ def _member(make: Callable[[Holder], Any]) -> Case:
     return lambda: sum(each.value for each in things), lambda: setattr(thing, "value", 3.0)
 
 
+def _view() -> Case:
+    table = {"scale": 1.0}
+    values = table.values()
+    return lambda: sum(values), lambda: table.update(scale=3.0)
+
+
 def _weakly(change: Callable[[list[Holder]], object]) -> Case:
     things = [Holder()]
     reference = weakref.ref(things[0])
@@ -195,6 +201,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "a generic function for another type": lambda: _generic(str),
     "an object in a set": lambda: _member(lambda thing: {thing}),
     "an object in a frozenset": lambda: _member(lambda thing: frozenset([thing])),
+    "a view of a dictionary": _view,
     "an object as key": lambda: _member(lambda thing: {thing: 1}),
     "an attribute behind a weak reference": lambda: _weakly(lambda things: setattr(things[0], "value", 3.0)),
     "a weak reference to what goes": lambda: _weakly(list.clear),
