@@ -64,6 +64,7 @@ class Guards:
         looked_up = {kind: (*plan.asked, *_methods_of(kind, plan.methods)) for kind in map(type, things)}
         absent = [(inner, n) for thing, inner in walk.attributes for n in looked_up[type(thing)] if n not in inner]
         absent += [(space, name) for space, name in walk.lacking if name not in space]
+        absent += _absent_methods(walk, plan)
         self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]
         # Those of modules are part of the program's key.
         self._things = [thing for thing in things if not isinstance(thing, Module)]
@@ -176,6 +177,8 @@ class Guards:
         return None
 
 
+_IN_THE_KEY = ("forward", "step", "zero_grad", "_wrapped_call_impl")
+"""Methods whose own ones of an instance are part of the key, and one that nobody looks for in an instance."""
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 """What a call of a layer goes through, whatever its code names."""
 
@@ -191,6 +194,22 @@ def _methods_called(walk: Walk, plan: Plan) -> Iterable[Place]:
         # Of some, each look makes another object.
         if method is not None and getattr(kind, name) is method:
             yield kind, name, method
+
+
+def _absent_methods(walk: Walk, plan: Plan) -> Iterable[tuple[dict[str, Any], str]]:
+    """Methods of libraries' that the step calls, before which a layer's or optimizer's own would stand. What the key
+    has is left out, and what is looked up in the class alone.
+    """
+    things = [*walk.modules, *walk.optimizers.values()]
+    names = {
+        kind: [
+            name
+            for base, name in plan.ran
+            if issubclass(kind, base) and not name.startswith("__") and name not in _IN_THE_KEY
+        ]
+        for kind in map(type, things)
+    }
+    return [(vars(t), name) for t in things for name in sorted(names[type(t)]) if name not in vars(t)]
 
 
 def _methods_of(kind: type, names: Collection[str]) -> list[str]:

@@ -170,6 +170,25 @@ REPLACED: dict[str, tuple[Any, str, Callable[[Any], Any], int]] = {
 """The class, the method, what takes its place, and the calls from then on until there are replays again."""
 
 
+@pytest.mark.parametrize("name", ["_init_group", "_call_impl"])
+def test_a_method_of_torch_that_an_instance_gets(name: str) -> None:
+    """Torch's own code looks for it in the instance first."""
+
+    def rig() -> Rig:
+        def put(index: int) -> None:
+            thing = made.owners["optimizer"] if name == "_init_group" else made.owners["model"][0]
+            if index == CHANGED:
+                wrap = _half_of_what_it_finds if name == "_init_group" else _twice_the_output
+                setattr(thing, name, partial(wrap(getattr(type(thing), name)), thing))
+
+        made = rig_of(lambda box, model, x, y: F.cross_entropy(model(x), y), Box(None), put)
+        return made
+
+    # A first trace finds the new function's variable.
+    step = assert_equals_eager(rig, captured=2, replayed=CALLS - 6 - 5)
+    assert f"an attribute '{name}'" in step.report()
+
+
 @pytest.mark.parametrize("name", REPLACED)
 def test_a_method_of_torch_that_somebody_replaces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its class, in the middle of a run: the next call is eager, and the new one is captured."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -145,18 +146,26 @@ class Memory:
         vars(self).update(values)
 
 
-_HIDDEN: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_HIDDEN: SimpleQueue[Any] = SimpleQueue()
+_HIDDEN.put(weakref.WeakKeyDictionary())
+
+
+def _hidden() -> Any:
+    """What only a C extension's object leads to, as long as nobody takes it out."""
+    held = _HIDDEN.get()
+    _HIDDEN.put(held)
+    return held
 
 
 class Hidden:
     """An object that keeps its attributes where nobody looks for them."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _HIDDEN.setdefault(self, {})[name] = value
+        _hidden().setdefault(self, {})[name] = value
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return _HIDDEN[self][name]
+            return _hidden()[self][name]
         except KeyError:
             raise AttributeError(name) from None
 

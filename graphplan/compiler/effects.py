@@ -239,7 +239,7 @@ def find_reads(
         hidden = unseen(new) if sure else None
         if hidden is not None:
             raise HostScalarError(
-                f"the step's code reads {path}, {hidden.what} that are compared before each replay: nobody would see "
+                f"the step's code reads {path}, {hidden.what} is not compared before each replay: nobody would see "
                 f"that it changed. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)"
             )
         if (path in walk.objects or not sure) and not same_value(old, new):

@@ -30,10 +30,10 @@ def unseen(value: Any) -> Unseen | None:
     if isinstance(value, Unseen):
         return value
     if size_of(value) > WIDEST:
-        what = f"a {type(value).__name__} of {size_of(value)} bytes, more than the {WIDEST}"
+        what = f"a {type(value).__name__} of {size_of(value)} bytes; what has more than {WIDEST}"
         return Unseen(what, "Hold it in a tensor, make it read-only (array.setflags(write=False))")
     if isinstance(value, WeakKeyDictionary | WeakValueDictionary | WeakSet):
-        return Unseen(f"a {type(value).__name__}, from which things go by themselves: not what", "Hold them in a dict")
+        return Unseen(f"a {type(value).__name__}, which things leave by themselves and", "Hold them in a dict or set")
     return None
 
 

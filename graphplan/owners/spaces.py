@@ -176,7 +176,8 @@ class Rest(_Seen):
 
     def __getitem__(self, key: str) -> Any:
         if len(self.items) > _MOST_ITEMS:
-            return Unseen(f"of more items than the {_MOST_ITEMS}", "Hold them in a tensor or a tuple")
+            what = f"of {len(self.items)} items; what has more than {_MOST_ITEMS}"
+            return Unseen(what, "Hold them in a tensor or a tuple")
         values = self.items.values() if isinstance(self.items, dict) else self.items
         return self.same(tuple(islice(values, self._start, None)))
 
@@ -193,7 +194,7 @@ class Remembered(_Seen):
 
     def __getitem__(self, key: str) -> Any:
         if self.items.cache_info().currsize > _MOST_RESULTS:
-            what = f"which remembers more results than the {_MOST_RESULTS}"
+            what = f"which remembers {self.items.cache_info().currsize} results; what has more than {_MOST_RESULTS}"
             return Unseen(what, f"Bound it (lru_cache(maxsize={_MOST_RESULTS}))")
         # Of a bounded cache, the results themselves are among these; of an unbounded one, the dictionary is.
         held = gc.get_referents(self.items)

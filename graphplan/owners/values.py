@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections.abc import ItemsView, Iterable, KeysView, MutableMapping, ValuesView
 from contextvars import ContextVar
 from enum import Enum
 from functools import _lru_cache_wrapper, partial
@@ -244,6 +244,8 @@ class Values(ABC):
                         self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, name))
         elif isinstance(value, ContextVar):
             self._value(value.get(None), f"{path}.get()", Current(value), "get", depth + 1, source)
+        elif isinstance(value, KeysView | ValuesView | ItemsView) and hasattr(value, "mapping"):
+            self._behind(value.mapping, path, depth, source)
         elif isinstance(value, MappingProxyType):
             for number, (key, item) in enumerate(value.items()):
                 self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable
@@ -35,20 +34,6 @@ def decaying_float(begin: int) -> Rig:
         weight.item = 0.5 ** max(0, index + 2 - begin)
 
     return changing_rig(stay, lambda model, x, y: loss_of(model, x, y) * weight.item, each=each)
-
-
-def forgetting_function(begin: int) -> Rig:
-    """The same remembered by a function that remembers too much to compare, and forgets all of it now and then."""
-    weight = Box(1.0)
-    remembered = functools.cache(lambda number: weight.item)
-
-    def each(model: Any, optimizer: Any, index: int) -> None:
-        weight.item = 0.5 ** max(0, index + 2 - begin)
-        remembered.cache_clear()
-        for number in range(5000):
-            remembered(number)
-
-    return changing_rig(stay, lambda model, x, y: loss_of(model, x, y) * remembered(0), each=each)
 
 
 def branching_on_a_count(begin: int) -> Rig:
@@ -134,7 +119,6 @@ IN_THE_UPDATE = (
 )
 FAULTS: dict[str, tuple[Callable[[int], Rig], str]] = {
     "a float that decays": (decaying_float, IN_THE_LOSS),
-    "a function that forgets": (forgetting_function, IN_THE_LOSS),
     "a branch on a count": (branching_on_a_count, IN_THE_LOSS),
     "NumPy noise": (drawing_from_numpy, IN_THE_LOSS),
     "a write that nobody sees": (writing_behind_the_dispatcher, IN_THE_LOSS),
