@@ -21,7 +21,7 @@ from graphplan.dtensors import local
 from graphplan.owners import Snapshot, Walk, host_generators, is_freed, walk_owners
 from graphplan.program import Program
 from graphplan.trees import map_result
-from graphplan.verify.compare import Difference, are_noisy, beyond_spread, differing, differing_values
+from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, unexplained
 from graphplan.verify.speed import timed
 from graphplan.verify.state import State, collect, tensors_of
 
@@ -116,16 +116,16 @@ class _Check:
     ) -> list[Difference]:
         """What more replays from the same state do not explain: noise may be so seldom that several show none."""
         again: list[Mapping[str, Tensor]] = []
+        found = dict.fromkeys(paths, 0.0)
         for _ in range(_REPLAYS):
             again.append(self._repeat(start))
-            found = beyond_spread(paths, old, replayed, again, eager)
+            found = unexplained(found, replayed, again, eager)
             noisy = are_noisy(replayed, again)
             if not self._wants_again(bool(found) and not noisy):
                 break
         if self._wants_again(bool(found) and noisy):
-            nudged = self._repeat(start, nudge=True)
-            found = beyond_spread(paths, old, replayed, again, eager, nudged)
-        return found
+            found = unexplained(found, replayed, again, eager, self._repeat(start, nudge=True))
+        return describe(found, old, replayed, eager)
 
     def _repeat(self, start: Snapshot, *, nudge: bool = False) -> Mapping[str, Tensor]:
         """What one more replay leaves; with ``nudge``, from parameters that are other in their last bits."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,29 +50,54 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
     return [path for path in [*second, *first.keys() - second.keys()] if path in found]
 
 
-def _distance(first: Tensor, second: Tensor) -> float:
-    """Euclidean distance in float64; NaN in the same places counts as equal, NaN in one of the two as far."""
-    pairs = zip(_parts(first), _parts(second.to(first.device)), strict=True)
-    return math.sqrt(float(torch.stack([_square(one.double(), two.double()) for one, two in pairs]).sum()))
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    return tensor.detach().reshape(-1).split(_TOGETHER)
-
-
-def _square(one: Tensor, two: Tensor) -> Tensor:
-    apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, one - two)
-    return torch.where(apart.isnan(), math.inf, apart).square().sum()
-
-
-def _rounding(tensor: Tensor) -> float:
-    """Two units in the last place of every finite element, as a distance."""
-    if not tensor.is_floating_point():
-        return 0.0
-    squares = [
-        torch.nan_to_num(part.double(), nan=0.0, posinf=0.0, neginf=0.0).square().sum() for part in _parts(tensor)
+def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
+    """Euclidean distances in float64; NaN in the same places counts as equal, NaN in one of the two as far. Each device
+    is waited for once.
+    """
+    pairs = [(one, two.to(one.device)) for one, two in pairs]
+    lengths = _roots([_sum(_plain, one, two) for one, two in pairs])
+    # What is infinite or no number somewhere is looked at once more, element by element.
+    return [
+        length if math.isfinite(length) else math.sqrt(float(_sum(_careful, one, two)))
+        for length, (one, two) in zip(lengths, pairs, strict=True)
     ]
-    return 2 * torch.finfo(tensor.dtype).eps * math.sqrt(float(torch.stack(squares).sum()))
+
+
+def _lengths(tensors: Sequence[Tensor]) -> list[float]:
+    """Euclidean norms of the finite elements in float64."""
+    return _roots([_sum(_finite, tensor) for tensor in tensors])
+
+
+def _sum(term: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """The sum of a function of corresponding elements, a few at a time in double precision."""
+    parts = zip(*(tensor.detach().reshape(-1).split(_TOGETHER) for tensor in tensors), strict=True)
+    sums = [term(*(part.double() for part in some)).sum() for some in parts]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+
+
+def _plain(one: Tensor, two: Tensor) -> Tensor:
+    return (one - two).square()
+
+
+def _careful(one: Tensor, two: Tensor) -> Tensor:
+    apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, one - two)
+    return torch.where(apart.isnan(), math.inf, apart).square()
+
+
+def _finite(one: Tensor) -> Tensor:
+    return torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0).square()
+
+
+def _roots(squares: Sequence[Tensor]) -> list[float]:
+    """Square roots of numbers on whatever devices."""
+    places: dict[torch.device, list[int]] = {}
+    for index, square in enumerate(squares):
+        places.setdefault(square.device, []).append(index)
+    roots = [0.0] * len(squares)
+    for members in places.values():
+        for index, root in zip(members, torch.stack([squares[i] for i in members]).sqrt().tolist(), strict=True):
+            roots[index] = root
+    return roots
 
 
 def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]]) -> bool:
@@ -80,14 +105,13 @@ def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]]) 
     return any(differing(one, other) for other in again)
 
 
-def beyond_spread(
+def unexplained(
     paths: Iterable[str],
-    before: Mapping[str, Tensor],
     one: Mapping[str, Tensor],
     again: Sequence[Mapping[str, Tensor]],
     eager: Mapping[str, Tensor],
     nudged: Mapping[str, Tensor] | None = None,
-) -> list[Difference]:
+) -> dict[str, float]:
     """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other.
 
     Where replays agree in everything, so must eager. Where they do not (atomic additions), rounding is let pass too,
@@ -95,60 +119,72 @@ def beyond_spread(
 
     Args:
         paths: where ``one`` and ``eager`` differ.
-        before: what was there before the step.
         one: what a replay left.
         again: what more replays from the same state left, at least one.
         eager: what the eager step left.
         nudged: what a replay left whose parameters had been off by what rounding does to them.
+
+    Returns:
+        How far replays lie apart, by path; 0 where there is nothing to compare.
     """
-    noisy = are_noisy(one, again)
-    found = []
-    for path in paths:
-        others = [other.get(path) for other in again]
-        response = None if nudged is None else nudged.get(path)
-        difference = _beyond(path, before.get(path), one.get(path), others, eager.get(path), response, noisy)
-        if difference is not None:
-            found.append(difference)
+    paths = list(paths)
+    sides = [one, eager, *again]
+    alike = [path for path in paths if all(path in side and _fits(one[path], side[path]) for side in sides)]
+    spreads = [_apart(alike, one, other) for other in again]
+    spread = dict(zip(alike, map(max, zip(*spreads, strict=True)), strict=True))
+    found = {path: spread.get(path, 0.0) for path in paths}
+    if not alike or not are_noisy(one, again):
+        return found
+    distances = _apart(alike, one, eager)
+    roundings = [2 * _last_place(one[path]) for path in alike]
+    responses = [0.0] * len(alike) if nudged is None else _apart(alike, one, nudged)
+    sizes = _lengths([_real(one[path]) for path in alike])
+    for path, distance, response, rounding, size in zip(alike, distances, responses, roundings, sizes, strict=True):
+        if distance <= _SPREADS * spread[path] + _RESPONSES * response + rounding * size:
+            del found[path]
     return found
 
 
-def _beyond(
-    path: str,
-    before: Tensor | None,
-    one: Tensor | None,
-    again: Sequence[Tensor | None],
-    eager: Tensor | None,
-    nudged: Tensor | None,
-    noisy: bool,
-) -> Difference | None:
-    others = [other for other in again if other is not None]
-    if one is None or eager is None or len(others) < len(again):
-        return Difference(path, "a tensor after one of the two and none after the other")
+def _apart(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
+    """Distances at ``paths``; 0 where ``other`` has nothing alike."""
+    alike = [path for path in paths if path in other and _fits(one[path], other[path])]
+    found = dict(zip(alike, _distances([(_real(one[path]), _real(other[path])) for path in alike]), strict=True))
+    return [found.get(path, 0.0) for path in paths]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _last_place(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+
+
+def describe(
+    spreads: Mapping[str, float], before: Mapping[str, Tensor], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]
+) -> list[Difference]:
+    """What :func:`unexplained` found, in words. ``before`` is what was there before the step."""
+    return [
+        Difference(path, _words(before.get(path), one.get(path), eager.get(path), spreads[path])) for path in spreads
+    ]
+
+
+def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spread: float) -> str:
+    if one is None or eager is None:
+        return "a tensor after one of the two and none after the other"
     if not _fits(one, eager):
-        return Difference(path, f"{TensorSpec.of(one)} after the replay, {TensorSpec.of(eager)} after the eager step")
+        return f"{TensorSpec.of(one)} after the replay, {TensorSpec.of(eager)} after the eager step"
     if one.is_complex():
-        one, eager, *others = (torch.view_as_real(t.detach().resolve_conj()) for t in (one, eager, *others))
-        before = nudged = None
-    distance, spread = _distance(one, eager), max(_distance(one, other) for other in others)
-    if noisy:
-        response = 0.0 if nudged is None or not _fits(one, nudged) else _distance(one, nudged)
-        if distance <= _SPREADS * spread + _RESPONSES * response + _rounding(one):
-            return None
-    return Difference(path, _figures(before, one, eager, distance, spread))
-
-
-def _figures(before: Tensor | None, one: Tensor, eager: Tensor, distance: float, spread: float) -> str:
+        one, eager, before = _real(one), _real(eager), None
     if one.numel() == 1:
         text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
     else:
-        host = eager.detach().to(one.device)
-        count = int((bits(one) != bits(host)).sum())
+        (distance,) = _distances([(one, eager)])
+        count = int((bits(one) != bits(eager.detach().to(one.device))).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
     if before is not None and _fits(before, one):
-        text += (
-            f"; the replay's update is {_distance(before, one):.3g} long, the eager step's "
-            f"{_distance(before, eager):.3g}"
-        )
+        own, other = _distances([(before, one), (before, eager)])
+        text += f"; the replay's update is {own:.3g} long, the eager step's {other:.3g}"
     return f"{text}; two replays differ by {spread:.3g}"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 _COPIES = 4
-"""Full copies alive at once: from before the step, after each of two replays, and eager's during the second one."""
+"""Full copies alive at once: from before the step, after each of two replays, and eager's during the second one. Where
+noise takes more replays to explain and their copies do not fit, the check stays open.
+"""
 _MARGIN = 1.2
 """Room is left for fragments and temporaries."""
 

@@ -12,12 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.verify.compare import beyond_spread, differing, differing_values
+from graphplan.verify.compare import Difference, describe, differing, differing_values, unexplained
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.twins import BEFORE_REPLAY, build, drive, managed
 from tests.zoo import Box
 
 NAN, INF = math.nan, math.inf
+Tensors = dict[str, Tensor]
+
+
+def beyond_spread(
+    paths: list[str], old: Tensors, one: Tensors, again: list[Tensors], eager: Tensors
+) -> list[Difference]:
+    return describe(unexplained(paths, one, again, eager), old, one, eager)
+
+
 SAME: dict[str, Callable[[], Tensor]] = {
     "floats": lambda: torch.tensor([1.0, -0.0, INF, -INF, NAN]),
     "bfloat16": lambda: torch.tensor([1.0, NAN, -0.0], dtype=torch.bfloat16),
