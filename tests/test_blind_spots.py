@@ -254,6 +254,15 @@ def _refused(name: str) -> Callable[[], float]:
     if name == "a dictionary":
         table = dict.fromkeys(range(70_000), 1.0)
         return lambda: table[66_000]
+    if name == "objects in a list":
+        things = [SimpleNamespace(factor=1.0) for _ in range(5000)]
+        return lambda: things[4500].factor
+    if name == "an object far away":
+        first = last = SimpleNamespace(after=None, factor=1.0)
+        for _ in range(40):
+            last.after = SimpleNamespace(after=None, factor=1.0)
+            last = last.after
+        return lambda: _follow(first, 35).factor
     if name == "a cache":
         cached = functools.lru_cache(None)(lambda number: 1.0)
         for number in range(5000):
@@ -269,11 +278,25 @@ def _refused(name: str) -> Callable[[], float]:
     return lambda: float(values["a"] is key)
 
 
+def _follow(thing: Any, times: int) -> Any:
+    for _ in range(times):
+        thing = thing.after
+    return thing
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("a list", r"reads items\[4096:\], of 70000 items; what has more than 65536 is not compared before each"),
         ("a dictionary", r"reads table\[4096:\], of 70000 items; .*Hold them in a tensor or a tuple"),
+        (
+            "objects in a list",
+            r"reads things\[4096:\], of which there are more than 4096; what they hold is not compared before each",
+        ),
+        (
+            "an object far away",
+            r"reads first(\.after)+, which lies more than 24 attributes deep; what is there is not.*owners=",
+        ),
         ("a cache", r"reads cached\.cache, which remembers 5000 results; .*Bound it \(lru_cache\(maxsize=4096\)\)"),
         (
             "WeakSet",

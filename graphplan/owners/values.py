@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.owners.contents import has_contents
+from graphplan.owners.contents import Unseen, has_contents
 from graphplan.owners.kinds import (
     FOREIGN,
     MAPPINGS,
@@ -47,6 +47,12 @@ from graphplan.owners.spaces import (
 
 _MAX_DEPTH = 24
 _MAX_ITEMS = 4096
+
+_TOO_DEEP = Unseen(
+    f"which lies more than {_MAX_DEPTH} attributes deep; what is there", "Give something on the way there to owners="
+)
+_TOO_MANY = Unseen(f"of which there are more than {_MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
+_HOLDERS_OF_MORE = (dict, list, deque, set)
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -93,7 +99,7 @@ class Values(ABC):
         elif isinstance(value, tuple):
             self._tuple(value, path, container, key, depth, source)
         elif depth > _MAX_DEPTH:
-            return
+            self.walk.objects[path] = Scalar({path: _TOO_DEEP}, path, *source)
         elif isinstance(value, nn.Module):
             self.walk.links.append((container, key, value))
             self._module(value, path, depth)
@@ -144,12 +150,19 @@ class Values(ABC):
         pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MAPPINGS) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
             if count >= _MAX_ITEMS:
-                self.walk.objects[f"{path}[{count}:]"] = Scalar(Rest(items, count), "rest", *source)
+                self._rest(items, count, path, source)
                 break
             name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{key_name(key, count)}]"
             self._value(value, name, items, key, depth + 1, source)
         if type(items) not in (dict, list, deque) and is_user_object(items):
             self._object(items, path, depth, visited=True)
+
+    def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
+        """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""
+        values = items.values() if isinstance(items, MAPPINGS) else items
+        hold = any(type(i) not in PLAIN and (isinstance(i, _HOLDERS_OF_MORE) or is_user_object(i)) for i in values)
+        rest: Any = {"rest": _TOO_MANY} if hold else Rest(items, start)
+        self.walk.objects[f"{path}[{start}:]"] = Scalar(rest, "rest", *source)
 
     def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
         """Objects that are told apart by a hash."""
