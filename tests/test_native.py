@@ -322,6 +322,7 @@ def test_they_are_not_loaded_where_nobody_wants_them(monkeypatch: pytest.MonkeyP
 
 def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("GRAPHPLAN_NATIVE", raising=False)
     assert native.find() is None
     assert native.load() is None
     folder = building._folder()

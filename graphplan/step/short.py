@@ -57,11 +57,12 @@ class Call:
         self.state = state
         self.variant = variant
         self._shapes = [(type(arg), _shape(arg)) for arg in args]
+        self._is_flat = all(shape is None for _, shape in self._shapes)
         self._kinds = list(map(type, feed.leaves))
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
         tensors = [leaf for _, leaf in feed.tensors()]
-        self._geometries = Geometries(tensors)
+        self._fit = Geometries(tensors).fit
         # Where tensors are moved to the step's device, that gives them new alignments.
         self._units = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
@@ -77,33 +78,40 @@ class Call:
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
         """The leaves of ``args``, if they are of this kind."""
-        if len(args) != len(self._shapes):
+        if self._is_flat:
+            leaves = list(args)
+        elif not self._take_apart(args, leaves := []):
             return None
-        leaves: list[Any] = []
-        for arg, (kind, shape) in zip(args, self._shapes, strict=True):
-            if type(arg) is not kind:
-                return None
-            if shape is None:
-                leaves.append(arg)
-            elif kind is dict:
-                if tuple(arg) != shape:
-                    return None
-                leaves += arg.values()
-            else:
-                if len(arg) != shape:
-                    return None
-                leaves += arg
         if list(map(type, leaves)) != self._kinds:
             return None
         for index, literal, key in self._literals:
             if leaves[index] is not literal and leaf_key(leaves[index]) != key:
                 return None
         tensors = [leaves[index] for index in self._tensors]
-        if not self._geometries.fit(tensors):
+        if not self._fit(tensors):
             return None
         if list(map(mod, map(Tensor.data_ptr, tensors), self._units)) != self._alignments:
             return None
         return None if self.program.is_written(tensors) else leaves
+
+    def _take_apart(self, args: Sequence[Any], leaves: list[Any]) -> bool:
+        """Add the leaves of ``args`` to ``leaves``; whether the containers are of this kind."""
+        if len(args) != len(self._shapes):
+            return False
+        for arg, (kind, shape) in zip(args, self._shapes, strict=True):
+            if type(arg) is not kind:
+                return False
+            if shape is None:
+                leaves.append(arg)
+            elif kind is dict:
+                if tuple(arg) != shape:
+                    return False
+                leaves += arg.values()
+            else:
+                if len(arg) != shape:
+                    return False
+                leaves += arg
+        return True
 
 
 def _shape(arg: Any) -> Any:
