@@ -100,6 +100,8 @@ class AutomaticSeam(Seam):
     def keep_forward_outside(self, reason: str) -> None:
         """Go over to the update form."""
         self.notes.append(f"forward and backward run eagerly before the replay of the optimizer's step: {reason}")
+        # What is left in the step knows nothing of the batch, whose size the means count with.
+        self._logs.sums_in_step = False
         self._whole.close()
         self._update = self._make(self._update_body, self._owners(self._progress))
         self._update.decide_refusals(lambda error: self._must_raise())

@@ -43,8 +43,11 @@ class LateCopies:
 
     def watch(self, key: str, *tensors: Tensor) -> None:
         """A scalar was copied at once. In a trace: see whether the step leaves the memory of ``tensors`` alone."""
-        plain = all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors)
-        watches = [watch for watch in map(watch_memory, tensors) if watch is not None] if plain else []
+        if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors):
+            # What other ways through the step were seen to do says nothing about it.
+            self._may_wait[key] = False
+            return
+        watches = [watch for watch in map(watch_memory, tensors) if watch is not None]
         if watches:
             self._watched.append((key, watches))
 

@@ -65,7 +65,7 @@ class LogNotes:
         self.late = LateCopies(module)
         self.takes_loss = False
         """Whether the step's result is a dictionary whose loss is a copy of its own."""
-        self._sums_in_step = sums_in_step
+        self.sums_in_step = sums_in_step
         self._plain: dict[str, LogCall] = {}
         self._metrics: dict[str, Any] = {}
         self._shows: dict[str, tuple[dict[str, Any], bool, bool]] = {}
@@ -150,7 +150,7 @@ class LogNotes:
         self.late.settle()
         plain = [number for number, (call, value) in enumerate(notes) if self._is_plain(call, value)]
         means = [number for number in plain if self._metrics[notes[number][0].key].meta.on_epoch]
-        group = self.sums.group_of(tuple(notes[number][0].key for number in means))
+        group = self.sums.group_of(tuple(notes[number][0].key for number in means)) if self.sums_in_step else None
         if group is None:
             plain, means = [number for number in plain if number not in means], []
         order = [*means, *(number for number in plain if number not in means)]
@@ -184,7 +184,10 @@ class LogNotes:
 
     def _is_plain(self, call: LogCall, value: Any) -> bool:
         known = self._plain.get(call.key)
-        if known is None or known.options != call.options or not isinstance(value, Tensor):
+        size = dict(call.options).get("batch_size")
+        if known is None or not (size is None or isinstance(size, int)):
+            return False  # A size that is no integer is Lightning's to add.
+        if known.options != call.options or not isinstance(value, Tensor):
             return False
         held = self._metrics[call.key].value
         return value.ndim == 0 and (value.dtype, value.device) == (held.dtype, held.device)
@@ -208,7 +211,7 @@ class LogNotes:
         if all(call.is_plain for call in calls):
             # A program gives the same calls again each time.
             self._usual, self._shown = calls, [self._shows[call.key] for call in calls]
-        elif self._sums_in_step:
+        elif self.sums_in_step:
             self._learn(notes)
 
     def _carry_out(self, notes: list[tuple[LogCall, Any]]) -> None:
