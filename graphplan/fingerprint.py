@@ -73,6 +73,10 @@ class Fingerprint:
         self._kinds = list(dict.fromkeys(map(type, self._modules)))
         self._parameters = [param for _, param in walk.parameters.values()]
         self._paths = [path for path, _ in walk.parameters.values()]
+        # A dictionary of layers or parameters may be put in another order.
+        self._order = tuple(
+            name for module in self._modules for names in (module._modules, module._parameters) for name in names
+        )
         self._containers: list[Any] = []
         self._keys: list[str] = []
         self.labels: list[str] = []
@@ -170,6 +174,7 @@ class Fingerprint:
             *hypers,
             *map(dict.get, self._dicts, repeat("training")),
             tuple(map(type, self._modules)),
+            self._order,
             tuple(map(_forward_of, self._kinds)),
             tuple(map(_methods_of, self._optimizer_kinds)),
             *[own and _Own(own) for own in map(dict.get, self._steppers, self._methods)],
@@ -229,6 +234,7 @@ class Fingerprint:
             *self.labels,
             *(f"{type(module).__name__}.training" for module in self._modules),
             "the classes of the modules",
+            "the order of layers or parameters",
             "forward of a module's class",
             "step or zero_grad of an optimizer's class",
             *self._method_labels,

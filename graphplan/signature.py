@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from graphplan.containers import Literals, flatten_plain
@@ -93,7 +94,9 @@ def leaf_key(leaf: Any) -> Hashable:
             return (leaf.ndim, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         if leaf.layout is not torch.strided:
             return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
-        return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        # What a subclass does with operators is the subclass's affair.
+        return plain if type(leaf) in (Tensor, Parameter) else (*plain, type(leaf))
     if not isinstance(leaf, _LITERALS) and not callable(leaf):
         raise FeedError(
             f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when "
@@ -101,6 +104,8 @@ def leaf_key(leaf: Any) -> Hashable:
             "torch.utils._pytree"
         )
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
+    if isinstance(leaf, complex):
+        return (type(leaf), (leaf.real.hex(), leaf.imag.hex()))
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
 
 
@@ -192,8 +197,9 @@ def _describe(key: Hashable) -> str:
     assert isinstance(key, tuple)
     if len(key) == 2:
         return f"the {key[0].__name__} {key[1]!r}"
-    shape, stride, dtype, device, grad = key
-    return f"{dtype} {list(shape)} strides {stride} on {device}" + (" requiring grad" if grad else "")
+    shape, stride, dtype, device, grad, *kinds = key
+    text = f"{dtype} {list(shape)} strides {stride} on {device}" + (" requiring grad" if grad else "")
+    return text + "".join(f", a {kind.__name__}" for kind in kinds)
 
 
 class FeedSpec:

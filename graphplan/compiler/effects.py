@@ -224,7 +224,7 @@ def find_reads(
                     f"length. Count in a tensor, or, if the step's results do not depend on it, pass allow=({path!r},)"
                 )
             continue
-        sure = any(trace.reads.covers(scalar) for trace in (first, second))
+        sure = id(scalar.container) in walk.named or any(trace.reads.covers(scalar) for trace in (first, second))
         if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
             continue
         if path not in first.entry_scalars or path not in second.entry_scalars:

@@ -37,11 +37,13 @@ class Slicer:
     def __init__(self) -> None:
         self.known: list[list[Candidates]] | None = None
         self._structure: Any = None
+        self._shapes: list[Any] = []
 
     def meet(self, leaves: Sequence[Any], structure: Any, sizes: Mapping[Place, int]) -> None:
         """Take in a padded result, the first time."""
-        if self.known is None or structure != self._structure:
-            self._structure = structure
+        shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if self.known is None or structure != self._structure or shapes != self._shapes:
+            self._structure, self._shapes = structure, shapes
             self._rebuild = rebuilder(structure, close_records)
             self.known = [
                 [[None, *(p for p, size in sizes.items() if size == found)] for found in leaf.shape]

@@ -11,12 +11,21 @@ from typing import Any
 from weakref import ProxyTypes
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphplan.owners.contents import Unseen
 from graphplan.owners.spaces import slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 PLAIN = frozenset(SCALARS)
+MAX_DEPTH = 24
+MAX_ITEMS = 4096
+TOO_DEEP = Unseen(
+    f"which lies more than {MAX_DEPTH} attributes deep; what is there", "Give something on the way there to owners="
+)
+TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
+_FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
 """Dictionaries first: asking an abstract class takes long."""
 _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
@@ -69,3 +78,9 @@ def is_user_object(value: Any) -> bool:
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
     return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))
+
+
+def holds_nothing_else(item: Any) -> bool:
+    """Whether comparing ``item`` itself compares all that there is to it."""
+    flat = type(item) in PLAIN or isinstance(item, _FLAT)
+    return flat or (type(item) is tuple and all(map(holds_nothing_else, item)))

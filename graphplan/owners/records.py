@@ -70,6 +70,9 @@ class Scalar:
 
     def get(self) -> Any:
         """The value now."""
+        if isinstance(self.container, dict) and self.key not in self.container:
+            # A dictionary that makes what it lacks shall not do so for us.
+            raise KeyError(self.key)
         return self.container[self.key]
 
 
@@ -138,6 +141,7 @@ class Walk:
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
+    named: set[int] = field(default_factory=set)
     scalars: dict[str, Scalar] = field(default_factory=dict)
     objects: dict[str, Scalar] = field(default_factory=dict)
     places: list[tuple[Any, Any]] = field(default_factory=list)

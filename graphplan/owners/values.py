@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -16,12 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.owners.contents import Unseen, has_contents
+from graphplan.owners.contents import has_contents
 from graphplan.owners.kinds import (
     FOREIGN,
     MAPPINGS,
+    MAX_DEPTH,
+    MAX_ITEMS,
     PLAIN,
     SCALARS,
+    TOO_DEEP,
+    TOO_MANY,
+    holds_nothing_else,
     is_foreign,
     is_gone,
     is_plain,
@@ -44,15 +50,6 @@ from graphplan.owners.spaces import (
     Weakly,
     slots_of,
 )
-
-_MAX_DEPTH = 24
-_MAX_ITEMS = 4096
-
-_TOO_DEEP = Unseen(
-    f"which lies more than {_MAX_DEPTH} attributes deep; what is there", "Give something on the way there to owners="
-)
-_TOO_MANY = Unseen(f"of which there are more than {_MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
-_HOLDERS_OF_MORE = (dict, list, deque, set)
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -86,7 +83,7 @@ class Values(ABC):
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
         if type(value) in PLAIN:
             # Most values are; nothing that is asked below is true of them.
-            if depth <= _MAX_DEPTH:
+            if depth <= MAX_DEPTH:
                 self.walk.scalars[path] = Scalar(container, key, *source)
             return
         if is_gone(value):
@@ -98,8 +95,8 @@ class Values(ABC):
             self._marks(value, path)
         elif isinstance(value, tuple):
             self._tuple(value, path, container, key, depth, source)
-        elif depth > _MAX_DEPTH:
-            self.walk.objects[path] = Scalar({path: _TOO_DEEP}, path, *source)
+        elif depth > MAX_DEPTH:
+            self.walk.objects[path] = Scalar({path: TOO_DEEP}, path, *source)
         elif isinstance(value, nn.Module):
             self.walk.links.append((container, key, value))
             self._module(value, path, depth)
@@ -133,6 +130,7 @@ class Values(ABC):
 
     def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
         if not self._first_visit(items):
+            self._name(items, source)
             return
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
@@ -149,7 +147,7 @@ class Values(ABC):
             self.walk.objects[f"full({path})"] = Scalar(Room(items), "full", *source, via)
         pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MAPPINGS) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
-            if count >= _MAX_ITEMS:
+            if count >= MAX_ITEMS:
                 self._rest(items, count, path, source)
                 break
             name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{key_name(key, count)}]"
@@ -157,18 +155,27 @@ class Values(ABC):
         if type(items) not in (dict, list, deque) and is_user_object(items):
             self._object(items, path, depth, visited=True)
 
+    def _name(self, items: Any, source: Source) -> None:
+        """Note that code has a name for a container that was found elsewhere, and so for the containers in it."""
+        if not isinstance(source[0], Namespace) or id(items) in self.walk.named:
+            return
+        self.walk.named.add(id(items))
+        for item in items.values() if isinstance(items, MAPPINGS) else items:
+            if isinstance(item, (*MAPPINGS, list, deque)):
+                self._name(item, source)
+
     def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
         """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""
         values = items.values() if isinstance(items, MAPPINGS) else items
-        hold = any(type(i) not in PLAIN and (isinstance(i, _HOLDERS_OF_MORE) or is_user_object(i)) for i in values)
-        rest: Any = {"rest": _TOO_MANY} if hold else Rest(items, start)
+        hold = items is not sys.modules and not all(map(holds_nothing_else, values))
+        rest: Any = {"rest": TOO_MANY} if hold else Rest(items, start)
         self.walk.objects[f"{path}[{start}:]"] = Scalar(rest, "rest", *source)
 
     def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
         """Objects that are told apart by a hash."""
         own = [i for i in items if type(i) not in PLAIN and (isinstance(i, Enum) or is_user_object(i))]
         found = tuple(item for item in own if not isinstance(item, nn.Module))
-        for number, item in enumerate(found[:_MAX_ITEMS]):
+        for number, item in enumerate(found[:MAX_ITEMS]):
             self._value(item, f"{path}{{{number}}}", found, number, depth + 1, source)
 
     def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:

@@ -155,6 +155,8 @@ def same_value(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(same_value, first, second))
     if isinstance(first, float) and first == 0.0 == second:
         return math.copysign(1.0, first) == math.copysign(1.0, second)
+    if isinstance(first, complex):
+        return same_value((first.real, first.imag), (second.real, second.imag))
     try:
         return bool(first == second) or (first != first and second != second)
     except (TypeError, ValueError, RuntimeError):

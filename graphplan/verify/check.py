@@ -141,7 +141,7 @@ def _nudge(params: Iterable[Tensor], rounding: float) -> None:
     """Change each element of ``params`` by turns up and down: by ``rounding``, or what its own type can tell apart."""
     for param in params:
         tensor = local(param.detach())
-        if tensor.dtype not in _ROUNDED or 0 in tensor.stride() or is_freed(tensor):
+        if tensor.dtype not in _ROUNDED or 0 in tensor.stride() or is_freed(tensor) or tensor.is_inference():
             continue
         part = max(torch.finfo(tensor.dtype).eps, rounding)
         row = tensor if tensor.dim() else tensor.view(1)

@@ -1,0 +1,150 @@
+"""Changes between two calls that are easily taken for none: each makes the next call what it is eagerly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import HostScalarError, graph_step, graphed
+
+X = torch.arange(8.0).reshape(2, 4)
+
+
+def _layers_in_another_order() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.Tanh())})
+
+    def step(x: Tensor) -> Tensor:
+        for layer in layers.values():
+            x = layer(x)
+        return x.detach()
+
+    def change() -> None:
+        layer = layers.pop("a")
+        layers["a"] = layer
+
+    return {"layers": layers}, step, change
+
+
+def _sign_of_an_imaginary_zero() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings = {"factor": complex(-4.0, 0.0)}
+
+    def step(x: Tensor) -> Tensor:
+        return x * (settings["factor"] ** 0.5).imag
+
+    return {"settings": settings}, step, lambda: settings.update(factor=complex(-4.0, -0.0))
+
+
+def _key_that_a_dictionary_would_make() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings: defaultdict[str, float] = defaultdict(lambda: 1.5)
+    settings["a"] = 1.5
+
+    def step(x: Tensor) -> Tensor:
+        return x * settings["a"] if "a" in settings else x
+
+    return {"settings": settings}, step, lambda: settings.pop("a")
+
+
+@pytest.mark.parametrize(
+    "make", [_layers_in_another_order, _sign_of_an_imaginary_zero, _key_that_a_dictionary_would_make]
+)
+def test_a_change_is_seen(make: Callable[[], Any]) -> None:
+    owners, step, change = make()
+    call = graph_step(step, owners=owners, backend="tape", warmup_steps=1, verify="off")
+    for _ in range(8):
+        before = call(X)
+    assert call.stats.replayed > 2
+    assert torch.equal(before, step(X))
+    change()
+    after = call(X)
+    assert torch.equal(after, step(X))
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("hold", [lambda s: {}, lambda s: {"other": s}, lambda s: {"box": SimpleNamespace(s=s)}])
+def test_a_dictionary_that_an_owner_has_and_code_names(hold: Callable[[Any], Any], nested: bool) -> None:
+    """It is guarded, whoever holds it, and whatever leads to it there."""
+    settings: dict[str, Any] = {"rates": {"a": 1.5}, "a": 1.5}
+
+    def step(x: Tensor) -> Tensor:
+        return x * (settings["rates"]["a"] if nested else settings["a"])
+
+    call = graph_step(step, owners=hold(settings), backend="tape", warmup_steps=1, verify="off")
+    for _ in range(8):
+        call(X)
+    assert call.stats.replayed > 2
+    (settings["rates"] if nested else settings)["a"] = 2.5
+    assert torch.equal(call(X), X * 2.5)
+
+
+class Twice(Tensor):
+    """A tensor whose products are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Doubles what ``mul`` gives."""
+        plain = [arg.as_subclass(Tensor) if isinstance(arg, Twice) else arg for arg in args]
+        out = func(*plain, **(kwargs or {}))
+        return out * 2 if func is Tensor.mul else out
+
+
+def test_a_tensor_of_another_class() -> None:
+    """It has a program of its own, or none."""
+
+    def step(x: Tensor) -> Tensor:
+        return x.mul(3)
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off", on_failure="eager")
+    for _ in range(8):
+        call(X)
+    assert call.stats.replayed > 2
+    assert torch.equal(call(X.as_subclass(Twice)), X * 6)
+
+
+@pytest.mark.parametrize("make", [lambda: (1.0, [1.0]), lambda: [1.0], lambda: frozenset({1.0})])
+def test_items_of_a_long_list_that_hold_more(make: Callable[[], Any]) -> None:
+    items = [make() for _ in range(5000)]
+
+    def step(x: Tensor) -> Tensor:
+        return x * len(items[4999])
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off")
+    with pytest.raises(HostScalarError, match=r"items\[4096:\], of which there are more than 4096; what they"):
+        for _ in range(8):
+            call(X)
+
+
+class Changing(nn.Module):
+    """What comes out is another structure, or shape, from some call on."""
+
+    way = "plain"
+
+    def forward(self, x: Tensor) -> Any:
+        """One result, a pair, or a transposed one."""
+        y = x * 2
+        return (y, y + 1) if self.way == "pair" else y.T if self.way == "transposed" else y
+
+
+@pytest.mark.parametrize("way", ["pair", "transposed"])
+def test_padded_results_that_become_others(way: str) -> None:
+    """The first such call is made without padding, as a new function's first call is."""
+    model = Changing()
+    fast = graphed(model, shapes="bucket", buckets={0: [8]}, backend="tape")
+    x = torch.arange(20.0).reshape(5, 4)
+    with torch.no_grad():
+        for _ in range(12):
+            assert torch.equal(fast(x), x * 2)
+        model.way = way
+        for _ in range(6):
+            assert all(map(torch.equal, _as_tuple(model(x)), _as_tuple(fast(x))))
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
