@@ -75,7 +75,11 @@ class Fingerprint:
         self._paths = [path for path, _ in walk.parameters.values()]
         # A dictionary of layers or parameters may be put in another order.
         self._order = tuple(
-            name for module in self._modules for names in (module._modules, module._parameters) for name in names
+            name
+            for module in self._modules
+            for part in (module._modules, module._parameters)
+            # A scripted module keeps them in what is no dictionary, and cannot be iterated.
+            for name in part.keys()  # noqa: SIM118
         )
         self._containers: list[Any] = []
         self._keys: list[str] = []
