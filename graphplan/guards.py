@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 
 from graphplan.dtensors import is_sharded, local
 from graphplan.native.comparing import Checks, Row, contents_of, facts_of
-from graphplan.owners import Slot, Walk, home, tensor_leaves
+from graphplan.owners import Slot, Walk, home, present, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Geometries, geometry
@@ -79,7 +79,7 @@ class Guards:
         values = values if values is not None else [value.get() for _, value in [*read, *called]]
         self._labels = [path for path, _ in [*read, *called]]
         self._values, self._functions = values[: len(read)], values[len(read) :]
-        spaces, names = [value.container for _, value in read], [value.key for _, value in read]
+        spaces, names = [present(value.container) for _, value in read], [value.key for _, value in read]
         homes, labels = [value.container for _, value in called], [value.key for _, value in called]
         self.rows: list[Row] = [
             *contents_of(whole),

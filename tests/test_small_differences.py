@@ -84,6 +84,46 @@ def test_a_dictionary_that_an_owner_has_and_code_names(hold: Callable[[Any], Any
     assert torch.equal(call(X), X * 2.5)
 
 
+@pytest.mark.parametrize("owners", [True, False])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_count_in_a_dictionary_that_an_owner_has(reads: bool, owners: bool) -> None:
+    """Counting alone is repeated; what the count decides cannot be."""
+    counts = {"n": 0}
+
+    def deciding(x: Tensor) -> Tensor:
+        counts["n"] += 1
+        return x * 2 if counts["n"] > 12 else x
+
+    def counting(x: Tensor) -> Tensor:
+        counts["n"] += 1
+        return x * 2
+
+    held = {"counted": counts} if owners else {}
+    call = graph_step(deciding if reads else counting, owners=held, backend="tape", warmup_steps=1, verify="off")
+    if reads:
+        with pytest.raises(HostScalarError, match=r"the step's code reads count\w+\.n, which it also counts up"):
+            for _ in range(4):
+                call(X)
+        return
+    for _ in range(10):
+        call(X)
+    assert call.stats.replayed > 4
+    assert counts == {"n": 10}
+
+
+def test_the_length_of_a_list_that_an_owner_has() -> None:
+    seen: list[int] = []
+
+    def step(x: Tensor) -> Tensor:
+        seen.append(1)
+        return x * 2 if len(seen) > 12 else x
+
+    call = graph_step(step, owners={"held": seen}, backend="tape", warmup_steps=1, verify="off")
+    with pytest.raises(HostScalarError, match=r"asks for len\(held\), which the step itself makes longer"):
+        for _ in range(4):
+            call(X)
+
+
 class Twice(Tensor):
     """A tensor whose products are twice as large."""
 

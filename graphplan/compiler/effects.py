@@ -215,7 +215,8 @@ def find_reads(
         if path in own or is_allowed(path, allow):
             continue
         if path in grown:
-            asked = scalar.attribute.removeprefix(".") in first.reads.sized | second.reads.sized
+            names = {scalar.attribute.removeprefix("."), (scalar.name or "").removeprefix(".")}
+            asked = not names.isdisjoint(first.reads.sized | second.reads.sized)
             # Of a deque that forgets, code asks whether it is full, which is guarded.
             forgets = getattr(walk.lists.get(grown[path]), "maxlen", None) is not None
             if asked and not forgets and not is_allowed(grown[path], allow):
@@ -224,7 +225,7 @@ def find_reads(
                     f"length. Count in a tensor, or, if the step's results do not depend on it, pass allow=({path!r},)"
                 )
             continue
-        sure = id(scalar.container) in walk.named or any(trace.reads.covers(scalar) for trace in (first, second))
+        sure = any(trace.reads.covers(scalar) for trace in (first, second))
         if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
             continue
         if path not in first.entry_scalars or path not in second.entry_scalars:

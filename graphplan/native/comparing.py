@@ -22,18 +22,11 @@ def _same_items(containers: Sequence[Any], keys: Sequence[Any], values: Sequence
     return not any(map(is_not, map(getitem, containers, keys), values))
 
 
-def _held(container: Any, key: Any) -> Any:
-    """What lies there; nothing is made where a dictionary makes what it lacks."""
-    if isinstance(container, dict) and key not in container:
-        raise KeyError(key)
-    return container[key]
-
-
 def _equal_items(
     containers: Sequence[Any], keys: Sequence[Any], values: list[Any], equal: Callable[[Any, Any], bool]
 ) -> bool:
     """Whether ``container[key]`` is still as good as the value, everywhere; ``values`` are then what was found."""
-    now = list(map(_held, containers, keys))
+    now = list(map(getitem, containers, keys))
     if any(map(is_not, now, values)):
         if not all(map(equal, now, values)):
             return False

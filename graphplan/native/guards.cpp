@@ -69,16 +69,6 @@ PyObject* item_of(const Row& row, Py_ssize_t i) {
     Py_XINCREF(found);
     return found;
   }
-  if (PyDict_Check(container)) {
-    // A dictionary that makes what it lacks shall not do so for us.
-    const int there = PyDict_Contains(container, row.at(1, i));
-    if (there <= 0) {
-      if (there == 0) {
-        PyErr_SetObject(PyExc_KeyError, row.at(1, i));
-      }
-      return nullptr;
-    }
-  }
   Py_INCREF(container);
   PyObject* found = PyObject_GetItem(container, row.at(1, i));
   Py_DECREF(container);

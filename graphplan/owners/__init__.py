@@ -32,4 +32,5 @@ from graphplan.owners.spaces import Contents as Contents
 from graphplan.owners.spaces import Members as Members
 from graphplan.owners.spaces import Numbers as Numbers
 from graphplan.owners.spaces import home as home
+from graphplan.owners.spaces import present as present
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.dtensors import local
-from graphplan.owners.spaces import Cell, Members
+from graphplan.owners.spaces import Cell, Members, present
 
 Items = list[Any] | deque[Any]
 Container = MutableMapping[Any, Any] | Items | set[Any]
@@ -59,7 +59,8 @@ def tensor_leaves(value: Any) -> list[Tensor]:
 class Scalar:
     """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
 
-    With ``via``, only code that also loads an attribute of that name can have come here.
+    With ``via``, only code that also loads an attribute of that name can have come here. ``name`` is the name by which
+    the step's code has the container, or one around it, beside what the owner calls it.
     """
 
     container: Any
@@ -67,13 +68,11 @@ class Scalar:
     owner: Any
     attribute: str
     via: str | None = None
+    name: str | None = None
 
     def get(self) -> Any:
         """The value now."""
-        if isinstance(self.container, dict) and self.key not in self.container:
-            # A dictionary that makes what it lacks shall not do so for us.
-            raise KeyError(self.key)
-        return self.container[self.key]
+        return present(self.container)[self.key]
 
 
 class Via:
@@ -141,7 +140,6 @@ class Walk:
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
-    named: set[int] = field(default_factory=set)
     scalars: dict[str, Scalar] = field(default_factory=dict)
     objects: dict[str, Scalar] = field(default_factory=dict)
     places: list[tuple[Any, Any]] = field(default_factory=list)

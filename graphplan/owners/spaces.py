@@ -36,6 +36,23 @@ class Numbers:
         return getattr(self.thing, name)
 
 
+class Present:
+    """A dictionary that makes what it lacks, asked for what is in it: reading what has gone makes nothing anew."""
+
+    def __init__(self, items: Mapping[Any, Any]) -> None:
+        self.items = items
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in self.items:
+            raise KeyError(key)
+        return self.items[key]
+
+
+def present(container: Any) -> Any:
+    """``container``, or what reads it without making anything."""
+    return Present(container) if hasattr(type(container), "__missing__") else container
+
+
 class Current:
     """What a context variable holds here and now: read and guarded, never written."""
 

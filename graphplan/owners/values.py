@@ -62,6 +62,7 @@ class Values(ABC):
         self.walk = Walk()
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
+        self._names_of: dict[int, str] = {}
 
     def _first_visit(self, thing: Any) -> bool:
         if id(thing) in self._seen:
@@ -157,9 +158,9 @@ class Values(ABC):
 
     def _name(self, items: Any, source: Source) -> None:
         """Note that code has a name for a container that was found elsewhere, and so for the containers in it."""
-        if not isinstance(source[0], Namespace) or id(items) in self.walk.named:
+        if not isinstance(source[0], Namespace) or id(items) in self._names_of:
             return
-        self.walk.named.add(id(items))
+        self._names_of[id(items)] = source[1]
         for item in items.values() if isinstance(items, MAPPINGS) else items:
             if isinstance(item, (*MAPPINGS, list, deque)):
                 self._name(item, source)

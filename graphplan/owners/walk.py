@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_user_object
 from graphplan.owners.records import Namespace, Scalar, Slot, Via, Walk
-from graphplan.owners.spaces import Numbers
+from graphplan.owners.spaces import Extent, Numbers, Rest, Room
 from graphplan.owners.values import Values
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -139,6 +139,16 @@ class _Walker(Values):
             if isinstance(value, (Tensor, list, dict, *SCALARS)) and not own:
                 self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
+    def take_names(self) -> None:
+        """Names that code has for containers of owners, for what lies in these."""
+        for values in (self.walk.scalars, self.walk.objects) if self._names_of else ():
+            for path, scalar in values.items():
+                # What is seen of a container as a whole, its length for one, has a space of its own.
+                whole = isinstance(scalar.container, Extent | Rest | Room)
+                name = self._names_of.get(id(scalar.container.items if whole else scalar.container))
+                if name is not None:
+                    values[path] = replace(scalar, name=name)
+
     def take_numbers(self) -> None:
         """Hyper-parameters of optimizers that no owner is, but the step's code can come to."""
         for path, optimizer in self._named:
@@ -189,6 +199,7 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
         else:
             walker.enter(owner, name)
     walker.take_numbers()
+    walker.take_names()
     return walker.walk
 
 

@@ -62,7 +62,7 @@ class Reads:
 
     def covers(self, scalar: Scalar) -> bool:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
-        if isinstance(scalar.owner, Namespace):
+        if isinstance(scalar.owner, Namespace) or scalar.name is not None:
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
@@ -75,11 +75,17 @@ class Reads:
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
+        if scalar.name is not None and self._uses_name(scalar.name):
+            return True
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        if isinstance(scalar.owner, Namespace) and not scalar.attribute.startswith("."):
-            return scalar.attribute in self.variables
+        if isinstance(scalar.owner, Namespace):
+            return self._uses_name(scalar.attribute)
         return scalar.attribute.removeprefix(".") in self.anywhere
+
+    def _uses_name(self, name: str) -> bool:
+        # What a module or a class holds is used as an attribute, which the dot says.
+        return name.removeprefix(".") in (self.anywhere if name.startswith(".") else self.variables)
 
 
 class Profile:
