@@ -10,7 +10,6 @@ still lives.
 from __future__ import annotations
 
 import gc
-import inspect
 import traceback
 import warnings
 import weakref
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from graphplan.backend import Backend, first_line, is_out_of_memory
-from graphplan.cudanodes import forget_workspaces, new_graph, read_nodes, upload
+from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.nodes import Nodes
 from graphplan.roles import Footprint
@@ -31,22 +30,6 @@ _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without r
 
 _DEAD_INPUT = "dead tensor"
 """What torch says, in an error of no class of its own, of a replay that would read memory that was freed."""
-
-
-def capture_options(begin: Callable[..., None], *, watched: bool) -> dict[str, Any]:
-    """How a capture begins: with torch's watch over the tensors that it reads if that is wanted and ``begin`` can."""
-    options: dict[str, Any] = {"capture_error_mode": "thread_local"}
-    if watched and _takes(begin, "check_input_liveness"):
-        options["check_input_liveness"] = True
-    return options
-
-
-def _takes(function: Callable[..., Any], keyword: str) -> bool:
-    try:
-        return keyword in inspect.signature(function).parameters
-    except ValueError:
-        # Compiled functions may not tell.
-        return False
 
 
 class GraphRecording:

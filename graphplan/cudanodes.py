@@ -1,4 +1,5 @@
-"""CUDA graphs beyond what torch shows: their nodes, sending them to the device early, the workspaces that they use.
+"""CUDA graphs beyond what every torch shows: their nodes, sending them to the device early, the workspaces that they
+use, options of a capture.
 
 The first two ask CUDA through its Python bindings (the package ``cuda-bindings``, which newer builds of torch bring
 along), and a graph that torch was told to keep. A replay needs neither: what cannot be found out is said.
@@ -6,7 +7,8 @@ along), and a graph that torch was told to keep. A replay needs neither: what ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -38,6 +40,22 @@ def new_graph() -> tuple[torch.cuda.CUDAGraph, bool]:
     """
     kept = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph") and bindings("driver") is not None
     return (torch.cuda.CUDAGraph(keep_graph=True) if kept else torch.cuda.CUDAGraph()), kept
+
+
+def capture_options(begin: Callable[..., None], *, watched: bool) -> dict[str, Any]:
+    """How a capture begins: with torch's watch over the tensors that it reads if that is wanted and ``begin`` can."""
+    options: dict[str, Any] = {"capture_error_mode": "thread_local"}
+    if watched and _takes(begin, "check_input_liveness"):
+        options["check_input_liveness"] = True
+    return options
+
+
+def _takes(function: Callable[..., Any], keyword: str) -> bool:
+    try:
+        return keyword in inspect.signature(function).parameters
+    except ValueError:
+        # Compiled functions may not tell.
+        return False
 
 
 def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> bool:

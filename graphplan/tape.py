@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import groupby
 from typing import Any
@@ -27,7 +28,8 @@ from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.roles import Footprint
 from graphplan.tracer import find_source, finish, is_allocation, is_collective, wait_for, written_tensors
-from graphplan.tracer.mode import IGNORED, LIFTS, tensors_in
+from graphplan.tracer.arguments import tensors_in
+from graphplan.tracer.mode import IGNORED, LIFTS
 from graphplan.tracer.profile import Aside, Profile
 
 _CONSTANT = (
@@ -42,6 +44,7 @@ _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators that a copy into the recorded result repeats bitwise."""
 
 
+@dataclass(slots=True, eq=False)
 class _Kernel:
     """One recorded operator before it is compiled to a closure.
 
@@ -49,28 +52,18 @@ class _Kernel:
     tensor. ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
     """
 
-    __slots__ = ("args", "constant", "func", "kwargs", "modes", "outs", "overload", "writes")
-
-    def __init__(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        outs: list[Tensor | None],
-        writes: list[int | None],
-        constant: bool,
-    ) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.outs = outs
-        self.writes = writes
-        self.constant = constant
-        self.overload: tuple[Any, tuple[str, ...]] | None = None
-        # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass), and only in inference
-        # mode may anybody write into what was made in it.
-        self.modes = (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[Tensor | None]
+    writes: list[int | None]
+    constant: bool
+    overload: tuple[Any, tuple[str, ...]] | None = None
+    # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass), and only in inference mode
+    # may anybody write into what was made in it.
+    modes: tuple[bool, bool] = field(
+        default_factory=lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+    )
 
     def tensors(self) -> Iterator[Tensor]:
         """What it reads and writes."""

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from graphplan import DeviceFault
-from graphplan.cudagraph import GraphRecording, capture_options
+from graphplan.cudagraph import GraphRecording
+from graphplan.cudanodes import capture_options
 
 BEGIN = torch.cuda.CUDAGraph.capture_begin
 PLAIN = {"capture_error_mode": "thread_local"}

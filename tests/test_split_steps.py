@@ -11,34 +11,16 @@ from torch import Tensor, nn
 
 from graphplan import HostSyncError, graph_step
 from tests.facts import assert_same, flatten
+from tests.split import Parts
 
 
-class Run:
-    """A model, its optimizer, and the two parts of a step; a part of eager's may look at values."""
+class Run(Parts):
+    """A small model with a normalisation and ``make``'s optimizer."""
 
     def __init__(self, make: Callable[..., Any], *, sets_to_none: bool) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-        self.optimizer = make(self.model.parameters())
-        self.owners = {"model": self.model, "optimizer": self.optimizer}
-        self.sets_to_none = sets_to_none
-
-    def forward_backward(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss.backward()
-        return loss.detach()
-
-    def branching(self, x: Tensor) -> Tensor:
-        loss = self.model(x).square().mean()
-        loss = loss * 2 if loss.item() > 0.2 else loss.sqrt()
-        loss.backward()
-        return loss.detach()
-
-    def update(self) -> Tensor:
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=self.sets_to_none)
-        return norm.detach()
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+        super().__init__(model, make(model.parameters()), sets_to_none=sets_to_none)
 
     def state(self, losses: list[Any]) -> Any:
         return flatten(losses=losses, model=self.model, optimizer=self.optimizer)

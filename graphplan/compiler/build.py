@@ -66,14 +66,11 @@ def build_plan(
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
     _check_shared(feed, externals)
-    launched = [operator for operator in second.operators if operator.launches]
-    fn = function()
     assert second.device is not None
-    outputs = tuple(_outputs(first, second, {*carries, *rebinds}))
     reads = find_reads(first, second, walk, counters, allow)
     functions = tuple(path for path in reads if _is_torchs(walk.value(path)))
     return Plan(
-        name=getattr(fn, "__qualname__", type(fn).__name__),
+        name=_name_of(function()),
         feed=FeedSpec(feed),
         externals=externals,
         carries=carries,
@@ -81,7 +78,7 @@ def build_plan(
         counters=counters,
         appends=appends,
         assignments=find_assignments(first, second, walk, counters, allow),
-        outputs=outputs,
+        outputs=tuple(_outputs(first, second, {*carries, *rebinds})),
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         launches=second.launches,
@@ -101,11 +98,20 @@ def build_plan(
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
-        last_operators=tuple(f"{op.name} at {op.source}" for op in launched[-_LAST:]),
+        last_operators=_last_operators(second),
         rates=rates,
         owners=owners,
         function=function,
     )
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _last_operators(trace: Trace) -> tuple[str, ...]:
+    launched = [operator for operator in trace.operators if operator.launches]
+    return tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:])
 
 
 def _is_torchs(value: Scalar | None) -> bool:

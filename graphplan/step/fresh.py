@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.dtensors import is_imagined, is_wrapped, local
 from graphplan.errors import CaptureError
 from graphplan.owners import Walk, storage_id
-from graphplan.tracer.mode import tensors_in
+from graphplan.tracer.arguments import tensors_in
 
 _FILLS = ("zeros", "ones", "full", "lift_fresh", "lift", "scalar_tensor", "zero_", "fill_", "new_zeros", "new_full")
 _FILLS_LIKE = tuple(f"{name}_like" for name in ("zeros", "ones", "full"))

@@ -73,14 +73,9 @@ class GraphedStep(Exclusive, Reports):
         self._programs: Programs = Programs(options, self.stats)
         self._room = Room(options, self._programs, peers)
         self._stages = Stages(
-            self._runner,
-            self._managed,
-            options,
-            buffers=self._buffers,
-            refusals=self._refusals,
-            peers=peers,
-            room=self._room,
-        )
+            self._runner, self._managed, options,
+            buffers=self._buffers, refusals=self._refusals, peers=peers, room=self._room,
+        )  # fmt: skip
         self._replays = Replays(self._runner, options, peers)
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)

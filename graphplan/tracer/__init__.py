@@ -3,6 +3,10 @@
 The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares two traces.
 """
 
+from graphplan.tracer.arguments import HIDDEN_WRITES as HIDDEN_WRITES
+from graphplan.tracer.arguments import is_allocation as is_allocation
+from graphplan.tracer.arguments import tensors_in as tensors_in
+from graphplan.tracer.arguments import written_tensors as written_tensors
 from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
@@ -13,13 +17,9 @@ from graphplan.tracer.collectives import is_collective as is_collective
 from graphplan.tracer.collectives import wait_for as wait_for
 from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.memory import MemoryWatch as MemoryWatch
-from graphplan.tracer.mode import HIDDEN_WRITES as HIDDEN_WRITES
-from graphplan.tracer.mode import is_allocation as is_allocation
 from graphplan.tracer.mode import is_traced as is_traced
 from graphplan.tracer.mode import refuse_trace as refuse_trace
-from graphplan.tracer.mode import tensors_in as tensors_in
 from graphplan.tracer.mode import watch_memory as watch_memory
-from graphplan.tracer.mode import written_tensors as written_tensors
 from graphplan.tracer.profile import Aside as Aside
 from graphplan.tracer.profile import Profile as Profile
 from graphplan.tracer.records import Operator as Operator

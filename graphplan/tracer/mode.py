@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
-from graphplan.tracer.collectives import finish, is_collective, name_object, written_argument
+from graphplan.tracer.arguments import (
+    has_dynamic_shape,
+    is_allocation,
+    scalars_of,
+    tensors_in,
+    written_tensors,
+)
+from graphplan.tracer.collectives import finish, is_collective
 from graphplan.tracer.footprint import Allocations
 from graphplan.tracer.memory import MemoryWatch
 from graphplan.tracer.profile import Aside
@@ -24,8 +30,6 @@ from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, optimizer_fix
 
-HIDDEN_WRITES = ("running_mean", "running_var")
-"""Arguments that batch-norm operators update although their schemas do not say so."""
 _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
     "pass eager_if="
@@ -34,43 +38,8 @@ _METRIC_FIX = (
     "If a metric checks its values there, turn that off (nan_strategy='disable', validate_args=False); if it counts "
     "with bincount, use average='micro' or torch.use_deterministic_algorithms(True), with which it compares instead."
 )
-_ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 IGNORED = ("profiler.", "prim.")
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
-_INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
-
-
-def is_allocation(name: str) -> bool:
-    """Whether the operator only allocates: its contents are undefined, so it need not run again."""
-    return name.startswith(_ALLOCATIONS)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors in an operator's argument or result, lists included."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-
-
-def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
-    written: list[Tensor] = []
-    arguments = func._schema.arguments
-    training = True
-    by_name: dict[str, Any] = {}
-    for position, argument in enumerate(arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        by_name[argument.name] = value
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tensors_in(value)
-    for flag in ("training", "train", "use_input_stats"):
-        training = training and by_name.get(flag, True) is not False
-    if training:
-        for name in HIDDEN_WRITES:
-            written += tensors_in(by_name.get(name))
-    return written or list(tensors_in(written_argument(str(func), args)))
 
 
 def refuse_trace(error: type[RefusalError], message: str) -> None:
@@ -151,7 +120,7 @@ class TraceMode(TorchDispatchMode):
         self._trace.dtypes.update(tensor.dtype for tensor in made)
         fresh = [self._birth(tensor) for tensor in made]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
-        scalars = tuple(_scalars(func, args, kwargs))
+        scalars = tuple(scalars_of(func, args, kwargs))
         self._trace.operators.append(Operator(name, operands, offsets, scalars, source, launches, constant, random))
         return out
 
@@ -237,7 +206,7 @@ class TraceMode(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             what = "reads a tensor's value on the host" if "scalar" in name else "compares tensors on the host"
             self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
-        elif _has_dynamic_shape(func, name, args, kwargs):
+        elif has_dynamic_shape(func, name, args, kwargs):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         self._check_transfer(name, args, out, source)
 
@@ -266,40 +235,3 @@ class TraceMode(TorchDispatchMode):
                 "ever. Feed the tensor to the step, or make it on the device",
                 component=source.component,
             )
-
-
-def _has_dynamic_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if name == "aten.index.Tensor":
-        return _has_mask(args[1])
-    if name in _INDEX_PUTS:
-        value = args[2]
-        # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
-        return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
-    if name == "aten.repeat_interleave.Tensor":
-        return kwargs.get("output_size") is None
-    return torch.Tag.dynamic_output_shape in func.tags
-
-
-def _has_mask(indices: Sequence[Tensor | None]) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
-
-
-def _scalars(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    arguments = func._schema.arguments
-    for position, value in enumerate(args):
-        yield from _plain(arguments[position].name, value)
-    for name, value in kwargs.items():
-        yield from _plain(name, value)
-
-
-def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor | torch.Generator | torch.UntypedStorage | torch.TypedStorage):
-        return
-    if isinstance(value, torch.ScriptObject):
-        yield name, name_object(value)
-        return
-    if isinstance(value, list | tuple):
-        if not any(isinstance(item, Tensor) for item in pytree.tree_leaves(value)):
-            yield name, tuple(value)
-        return
-    yield name, value

@@ -1,0 +1,159 @@
+"""What functions, classes, modules, methods and the like lead to."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import ItemsView, Iterable, KeysView, MutableMapping, ValuesView
+from contextvars import ContextVar
+from enum import Enum
+from functools import _lru_cache_wrapper, partial
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from graphplan.owners.contents import has_contents
+from graphplan.owners.kinds import FOREIGN, SCALARS, is_foreign, is_plain, is_user_object, key_name
+from graphplan.owners.records import Items, Namespace, Scalar, Walk
+from graphplan.owners.spaces import Alive, Current, Members, Numbers, Registered, Remembered, Weakly
+
+Source = tuple[Any, str]
+"""The object and attribute that lead to a place."""
+
+
+class Behind(ABC):
+    """Walks into ``walk`` what lies behind values. Values and containers themselves are the subclass's affair."""
+
+    def __init__(self) -> None:
+        self.walk = Walk()
+        self._seen: set[int] = set()
+        self._named: list[tuple[str, torch.optim.Optimizer]] = []
+        self._names_of: dict[int, str] = {}
+
+    def _first_visit(self, thing: Any) -> bool:
+        if id(thing) in self._seen:
+            return False
+        self._seen.add(id(thing))
+        return True
+
+    @abstractmethod
+    def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """Walk whatever lies there."""
+
+    @abstractmethod
+    def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """Walk a tuple that lies there."""
+
+    @abstractmethod
+    def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
+        """Walk a dictionary or list."""
+
+    @abstractmethod
+    def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
+        """Walk what is told apart by a hash."""
+
+    @abstractmethod
+    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
+        """Walk a set, or what is compared as one value."""
+
+    def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
+        """What the user's classes hold for ``thing``, unless it has its own."""
+        own = getattr(thing, "__dict__", {})
+        for kind in type(thing).__mro__:
+            if kind.__module__.split(".")[0] in FOREIGN:
+                continue
+            for name, value in list(vars(kind).items()):
+                place = f"{path}.{name}"
+                if name.startswith("__") or name in own or self._knows(place):
+                    continue
+                if isinstance(value, SCALARS):
+                    # Seen through the object: it may get one of its own.
+                    self.walk.scalars[place] = Scalar(Numbers(thing, (name,)), name, thing, name)
+                elif is_plain(value):
+                    self._value(value, place, Members(kind), name, depth + 1, (thing, name))
+
+    def _knows(self, path: str) -> bool:
+        return path in self.walk.scalars or path in self.walk.objects or path in self.walk.slots
+
+    def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
+        """What a function, method, class, module, variable or buffer leads to."""
+        if isinstance(value, torch.optim.Optimizer):
+            if not isinstance(source[0], LRScheduler):
+                self._named.append((path, value))
+        elif isinstance(value, partial):
+            self._behind(value.func, f"{path}.func", depth, source)
+            self._tuple(value.args, f"{path}.args", Numbers(value, ("args",)), "args", depth, source)
+            self._items(value.keywords, f"{path}.keywords", depth, source)
+        elif isinstance(value, _lru_cache_wrapper):
+            self.walk.objects[f"{path}.cache"] = Scalar(Remembered(value), "cache", *source)
+            self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
+        elif isinstance(value, MethodType | BuiltinMethodType):
+            bound = value.__self__
+            if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
+                self._value(bound, f"{path}.__self__", Numbers(value, ()), "__self__", depth + 1, source)
+            self._behind(getattr(value, "__func__", None), f"{path}.__func__", depth, source)
+        elif isinstance(value, FunctionType):
+            if not is_foreign(value) and self._first_visit(value):
+                self._function(value, path, depth, source)
+        elif isinstance(value, type):
+            if not is_foreign(value) and self._first_visit(value):
+                if issubclass(value, Enum):
+                    self._members(value, path, depth, source)
+                else:
+                    self._class(value, path, depth)
+        elif isinstance(value, ModuleType):
+            # One that code names is looked at by the names that the code takes from it.
+            if not isinstance(source[0], Namespace) and self._first_visit(value):
+                for name, item in list(vars(value).items()):
+                    if isinstance(item, SCALARS) and not name.startswith("__"):
+                        self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, name))
+        elif isinstance(value, ContextVar):
+            self._value(value.get(None), f"{path}.get()", Current(value), "get", depth + 1, source)
+        elif isinstance(value, KeysView | ValuesView | ItemsView) and hasattr(value, "mapping"):
+            self._behind(value.mapping, path, depth, source)
+        elif isinstance(value, MappingProxyType):
+            for number, (key, item) in enumerate(value.items()):
+                self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)
+        elif isinstance(value, Enum):
+            for name, item in list(vars(value).items()):
+                if not name.startswith("__"):
+                    via = "value" if name == "_value_" else name
+                    self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
+        elif isinstance(value, weakref.ref):
+            self.walk.objects[f"{path}()"] = Scalar(Alive(value), "alive", *source)
+            for name, item in list(getattr(value(), "__dict__", {}).items()):
+                if isinstance(item, SCALARS):
+                    self.walk.scalars[f"{path}().{name}"] = Scalar(Weakly(value), name, value, name)
+        elif isinstance(value, frozenset) or has_contents(value):
+            self._contents(value, path, source, depth)
+
+    def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
+        """Its code, defaults and attributes: what its closure and its globals hold are names."""
+        space = Numbers(function, ())
+        self.walk.scalars[f"{path}.__code__"] = Scalar(space, "__code__", *source)
+        self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
+        if function.__kwdefaults__:
+            self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
+        registry = getattr(function, "registry", None)
+        if isinstance(registry, MappingProxyType):
+            # What functools.singledispatch chooses from.
+            self.walk.objects[f"{path}.registry[:]"] = Scalar(Registered(registry), "registry", *source)
+        for name, value in list(vars(function).items()):
+            self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
+
+    def _class(self, kind: type, path: str, depth: int) -> None:
+        """Values in a class that lies in a place of its own."""
+        members = Members(kind)
+        for base in reversed(kind.__mro__):
+            for name, value in [] if is_foreign(base) else list(vars(base).items()):
+                if name.startswith("__") or not is_plain(value):
+                    continue
+                if base is kind:
+                    self.walk.places.append((members, name))
+                    self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+                else:
+                    self._value(value, f"{path}.{name}", Numbers(kind, ()), name, depth + 1, (kind, name))

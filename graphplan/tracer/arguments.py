@@ -1,0 +1,89 @@
+"""What an operator's schema and arguments tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.tracer.collectives import name_object, written_argument
+
+HIDDEN_WRITES = ("running_mean", "running_var")
+"""Arguments that batch-norm operators update although their schemas do not say so."""
+_ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
+_INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
+
+
+def is_allocation(name: str) -> bool:
+    """Whether the operator only allocates: its contents are undefined, so it need not run again."""
+    return name.startswith(_ALLOCATIONS)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Tensors in an operator's argument or result, lists included."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
+    written: list[Tensor] = []
+    arguments = func._schema.arguments
+    training = True
+    by_name: dict[str, Any] = {}
+    for position, argument in enumerate(arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        by_name[argument.name] = value
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += tensors_in(value)
+    for flag in ("training", "train", "use_input_stats"):
+        training = training and by_name.get(flag, True) is not False
+    if training:
+        for name in HIDDEN_WRITES:
+            written += tensors_in(by_name.get(name))
+    return written or list(tensors_in(written_argument(str(func), args)))
+
+
+def has_dynamic_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the shape of what the operator gives depends on values."""
+    if name == "aten.index.Tensor":
+        return _has_mask(args[1])
+    if name in _INDEX_PUTS:
+        value = args[2]
+        # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
+        return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
+    if name == "aten.repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def scalars_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The operator's arguments that are no tensors, by name."""
+    arguments = func._schema.arguments
+    for position, value in enumerate(args):
+        yield from _plain(arguments[position].name, value)
+    for name, value in kwargs.items():
+        yield from _plain(name, value)
+
+
+def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor | torch.Generator | torch.UntypedStorage | torch.TypedStorage):
+        return
+    if isinstance(value, torch.ScriptObject):
+        yield name, name_object(value)
+        return
+    if isinstance(value, list | tuple):
+        if not any(isinstance(item, Tensor) for item in pytree.tree_leaves(value)):
+            yield name, tuple(value)
+        return
+    yield name, value
