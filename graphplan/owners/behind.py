@@ -81,7 +81,12 @@ class Behind(ABC):
 
     def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
         """What a function, method, class, module, variable or buffer leads to."""
-        if isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, FunctionType):
+            if not is_foreign(value) and self._first_visit(value):
+                self._function(value, path, depth, source)
+        elif isinstance(value, MethodType | BuiltinMethodType):
+            self._bound(value, path, depth, source)
+        elif isinstance(value, torch.optim.Optimizer):
             if not isinstance(source[0], LRScheduler):
                 self._named.append((path, value))
         elif isinstance(value, partial):
@@ -91,14 +96,6 @@ class Behind(ABC):
         elif isinstance(value, _lru_cache_wrapper):
             self.walk.objects[f"{path}.cache"] = Scalar(Remembered(value), "cache", *source)
             self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
-        elif isinstance(value, MethodType | BuiltinMethodType):
-            bound = value.__self__
-            if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
-                self._value(bound, f"{path}.__self__", Numbers(value, ()), "__self__", depth + 1, source)
-            self._behind(getattr(value, "__func__", None), f"{path}.__func__", depth, source)
-        elif isinstance(value, FunctionType):
-            if not is_foreign(value) and self._first_visit(value):
-                self._function(value, path, depth, source)
         elif isinstance(value, type):
             if not is_foreign(value) and self._first_visit(value):
                 if issubclass(value, Enum):
@@ -130,6 +127,16 @@ class Behind(ABC):
                     self.walk.scalars[f"{path}().{name}"] = Scalar(Weakly(value), name, value, name)
         elif isinstance(value, frozenset) or has_contents(value):
             self._contents(value, path, source, depth)
+
+    def _bound(self, method: MethodType | BuiltinMethodType, path: str, depth: int, source: Source) -> None:
+        """What a method is bound to, and its function; a built-in function is bound to its module, or to nothing."""
+        bound = method.__self__
+        if bound is None or type(bound) is ModuleType:
+            return
+        if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
+            self._value(bound, f"{path}.__self__", Numbers(method, ()), "__self__", depth + 1, source)
+        if isinstance(method, MethodType):
+            self._behind(method.__func__, f"{path}.__func__", depth, source)
 
     def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
         """Its code, defaults and attributes: what its closure and its globals hold are names."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import MutableMapping
 from enum import Enum
 from functools import partial
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 from weakref import ProxyTypes
 
@@ -19,6 +19,8 @@ from graphplan.owners.spaces import slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 PLAIN = frozenset(SCALARS)
+CODE = frozenset({FunctionType, BuiltinFunctionType})
+"""What most of the names that code uses lead to."""
 MAX_DEPTH = 24
 MAX_ITEMS = 4096
 TOO_DEEP = Unseen(

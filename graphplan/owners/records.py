@@ -17,7 +17,7 @@ Items = list[Any] | deque[Any]
 Container = MutableMapping[Any, Any] | Items | set[Any]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Slot:
     """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots."""
 
@@ -55,7 +55,7 @@ def tensor_leaves(value: Any) -> list[Tensor]:
     return [leaf for item in value for leaf in tensor_leaves(item)] if isinstance(value, tuple) else []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scalar:
     """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
 

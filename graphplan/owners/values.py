@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from graphplan.owners.behind import Behind, Source
 from graphplan.owners.kinds import (
+    CODE,
     MAPPINGS,
     MAX_DEPTH,
     MAX_ITEMS,
@@ -53,13 +54,22 @@ class Values(Behind):
         self.walk.slots[path] = Slot(path, container, key)
 
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        if type(value) in PLAIN:
+        kind = type(value)
+        if kind in PLAIN:
             # Most values are; nothing that is asked below is true of them.
             if depth <= MAX_DEPTH:
                 self.walk.scalars[path] = Scalar(container, key, *source)
-            return
-        if is_gone(value):
-            return
+        elif kind is Tensor:
+            self._slot(path, container, key)
+            self._marks(value, path)
+        elif kind in CODE and depth <= MAX_DEPTH:
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            self._behind(value, path, depth, source)
+        elif not is_gone(value):
+            self._other_value(value, path, container, key, depth, source)
+
+    def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """Walk what is seldom there, and takes more questions to be told."""
         if isinstance(value, nn.Parameter):
             self._parameter(value, path, container, key)
         elif isinstance(value, Tensor):

@@ -127,60 +127,58 @@ class Profile:
             sys.setprofile(self._previous)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
+        # Called for whatever a step's Python does: what comes most often is asked for first.
+        if event == "c_return":
+            return
         if self._importing is not None:
             if event == "return" and frame is self._importing:
                 self._importing = None
         elif event == "call":
-            code = frame.f_code
+            self._note_call(frame)
+        elif event == "c_call":
+            self._note_c_call(frame, arg)
+
+    def _note_call(self, frame: FrameType) -> None:
+        code = frame.f_code
+        name = self._owners.get(id(code), "")
+        if name == "":
             if code.co_filename.startswith(_IMPORTS):
                 # What a module does when it is imported is no part of the step.
                 self._importing = frame
                 return
-            owner = self._owner(frame)
-            # By identity: to hash a code object takes as long as it has instructions.
-            key = (id(code), 0 if owner is None else id(owner))
-            known = key in self._codes
-            self._codes[key] = code
-            if not known and is_library(code.co_filename):
-                if is_torchs(code.co_filename):
-                    self.ran.note_torchs(frame)
-                if owner is not None and not is_ours(code.co_filename):
-                    self.ran.note_method(owner, code.co_name)
-            elif (not known or code.co_freevars) and not is_library(file_of(code, frame.f_globals)):
-                self.ran.note(frame, owner)
-        elif event == "c_call" and arg.__name__ in _READERS and isinstance(arg.__self__, Tensor):
-            self._on_read(f"Tensor.{arg.__name__}")
-        elif event == "c_call" and arg is print:
+            name = self._owners[id(code)] = _owner_name(frame)
+        # The object or class whose method runs.
+        owner = None if name is None else frame.f_locals.get(name)
+        # By identity: to hash a code object takes as long as it has instructions.
+        key = (id(code), 0 if owner is None else id(owner))
+        known = key in self._codes
+        if known and not code.co_freevars:
+            return
+        self._codes[key] = code
+        if not known and is_library(code.co_filename):
+            if is_torchs(code.co_filename):
+                self.ran.note_torchs(frame)
+            if owner is not None and not is_ours(code.co_filename):
+                self.ran.note_method(owner, code.co_name)
+        elif not is_library(file_of(code, frame.f_globals)):
+            self.ran.note(frame, owner)
+
+    def _note_c_call(self, frame: FrameType, function: Any) -> None:
+        owner, home = function.__self__, function.__module__
+        if function.__name__ in _READERS and isinstance(owner, Tensor):
+            self._on_read(f"Tensor.{function.__name__}")
+        elif function is print:
             self._on_print()
-        elif event == "c_call":
-            self._note_extension(frame, arg)
+        elif (type(owner) if home is None else home) not in self._known:
+            self._note_extension(frame, function)
 
     def _note_extension(self, frame: FrameType, function: Any) -> None:
         """Note a function of an extension module that the user's code calls: what it keeps, nobody sees."""
-        owner = function.__self__
-        home = type(owner) if function.__module__ is None else function.__module__
-        if home not in self._known:
-            name = _name_of(function)
-            if is_known(name):
-                self._known.add(home)
-            elif not is_library(file_of(frame.f_code, frame.f_globals)):
-                self.ran.extensions[name] = str(find_source())
-
-    def _owner(self, frame: FrameType) -> Any:
-        """The object or class whose method runs: what is called so, or what has a method of that name and code."""
-        code = frame.f_code
-        name = self._owners.get(id(code), "")
-        if name == "":
-            arguments = code.co_varnames[: code.co_argcount]
-            first = arguments[0] if arguments else None
-            if "self" in arguments or "self" in code.co_freevars:
-                name = "self"
-            elif first == "cls" or (first is not None and _is_method(code, frame.f_locals.get(first))):
-                name = first
-            else:
-                name = None
-            self._owners[id(code)] = name
-        return None if name is None else frame.f_locals.get(name)
+        name = _name_of(function)
+        if is_known(name):
+            self._known.add(type(function.__self__) if function.__module__ is None else function.__module__)
+        elif not is_library(file_of(frame.f_code, frame.f_globals)):
+            self.ran.extensions[name] = str(find_source())
 
     @staticmethod
     def is_event(function: Any) -> bool:
@@ -208,6 +206,19 @@ class Profile:
                 found.sized.update(names.sized)
                 found.dynamic |= names.dynamic
         return found
+
+
+def _owner_name(frame: FrameType) -> str | None:
+    """The variable that has the object or class whose method runs: what is called so, or what has a method of that name
+    and code.
+    """
+    code = frame.f_code
+    arguments = code.co_varnames[: code.co_argcount]
+    first = arguments[0] if arguments else None
+    if "self" in arguments or "self" in code.co_freevars:
+        return "self"
+    is_methods = first == "cls" or (first is not None and _is_method(code, frame.f_locals.get(first)))
+    return first if is_methods else None
 
 
 def _name_of(function: Any) -> str:

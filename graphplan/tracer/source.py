@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -63,17 +64,20 @@ def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
     return space.get("__file__") or "" if code.co_filename == "<string>" else code.co_filename
 
 
+@cache
 def is_library(filename: str) -> bool:
     """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
     standard = filename.startswith(_STANDARD) and _INSTALLED not in filename
     return filename.startswith((_TORCH, _HERE)) or standard or _in_library(filename)
 
 
+@cache
 def is_ours(filename: str) -> bool:
     """Whether the file belongs to this package."""
     return filename.startswith(_HERE)
 
 
+@cache
 def is_torchs(filename: str) -> bool:
     """Whether the file is one of those in which torch's own layers, optimizers, tensors and scalers are."""
     return filename.startswith(_PARTS)

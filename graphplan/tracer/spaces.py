@@ -30,6 +30,8 @@ _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 _BUILTINS = vars(builtins)
 _LOOKUPS = frozenset({"modules", "import_module", "__import__"})
 """Code with one of these names comes to modules by their names."""
+_PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
+"""Code of functions that are gone when they have been called: nobody could call one again with other variables."""
 _MANY = 16
 """Calls of one function with other closure variables that are told apart."""
 
@@ -61,7 +63,7 @@ class Ran:
         """Note a call."""
         code = frame.f_code
         self._globals[code] = frame.f_globals
-        if code.co_freevars:
+        if code.co_freevars and code.co_name not in _PASSING:
             calls = self._free.setdefault(code, [])
             values = frame.f_locals
             # Numbers and strings are rebound by the step itself, perhaps.
