@@ -5,6 +5,7 @@ from graphplan.owners.copying import bits as bits
 from graphplan.owners.copying import copy_all as copy_all
 from graphplan.owners.copying import same_bits as same_bits
 from graphplan.owners.copying import unequal as unequal
+from graphplan.owners.copying import values_of as values_of
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.kinds import SCALARS as SCALARS
 from graphplan.owners.kinds import is_known as is_known

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _SMALL, _TOGETHER = 2**22, 2**24
-"""Bytes of a tensor that is handled with others, and of all of those: the others take longer than their launch, and a
+"""Bytes of a tensor that is compared with others, and of all of those: the others take longer than their launch, and a
 comparison needs two more copies of what is compared together.
 """
+_COPIED = 2**28
+"""Bytes of the copies that are one piece of memory."""
+_ALIGNED = 16
+"""Bytes that a kernel likes to move at once: each of the copies in one piece begins at a multiple."""
 _WITHOUT_LAUNCHES = frozenset({"cpu"})
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -33,23 +38,32 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype and torch.equal(bits(first), bits(second))
 
 
-def _is_small(tensor: Tensor) -> bool:
+def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` can lie beside others in a flat one, and had better: on the host there are no launches."""
-    if tensor.device.type in _WITHOUT_LAUNCHES:
+    if tensor.device.type in _WITHOUT_LAUNCHES or type(tensor) not in (Tensor, nn.Parameter):
         return False
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.is_contiguous()
-    return plain and tensor.nbytes <= _SMALL and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None]) -> Iterator[tuple[bool, list[int]]]:
-    """Positions of tensors that belong together by their keys, and whether they do; those without a key alone."""
+def _home(tensor: Tensor) -> Hashable | None:
+    return (tensor.device, tensor.dtype) if _is_plain(tensor) else None
+
+
+def _small_home(tensor: Tensor) -> Hashable | None:
+    return _home(tensor) if tensor.nbytes <= _SMALL else None
+
+
+def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
+    """Positions of tensors that belong together by their keys, in at most ``most`` bytes, and whether they do; those
+    without a key alone.
+    """
     together: dict[Hashable, list[int]] = {}
     sizes: Counter[Hashable] = Counter()
     for index, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
         if key is None:
             yield False, [index]
             continue
-        if sizes[key] + tensor.nbytes > _TOGETHER:
+        if key in together and sizes[key] + tensor.nbytes > most:
             sizes[key] = 0
             yield True, together.pop(key)
         together.setdefault(key, []).append(index)
@@ -57,36 +71,40 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None]) -> Itera
     yield from ((True, members) for members in together.values())
 
 
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.view(-1) for tensor in tensors])
-
-
-def _home(tensor: Tensor) -> Hashable | None:
-    return (tensor.device, tensor.dtype) if _is_small(tensor) else None
-
-
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
-    """Detached copies, beside the tensors or on ``device``. Small ones share memory with each other."""
+    """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other."""
     copies: list[Tensor] = list(tensors)
-    for are_small, members in _groups(tensors, map(_home, tensors)):
-        if not are_small:
-            (index,) = members
-            tensor = tensors[index].detach()
-            copies[index] = tensor.clone() if device is None else tensor.to(device, copy=True)
+    # What goes elsewhere is put together first, which takes room here.
+    for are_plain, members in _groups(tensors, map(_home, tensors), _COPIED if device is None else _TOGETHER):
+        originals = [tensors[index].detach() for index in members]
+        if not are_plain or len(members) == 1:
+            copies[members[0]] = originals[0].clone() if device is None else originals[0].to(device, copy=True)
             continue
-        flat = _flat(tensors[index] for index in members)
-        parts = flat.to(device if device is not None else flat.device).split([tensors[i].numel() for i in members])
-        for index, part in zip(members, parts, strict=True):
-            copies[index] = part.view(tensors[index].shape)
+        flat = originals[0].new_empty(sum(_sizes(originals)))
+        torch._foreach_copy_(_parts(flat, originals), originals)
+        for index, part in zip(members, _parts(flat if device is None else flat.to(device), originals), strict=True):
+            copies[index] = part
     return copies
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[int]:
+    """Elements of each of ``tensors``, all of one dtype, and of the gap after it."""
+    step = max(_ALIGNED // tensors[0].itemsize, 1)
+    return [size for tensor in tensors for size in (tensor.numel(), -tensor.numel() % step)]
+
+
+def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of ``flat`` that have the shapes of ``tensors``."""
+    parts = flat.split(_sizes(tensors))[::2]
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 @torch.no_grad()
 def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes."""
-    for are_small, members in _groups(targets, map(_home, targets)):
-        if are_small:
+    for are_plain, members in _groups(targets, map(_home, targets), _COPIED):
+        if are_plain:
             torch._foreach_copy_([targets[i].detach() for i in members], [values[i] for i in members])
         else:
             targets[members[0]].detach().copy_(values[members[0]])
@@ -99,33 +117,51 @@ def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
     Each device of ``ones`` is waited for once, or twice if small tensors differ; ``twos`` may lie elsewhere.
     """
     pairs = zip(ones, twos, strict=True)
-    keys = [(_home(one), two.device) if _is_small(one) and _is_small(two) else None for one, two in pairs]
-    groups = [members for _, members in _groups(ones, keys)]
-    suspects = [groups[place] for place in _marked(_sides(ones, twos, members) for members in groups)]
-    several = [index for members in suspects if len(members) > 1 for index in members]
+    homes = ((_small_home(one), _small_home(two), two.device) for one, two in pairs)
+    keys = [(one, device) if one and two else None for one, two, device in homes]
+    groups = [members for _, members in _groups(ones, keys, _TOGETHER)]
+    flags = values_of([_flag(ones, twos, members) for members in groups])
+    suspects = [members for members, differ in zip(groups, flags, strict=True) if differ]
     found = [members[0] for members in suspects if len(members) == 1]
-    found += [several[place] for place in _marked(_sides(ones, twos, [index]) for index in several)]
+    several = [members for members in suspects if len(members) > 1]
+    for members, ends in zip(several, values_of([_ends(ones, twos, members) for members in several]), strict=True):
+        found += [index for index, one, two in zip(members, [0, *ends], ends, strict=False) if one != two]
     return sorted(found)
 
 
-def _sides(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> tuple[Tensor, Tensor]:
+def _flag(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
+    """Whether any of them differ."""
+    first = ones[members[0]]
+    if len(members) == 1 and first.device.type == "cpu":
+        # No need to look further than the first difference.
+        return torch.tensor(not torch.equal(bits(first), bits(twos[members[0]].to(first.device))))
+    return _mark(ones, twos, members).any()
+
+
+def _mark(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
+    """Which elements have other bits, those of several tensors one after the other."""
     if len(members) == 1:
         one, two = ones[members[0]], twos[members[0]].detach()
     else:
-        one, two = _flat(ones[index] for index in members), _flat(twos[index] for index in members)
-    return one, two.to(one.device)
+        one, two = (torch.cat([side[index].detach().view(-1) for index in members]) for side in (ones, twos))
+    mark = bits(one) != bits(two.to(one.device))
+    return mark.any(-1) if one.is_complex() else mark
 
 
-def _marked(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
-    """Positions of pairs that are not the same bits."""
-    found: list[int] = []
-    flags: dict[torch.device, list[tuple[int, Tensor]]] = {}
-    for place, (one, two) in enumerate(pairs):
-        if one.device.type == "cpu":
-            found += [] if torch.equal(bits(one), bits(two)) else [place]
-        else:
-            flags.setdefault(one.device, []).append((place, (bits(one) != bits(two)).any()))
-    for marked in flags.values():
-        differ = torch.stack([flag for _, flag in marked]).tolist()
-        found += [place for (place, _), differs in zip(marked, differ, strict=True) if differs]
+def _ends(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
+    """How many elements differ up to the end of each tensor."""
+    mark = _mark(ones, twos, members)
+    ends = torch.tensor([ones[index].numel() for index in members], device=mark.device).cumsum(0)
+    return torch.cat([mark.new_zeros(1, dtype=torch.int64), mark.cumsum(0)])[ends]
+
+
+def values_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """What tensors of a few elements hold, numbers or lists of them; each device is waited for once."""
+    devices = dict.fromkeys(tensor.device for tensor in tensors)
+    here = {d: torch.cat([t.view(-1) for t in tensors if t.device == d]).tolist() for d in devices}
+    found: list[Any] = []
+    for tensor in tensors:
+        values, size = here[tensor.device], tensor.numel()
+        found.append(values[:size] if tensor.dim() else values[0])
+        del values[:size]
     return found

@@ -45,6 +45,15 @@ class Verdict:
     seconds: tuple[float, float] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where everything lies before the replay and after each ``snapshot.restore()``: places, and tensors by path."""
+
+    walk: Walk
+    tensors: dict[str, Tensor]
+    snapshot: Snapshot
+
+
 class _Check:
     def __init__(
         self,
@@ -76,6 +85,12 @@ class _Check:
     def snapshot(self, walk: Walk, tensors: Iterable[Tensor]) -> Snapshot:
         return Snapshot(walk, extra=tensors, generators=self._program.plan.generators, device=self._device)
 
+    def start(self) -> _Start:
+        """What is there before the replay."""
+        walk = self.walk()
+        tensors = self.tensors(walk)
+        return _Start(walk, tensors, self.snapshot(walk, tensors.values()))
+
     def state(self, walk: Walk, result: Any, *, copy: bool) -> State:
         allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731
         drawn = self._program.plan.generators
@@ -91,14 +106,14 @@ class _Check:
         walk = walk if self._program.keeps_places(walk) else self.walk()
         return self.state(walk, result, copy=True), seconds
 
-    def compare(self, start: Snapshot, before: Mapping[str, Tensor], replayed: State, result: Any) -> list[Difference]:
+    def compare(self, start: _Start, replayed: State, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
-        after = self.state(self.walk(), result, copy=False)
+        walk = self.walk()
+        after = self.state(walk, result, copy=False)
         found: list[Difference] = []
         paths = differing(replayed.tensors, after.tensors)
         if self._wants_again(bool(paths)):
-            old = {path: value for path, t in before.items() if (value := start.value(t)) is not None}
-            walk = self.walk()
+            old = {path: old for path, t in start.tensors.items() if (old := start.snapshot.value(t)) is not None}
             end = self.snapshot(walk, self.tensors(walk).values())
             try:
                 found = self._beyond_spread(start, paths, old, replayed.tensors, after.tensors)
@@ -108,7 +123,7 @@ class _Check:
 
     def _beyond_spread(
         self,
-        start: Snapshot,
+        start: _Start,
         paths: list[str],
         old: Mapping[str, Tensor],
         replayed: Mapping[str, Tensor],
@@ -120,20 +135,19 @@ class _Check:
         for _ in range(_REPLAYS):
             again.append(self._repeat(start))
             found = unexplained(found, replayed, again, eager)
-            noisy = are_noisy(replayed, again)
+            noisy = are_noisy(replayed, again, paths)
             if not self._wants_again(bool(found) and not noisy):
                 break
         if self._wants_again(bool(found) and noisy):
             found = unexplained(found, replayed, again, eager, self._repeat(start, nudge=True))
         return describe(found, old, replayed, eager)
 
-    def _repeat(self, start: Snapshot, *, nudge: bool = False) -> Mapping[str, Tensor]:
+    def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:
         """What one more replay leaves; with ``nudge``, from parameters that are other in their last bits."""
-        start.restore()
-        walk = self.walk()
+        start.snapshot.restore()
         if nudge:
-            _nudge((param for _, param in walk.parameters.values()), self._program.plan.rounding)
-        return self.replay(walk)[0].tensors
+            _nudge((param for _, param in start.walk.parameters.values()), self._program.plan.rounding)
+        return self.replay(start.walk)[0].tensors
 
 
 @torch.no_grad()
@@ -178,19 +192,17 @@ def check_replay(
     check = _Check(program, leaves, allow, device, wants_again, is_timed)
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
-    walk = check.walk()
-    before = check.tensors(walk)
-    start = check.snapshot(walk, before.values())
+    start = check.start()
     hosts = host_generators()
     try:
-        replayed, taken = check.replay(walk)
+        replayed, taken = check.replay(start.walk)
     finally:
-        start.restore()
+        start.snapshot.restore()
     try:
         result, alone = check.run(eager)
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
-        start.restore()
+        start.snapshot.restore()
         raise
     found = [
         Difference(name, "the eager step draws from it, which a replay does not")
@@ -199,7 +211,7 @@ def check_replay(
     ]
     reason = ""
     try:
-        found += check.compare(start, before, replayed, result)
+        found += check.compare(start, replayed, result)
     except torch.OutOfMemoryError as error:
         # The batch has been trained on: the caller must not go on as if it had not.
         reason = first_line(error)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphplan.owners import bits, unequal
+from graphplan.owners import bits, unequal, values_of
 from graphplan.roles import TensorSpec
 from graphplan.tracer.changes import same_value
 
@@ -24,6 +25,12 @@ at all; with the parameters off by a 512th, 1.1 %.)
 """
 _TOGETHER = 2**22
 """Elements that a distance takes into double precision at a time."""
+_SIDE = 2**28
+"""Bytes of differences that are there at a time."""
+_SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What is subtracted many tensors at once, in its own precision: numbers that lie near each other lose nothing."""
+_FEW = 8
+"""Tensors of which one is other in each replay, most likely, if any is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +61,52 @@ def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     """Euclidean distances in float64; NaN in the same places counts as equal, NaN in one of the two as far. Each device
     is waited for once.
     """
-    pairs = [(one, two.to(one.device)) for one, two in pairs]
-    lengths = _roots([_sum(_plain, one, two) for one, two in pairs])
-    # What is infinite or no number somewhere is looked at once more, element by element.
-    return [
-        length if math.isfinite(length) else math.sqrt(float(_sum(_careful, one, two)))
-        for length, (one, two) in zip(lengths, pairs, strict=True)
-    ]
+    return _norms(
+        [(one.detach(), two.detach().to(one.device)) for one, two in pairs], torch._foreach_sub, _plain, _careful
+    )
 
 
 def _lengths(tensors: Sequence[Tensor]) -> list[float]:
     """Euclidean norms of the finite elements in float64."""
-    return _roots([_sum(_finite, tensor) for tensor in tensors])
+    return _norms([(tensor.detach(),) for tensor in tensors], lambda own: own, _finite, _finite)
+
+
+def _norms(
+    rows: Sequence[tuple[Tensor, ...]],
+    together: Callable[..., Any],
+    alone: Callable[..., Tensor],
+    careful: Callable[..., Tensor],
+) -> list[float]:
+    """For each row of tensors the norm of what ``together`` makes of it, if it is given many rows at once, as lists of
+    tensors; or the root of the sum of ``alone``, where types cannot be subtracted like that; or of ``careful``, where
+    the norm is infinite or no number.
+    """
+    found = [torch.empty(0)] * len(rows)
+    norms: Sequence[Tensor]
+    for members in _by_dtype([first for first, *_ in rows]):
+        if rows[members[0]][0].dtype in _SUBTRACTED:
+            columns = map(list, zip(*(rows[index] for index in members), strict=True))
+            norms = torch._foreach_norm(together(*columns), 2, dtype=torch.float64)
+        else:
+            norms = [_sum(alone, *rows[index]).sqrt() for index in members]
+        for index, norm in zip(members, norms, strict=True):
+            found[index] = norm
+    numbers = zip(values_of(found), rows, strict=True)
+    return [number if math.isfinite(number) else math.sqrt(_sum(careful, *row).item()) for number, row in numbers]
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Positions of tensors of one device and dtype, of a few bytes at a time: a difference takes as many."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
+    for index, tensor in enumerate(tensors):
+        key = tensor.device, tensor.dtype
+        if key in groups and sizes[key] + tensor.nbytes > _SIDE:
+            yield groups.pop(key)
+            sizes[key] = 0
+        groups.setdefault(key, []).append(index)
+        sizes[key] += tensor.nbytes
+    yield from groups.values()
 
 
 def _sum(term: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -88,21 +129,12 @@ def _finite(one: Tensor) -> Tensor:
     return torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0).square()
 
 
-def _roots(squares: Sequence[Tensor]) -> list[float]:
-    """Square roots of numbers on whatever devices."""
-    places: dict[torch.device, list[int]] = {}
-    for index, square in enumerate(squares):
-        places.setdefault(square.device, []).append(index)
-    roots = [0.0] * len(squares)
-    for members in places.values():
-        for index, root in zip(members, torch.stack([squares[i] for i in members]).sqrt().tolist(), strict=True):
-            roots[index] = root
-    return roots
-
-
-def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]]) -> bool:
-    """Whether replays of one program from one state differ in anything."""
-    return any(differing(one, other) for other in again)
+def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]], likely: Iterable[str] = ()) -> bool:
+    """Whether replays of one program from one state differ in anything; at ``likely`` paths is looked first."""
+    few = {path: one[path] for path in list(likely)[:_FEW] if path in one}
+    return any(
+        differing(few, {path: other[path] for path in few if path in other}) or differing(one, other) for other in again
+    )
 
 
 def unexplained(
@@ -133,7 +165,7 @@ def unexplained(
     spreads = [_apart(alike, one, other) for other in again]
     spread = dict(zip(alike, map(max, zip(*spreads, strict=True)), strict=True))
     found = {path: spread.get(path, 0.0) for path in paths}
-    if not alike or not are_noisy(one, again):
+    if not alike or not are_noisy(one, again, alike):
         return found
     distances = _apart(alike, one, eager)
     roundings = [2 * _last_place(one[path]) for path in alike]
