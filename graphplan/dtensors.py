@@ -6,7 +6,7 @@ A DTensor has no memory of its own: its shard is another tensor, and that is wha
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,12 @@ def local(tensor: Tensor) -> Tensor:
     return shard
 
 
-def is_wrapped(types: Iterable[type]) -> bool:
+def is_wrapped(types: Sequence[type]) -> bool:
     """Whether an operator gets tensors that stand for others (by their types): their own dispatch calls operators on
     those, and whoever watches operators is to see these.
     """
+    if not types:
+        return False
     wrappers = (
         loaded("torch.distributed.tensor", "DTensor"),
         loaded("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),

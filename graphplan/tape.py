@@ -27,7 +27,7 @@ from graphplan.errors import CaptureError
 from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.roles import Footprint
-from graphplan.tracer import find_source, finish, is_allocation, is_collective, wait_for, written_tensors
+from graphplan.tracer import find_source, finish, is_allocation, is_collective, schema_of, wait_for, written_tensors
 from graphplan.tracer.arguments import tensors_in
 from graphplan.tracer.mode import IGNORED, LIFTS
 from graphplan.tracer.profile import Aside, Profile
@@ -94,7 +94,7 @@ class _TapeMode(TorchDispatchMode):
         if is_wrapped(types):
             return NotImplemented
         kwargs = kwargs or {}
-        name = str(func)
+        name = schema_of(func).name
         if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
         if name in LIFTS:

@@ -13,7 +13,7 @@ from graphplan.backend import Recording
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.owners import storage_id
 from graphplan.program import WATCHERS
-from graphplan.tracer import is_allocation, tensors_in, written_tensors
+from graphplan.tracer import is_allocation, schema_of, tensors_in, written_tensors
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -82,7 +82,7 @@ class LaunchCounter(TorchDispatchMode):
         taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
         out = func(*args, **kwargs)
         made = any(storage_id(tensor) not in taken for tensor in tensors_in(out))
-        name = str(func)
+        name = schema_of(func).name
         if (made or written_tensors(func, args, kwargs)) and not is_allocation(name):
             self.eager += 1
             self.operators[name] += 1

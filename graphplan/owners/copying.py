@@ -19,8 +19,6 @@ comparison needs two more copies of what is compared together.
 """
 _COPIED = 2**28
 """Bytes of the copies that are one piece of memory."""
-_ALIGNED = 16
-"""Bytes that a kernel likes to move at once: each of the copies in one piece begins at a multiple."""
 _WITHOUT_LAUNCHES = frozenset({"cpu"})
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,6 +34,9 @@ def bits(tensor: Tensor) -> Tensor:
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors on one device have the same shape, dtype and bits."""
     return first.shape == second.shape and first.dtype == second.dtype and torch.equal(bits(first), bits(second))
+
+
+_flat = torch._C._nn.flatten_dense_tensors
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -81,23 +82,11 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
         if not are_plain or len(members) == 1:
             copies[members[0]] = originals[0].clone() if device is None else originals[0].to(device, copy=True)
             continue
-        flat = originals[0].new_empty(sum(_sizes(originals)))
-        torch._foreach_copy_(_parts(flat, originals), originals)
-        for index, part in zip(members, _parts(flat if device is None else flat.to(device), originals), strict=True):
+        flat = _flat(originals)
+        parts = torch._C._nn.unflatten_dense_tensors(flat if device is None else flat.to(device), originals)
+        for index, part in zip(members, parts, strict=True):
             copies[index] = part
     return copies
-
-
-def _sizes(tensors: Sequence[Tensor]) -> list[int]:
-    """Elements of each of ``tensors``, all of one dtype, and of the gap after it."""
-    step = max(_ALIGNED // tensors[0].itemsize, 1)
-    return [size for tensor in tensors for size in (tensor.numel(), -tensor.numel() % step)]
-
-
-def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of ``flat`` that have the shapes of ``tensors``."""
-    parts = flat.split(_sizes(tensors))[::2]
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 @torch.no_grad()
@@ -143,7 +132,7 @@ def _mark(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) ->
     if len(members) == 1:
         one, two = ones[members[0]], twos[members[0]].detach()
     else:
-        one, two = (torch.cat([side[index].detach().view(-1) for index in members]) for side in (ones, twos))
+        one, two = (_flat([side[index].detach() for index in members]) for side in (ones, twos))
     mark = bits(one) != bits(two.to(one.device))
     return mark.any(-1) if one.is_complex() else mark
 

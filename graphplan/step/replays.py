@@ -18,7 +18,7 @@ from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
-from graphplan.verify import Trials, Verdict, check_replay, find_room
+from graphplan.verify import Noise, Trials, Verdict, check_replay, find_room
 
 
 class Replays:
@@ -31,6 +31,7 @@ class Replays:
         self._stats = runner.stats
         self._asked = 0
         self._trials: WeakKeyDictionary[Program, Trials] = WeakKeyDictionary()
+        self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
@@ -69,6 +70,7 @@ class Replays:
                     device=room,
                     wants_again=again,
                     is_timed=trials.want_more,
+                    noise=self._noises.setdefault(program, Noise()),
                 )
         except torch.OutOfMemoryError as error:
             return self._unchecked(program, feed, first_line(error))

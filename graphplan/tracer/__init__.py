@@ -5,6 +5,7 @@ The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares 
 
 from graphplan.tracer.arguments import HIDDEN_WRITES as HIDDEN_WRITES
 from graphplan.tracer.arguments import is_allocation as is_allocation
+from graphplan.tracer.arguments import schema_of as schema_of
 from graphplan.tracer.arguments import tensors_in as tensors_in
 from graphplan.tracer.arguments import written_tensors as written_tensors
 from graphplan.tracer.changes import Changes as Changes

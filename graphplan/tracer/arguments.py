@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from graphplan.tracer.collectives import name_object, written_argument
 
 HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
+_TRAINING = ("training", "train", "use_input_stats")
+"""Arguments that say whether they do."""
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 
@@ -31,23 +35,37 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What an operator is called, what its arguments are called, and the positions of those that it writes."""
+
+    name: str
+    arguments: tuple[str, ...]
+    written: tuple[int, ...]
+
+    def given(self, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Any:
+        """The argument at ``position``; None if it has its default."""
+        return args[position] if position < len(args) else kwargs.get(self.arguments[position])
+
+
+@cache
+def schema_of(func: Any) -> Schema:
+    """The schema of an operator, which torch puts together anew whenever it is asked."""
+    arguments = func._schema.arguments
+    written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+    return Schema(str(func), tuple(argument.name for argument in arguments), tuple(written))
+
+
 def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
-    written: list[Tensor] = []
-    arguments = func._schema.arguments
-    training = True
-    by_name: dict[str, Any] = {}
-    for position, argument in enumerate(arguments):
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        by_name[argument.name] = value
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tensors_in(value)
-    for flag in ("training", "train", "use_input_stats"):
-        training = training and by_name.get(flag, True) is not False
-    if training:
-        for name in HIDDEN_WRITES:
-            written += tensors_in(by_name.get(name))
-    return written or list(tensors_in(written_argument(str(func), args)))
+    schema = schema_of(func)
+    written = [tensor for at in schema.written for tensor in tensors_in(schema.given(args, kwargs, at))]
+    hidden = [at for at, name in enumerate(schema.arguments) if name in HIDDEN_WRITES]
+    if hidden:
+        flags = [at for at, name in enumerate(schema.arguments) if name in _TRAINING]
+        if all(schema.given(args, kwargs, at) is not False for at in flags):
+            written += [tensor for at in hidden for tensor in tensors_in(schema.given(args, kwargs, at))]
+    return written or list(tensors_in(written_argument(schema.name, args)))
 
 
 def has_dynamic_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -69,9 +87,8 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 def scalars_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The operator's arguments that are no tensors, by name."""
-    arguments = func._schema.arguments
-    for position, value in enumerate(args):
-        yield from _plain(arguments[position].name, value)
+    for name, value in zip(schema_of(func).arguments, args, strict=False):
+        yield from _plain(name, value)
     for name, value in kwargs.items():
         yield from _plain(name, value)
 

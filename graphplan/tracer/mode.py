@@ -19,6 +19,7 @@ from graphplan.tracer.arguments import (
     has_dynamic_shape,
     is_allocation,
     scalars_of,
+    schema_of,
     tensors_in,
     written_tensors,
 )
@@ -88,7 +89,7 @@ class TraceMode(TorchDispatchMode):
         if is_wrapped(types):
             return NotImplemented
         kwargs = kwargs or {}
-        name = str(func)
+        name = schema_of(func).name
         if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
         with Aside() as aside:

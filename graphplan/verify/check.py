@@ -2,8 +2,9 @@
 
 The order is: copy what the step may change, replay, keep what it left, put everything back, run the step eagerly,
 compare. Eager runs once, so its Python effects happen once, as they would have without the check. Only if something is
-not the same bit by bit is the replay run a second time, from the same state, to see how far two replays lie apart; and
-if that does not explain it, a few times more, and once from parameters that are off by what rounding does to them.
+not the same bit by bit is the replay run a second time, from the same state, to see how far two replays lie apart (once
+two checks have measured that, only if something is further apart than it was then); and if that does not explain it, a
+few times more, and once from parameters that are off by what rounding does to them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from graphplan.owners import Snapshot, Walk, host_generators, is_freed, walk_own
 from graphplan.program import Program
 from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, unexplained
+from graphplan.verify.noise import Noise
 from graphplan.verify.speed import timed
 from graphplan.verify.state import State, collect, tensors_of
 
@@ -63,9 +65,11 @@ class _Check:
         device: torch.device,
         wants_again: Callable[[bool], bool],
         is_timed: bool,
+        noise: Noise,
     ) -> None:
         self._program = program
         self._is_timed = is_timed
+        self._noise = noise
         self._wants_again = wants_again
         self._feed = feed
         self._allow = allow
@@ -112,11 +116,12 @@ class _Check:
         after = self.state(walk, result, copy=False)
         found: list[Difference] = []
         paths = differing(replayed.tensors, after.tensors)
-        if self._wants_again(bool(paths)):
-            old = {path: old for path, t in start.tensors.items() if (old := start.snapshot.value(t)) is not None}
+        old = {path: old for path, t in start.tensors.items() if (old := start.snapshot.value(t)) is not None}
+        beyond = self._noise.beyond(paths, old, replayed.tensors, after.tensors)
+        if self._wants_again(bool(beyond)):
             end = self.snapshot(walk, self.tensors(walk).values())
             try:
-                found = self._beyond_spread(start, paths, old, replayed.tensors, after.tensors)
+                found = self._beyond_spread(start, beyond, old, replayed.tensors, after.tensors)
             finally:
                 end.restore()
         return found + differing_values(replayed.values, after.values)
@@ -140,6 +145,8 @@ class _Check:
                 break
         if self._wants_again(bool(found) and noisy):
             found = unexplained(found, replayed, again, eager, self._repeat(start, nudge=True))
+        if not found:
+            self._noise.learn(old, replayed, again)
         return describe(found, old, replayed, eager)
 
     def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:
@@ -172,6 +179,7 @@ def check_replay(
     device: torch.device,
     wants_again: Callable[[bool], bool] = bool,
     is_timed: bool = True,
+    noise: Noise | None = None,
 ) -> Verdict:
     """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
 
@@ -184,12 +192,13 @@ def check_replay(
         wants_again: whether the replay is to be run once more, told whether this rank wants that: where ranks
             communicate in the step, all of them have to run it as often.
         is_timed: whether the device is waited for, to tell what the replay and the eager step take.
+        noise: what earlier checks of ``program`` have shown of it, to which this one adds.
 
     Raises:
         torch.OutOfMemoryError: with everything as it was, if there is no room for the eager step beside the program.
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
-    check = _Check(program, leaves, allow, device, wants_again, is_timed)
+    check = _Check(program, leaves, allow, device, wants_again, is_timed, noise or Noise())
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
     start = check.start()

@@ -15,7 +15,7 @@ from graphplan.owners import bits, unequal, values_of
 from graphplan.roles import TensorSpec
 from graphplan.tracer.changes import same_value
 
-_SPREADS = 8.0
+SPREADS = 8.0
 """A difference may be this many times the distance between replays: a few runs are a small sample of a spread."""
 _RESPONSES = 1.5
 """The same for what a step makes of rounded parameters. Noise may be so seldom that a few replays show next to none,
@@ -66,9 +66,9 @@ def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     )
 
 
-def _lengths(tensors: Sequence[Tensor]) -> list[float]:
+def lengths(tensors: Sequence[Tensor]) -> list[float]:
     """Euclidean norms of the finite elements in float64."""
-    return _norms([(tensor.detach(),) for tensor in tensors], lambda own: own, _finite, _finite)
+    return _norms([(_real(tensor.detach()),) for tensor in tensors], lambda own: own, _finite, _finite)
 
 
 def _norms(
@@ -162,23 +162,23 @@ def unexplained(
     paths = list(paths)
     sides = [one, eager, *again]
     alike = [path for path in paths if all(path in side and _fits(one[path], side[path]) for side in sides)]
-    spreads = [_apart(alike, one, other) for other in again]
+    spreads = [distances(alike, one, other) for other in again]
     spread = dict(zip(alike, map(max, zip(*spreads, strict=True)), strict=True))
     found = {path: spread.get(path, 0.0) for path in paths}
     if not alike or not are_noisy(one, again, alike):
         return found
-    distances = _apart(alike, one, eager)
+    apart = distances(alike, one, eager)
     roundings = [2 * _last_place(one[path]) for path in alike]
-    responses = [0.0] * len(alike) if nudged is None else _apart(alike, one, nudged)
-    sizes = _lengths([_real(one[path]) for path in alike])
-    for path, distance, response, rounding, size in zip(alike, distances, responses, roundings, sizes, strict=True):
-        if distance <= _SPREADS * spread[path] + _RESPONSES * response + rounding * size:
+    responses = [0.0] * len(alike) if nudged is None else distances(alike, one, nudged)
+    sizes = lengths([one[path] for path in alike])
+    for path, distance, response, rounding, size in zip(alike, apart, responses, roundings, sizes, strict=True):
+        if distance <= SPREADS * spread[path] + _RESPONSES * response + rounding * size:
             del found[path]
     return found
 
 
-def _apart(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
-    """Distances at ``paths``; 0 where ``other`` has nothing alike."""
+def distances(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
+    """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
     alike = [path for path in paths if path in other and _fits(one[path], other[path])]
     found = dict(zip(alike, _distances([(_real(one[path]), _real(other[path])) for path in alike]), strict=True))
     return [found.get(path, 0.0) for path in paths]

@@ -1,0 +1,122 @@
+"""What checks make of the noise that earlier ones have measured."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from graphplan import graph_step
+from graphplan.verify import Noise
+from tests.zoo import Box
+
+Tensors = dict[str, Tensor]
+OLD = {"a": torch.zeros(4), "b": torch.ones(3)}
+ONE = {"a": torch.full((4,), 10.0), "b": torch.ones(3) * 2, "result": torch.tensor(5.0)}
+
+
+def apart(by: float) -> Tensors:
+    """What another run leaves, ``by`` of its length away."""
+    return {path: tensor * (1 + by) for path, tensor in ONE.items()}
+
+
+def measured(times: int = 2, by: float = 1e-3) -> Noise:
+    noise = Noise()
+    for _ in range(times):
+        noise.learn(OLD, ONE, [apart(by), apart(by / 2)])
+    return noise
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_two_checks_have_to_measure_first(times: int) -> None:
+    assert measured(times).beyond(["a", "b"], OLD, ONE, apart(1e-4)) == ["a", "b"]
+
+
+def test_what_is_as_far_as_replays_were_is_noise() -> None:
+    """Eight times as far at most, as where a check measures; in parts of what the step changes."""
+    paths = ["a", "b", "result"]
+    assert measured().beyond(paths, OLD, ONE, apart(7e-3)) == []
+    assert measured().beyond(paths, OLD, ONE, {**apart(7e-3), "b": ONE["b"] * 1.02}) == ["b"]
+    assert measured().beyond(paths, OLD, ONE, apart(1e-2)) == paths
+
+
+def test_smaller_changes_have_less_noise() -> None:
+    """Where the step moves a tensor by a hundredth of what it did, a hundredth of the noise is let pass."""
+    old = {"a": ONE["a"] - 0.1}
+    assert measured().beyond(["a"], old, ONE, {"a": ONE["a"] * (1 + 5e-5)}) == []
+    assert measured().beyond(["a"], old, ONE, {"a": ONE["a"] * (1 + 1e-3)}) == ["a"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_number_is_no_noise(value: float) -> None:
+    broken = {**apart(1e-4), "a": torch.tensor([10.0, 10.0, 10.0, value])}
+    assert measured().beyond(["a", "b"], OLD, ONE, broken) == ["a"]
+    noise = measured()
+    noise.learn(OLD, ONE, [broken])
+    assert noise.beyond(["a", "b"], OLD, ONE, broken) == ["a"]
+
+
+def test_tensors_without_noise_and_of_other_kinds() -> None:
+    noise = Noise()
+    for _ in range(2):
+        noise.learn(OLD, ONE, [{**apart(1e-3), "b": ONE["b"].clone()}])
+    assert noise.beyond(["a", "b"], OLD, ONE, apart(1e-6)) == ["b"]
+    assert noise.beyond(["a"], OLD, ONE, {"a": torch.ones(5)}) == ["a"]
+    assert noise.beyond(["a", "new"], OLD, ONE, {**apart(1e-6), "new": torch.ones(1)}) == ["a", "new"]
+
+
+NOISE = Box(np.random.default_rng(3))
+RUNS = Box(0)
+
+
+@torch.library.custom_op("graphplan_tests::shaky", mutates_args=())
+def shaky(x: Tensor) -> Tensor:
+    """``x`` with noise, which is counted."""
+    RUNS.item += 1
+    return x * (1 + 1e-6 * torch.from_numpy(NOISE.item.standard_normal(x.shape, dtype=np.float32)))
+
+
+@shaky.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+shaky.register_autograd(lambda ctx, grad: grad)
+
+
+def test_a_check_replays_once_when_the_noise_is_known() -> None:
+    """Three runs of the step in each of the first two checks, and two in each later one; a fault is found all the same."""
+    torch.manual_seed(0)
+    NOISE.item, hidden = np.random.default_rng(3), Box(1.0)
+    model = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = shaky(model(x)).square().mean() * hidden.item
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    graphed = graph_step(
+        step,
+        owners={"model": model, "optimizer": optimizer},
+        backend="tape",
+        verify=1,
+        allow=("hidden.item", "NOISE", "RUNS"),
+    )
+    runs = []
+    for _ in range(16):
+        before = RUNS.item
+        graphed(torch.randn(8, 32))
+        runs.append(RUNS.item - before)
+    assert graphed.stats.verified == graphed.stats.replayed == 10
+    assert runs[6:8] == [3, 3]
+    assert sorted(set(runs[8:])) in ([2], [2, 3])
+    assert runs[8:].count(2) >= 6
+    hidden.item = 1.001
+    with pytest.warns(UserWarning, match=r"replay 11 of .* is not what the eager step does: .*result: "):
+        graphed(torch.randn(8, 32))
