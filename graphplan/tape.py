@@ -27,8 +27,8 @@ from graphplan.errors import CaptureError
 from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.roles import Footprint
-from graphplan.tracer import find_source, finish, is_allocation, is_collective, schema_of, wait_for, written_tensors
-from graphplan.tracer.arguments import tensors_in
+from graphplan.tracer import find_source, finish, is_collective, wait_for
+from graphplan.tracer.arguments import Schema, is_allocation, schema_of, tensors_in, written_tensors
 from graphplan.tracer.mode import IGNORED, LIFTS
 from graphplan.tracer.profile import Aside, Profile
 
@@ -94,7 +94,8 @@ class _TapeMode(TorchDispatchMode):
         if is_wrapped(types):
             return NotImplemented
         kwargs = kwargs or {}
-        name = schema_of(func).name
+        schema = schema_of(func)
+        name = schema.name
         if name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
         if name in LIFTS:
@@ -105,23 +106,24 @@ class _TapeMode(TorchDispatchMode):
             out = finish(name, aside.run(func, args, kwargs))
             if torch.Tag.data_dependent_output in func.tags:
                 self.fail(f"{name} reads values on the host")
-            self._record(func, name, args, kwargs, out, taken)
+            self._record(func, schema, args, kwargs, out, taken)
         return out
 
     def _record(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, taken: set[int | None]
+        self, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, taken: set[int | None]
     ) -> None:
         results = list(out) if isinstance(out, list | tuple) else [out]
         made = [isinstance(t, Tensor) and storage_id(t) not in taken for t in results]
         for tensor, new in zip(results, made, strict=True):
             if new:
                 self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        written = written_tensors(func, args, kwargs)
-        if is_allocation(name) or not (written or any(made)):
+        written = written_tensors(schema, args, kwargs)
+        if is_allocation(schema.name) or not (written or any(made)):
             return
         outs = [_alias(t) if new else None for t, new in zip(results, made, strict=True)]
         writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
-        kernel = _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=name in _CONSTANT)
+        lasts = schema.name in _CONSTANT
+        kernel = _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=lasts)
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
         kernel.overload = _working_overload(kernel) if pure else None
         self._keep(kernel)

@@ -82,8 +82,8 @@ class LaunchCounter(TorchDispatchMode):
         taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
         out = func(*args, **kwargs)
         made = any(storage_id(tensor) not in taken for tensor in tensors_in(out))
-        name = schema_of(func).name
-        if (made or written_tensors(func, args, kwargs)) and not is_allocation(name):
+        schema = schema_of(func)
+        if (made or written_tensors(schema, args, kwargs)) and not is_allocation(schema.name):
             self.eager += 1
-            self.operators[name] += 1
+            self.operators[schema.name] += 1
         return out

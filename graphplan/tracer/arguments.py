@@ -56,9 +56,8 @@ def schema_of(func: Any) -> Schema:
     return Schema(str(func), tuple(argument.name for argument in arguments), tuple(written))
 
 
-def written_tensors(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
-    schema = schema_of(func)
     written = [tensor for at in schema.written for tensor in tensors_in(schema.given(args, kwargs, at))]
     hidden = [at for at, name in enumerate(schema.arguments) if name in HIDDEN_WRITES]
     if hidden:
@@ -85,9 +84,9 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def scalars_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def scalars_of(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The operator's arguments that are no tensors, by name."""
-    for name, value in zip(schema_of(func).arguments, args, strict=False):
+    for name, value in zip(schema.arguments, args, strict=False):
         yield from _plain(name, value)
     for name, value in kwargs.items():
         yield from _plain(name, value)

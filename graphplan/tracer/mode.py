@@ -16,6 +16,7 @@ from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.arguments import (
+    Schema,
     has_dynamic_shape,
     is_allocation,
     scalars_of,
@@ -89,20 +90,21 @@ class TraceMode(TorchDispatchMode):
         if is_wrapped(types):
             return NotImplemented
         kwargs = kwargs or {}
-        name = schema_of(func).name
-        if name.startswith(IGNORED) or is_imagined():
+        schema = schema_of(func)
+        if schema.name.startswith(IGNORED) or is_imagined():
             return func(*args, **kwargs)
         with Aside() as aside:
-            return self._note(aside, func, name, args, kwargs)
+            return self._note(aside, func, schema, args, kwargs)
 
-    def _note(self, aside: Aside, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note(self, aside: Aside, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it down."""
+        name = schema.name
         source = find_source()
         constant = self._lift(args) if name in LIFTS else None
         tensors = list(tensors_in([args, list(kwargs.values())]))
         operands = tuple(self._operand(tensor, name, source) for tensor in tensors)
         offsets = tuple(int(t.storage_offset()) if t.layout is torch.strided else 0 for t in tensors)
-        written = written_tensors(func, args, kwargs)
+        written = written_tensors(schema, args, kwargs)
         for tensor in written:
             self._mark_written(tensor, name, source)
             external = self._trace.externals.get(storage_id(tensor) or 0)
@@ -121,7 +123,7 @@ class TraceMode(TorchDispatchMode):
         self._trace.dtypes.update(tensor.dtype for tensor in made)
         fresh = [self._birth(tensor) for tensor in made]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
-        scalars = tuple(scalars_of(func, args, kwargs))
+        scalars = tuple(scalars_of(schema, args, kwargs))
         self._trace.operators.append(Operator(name, operands, offsets, scalars, source, launches, constant, random))
         return out
 

@@ -106,12 +106,13 @@ def find_raise(error: BaseException) -> Source | None:
 
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])
-_RUNNERS: set[CodeType] = set()
+_RUNNERS: dict[int, CodeType] = {}
+"""By identity: to hash a code object takes as long as it has instructions."""
 
 
 def runs_step(run: _Run) -> _Run:
     """Mark ``run`` as what calls a step: the frames beyond it are the step's callers."""
-    _RUNNERS.add(run.__code__)
+    _RUNNERS[id(run.__code__)] = run.__code__
     return run
 
 
@@ -128,7 +129,7 @@ def find_source() -> Source:
             return _source(frame, component, familiar)
         if familiar is None and _in_library(filename):
             familiar = frame
-        if familiar is not None and frame.f_code in _RUNNERS:
+        if familiar is not None and id(frame.f_code) in _RUNNERS:
             return _source(familiar, component)
         last, frame = frame, frame.f_back
     assert last is not None
@@ -162,7 +163,9 @@ def _component(frame: FrameType | None) -> _Component:
             own = between - {code.co_filename}
             serves = all(_may_serve_optimizer(name) for name in own)
             return ("optimizer", type(stepper).__name__, False) if serves else _STEP
-        if not code.co_filename.startswith(_HERE):
+        if id(code) in _RUNNERS:
+            break
+        if not is_ours(code.co_filename):
             between.add(code.co_filename)
         frame = frame.f_back
     return _STEP
