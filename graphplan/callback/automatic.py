@@ -146,7 +146,8 @@ class AutomaticSeam(Seam):
         is_first = self._context[1] % divisor == 0
         accumulates = divisor != 1 and trainer.fit_loop._should_accumulate()
         epoch = trainer.current_epoch if self._uses_epoch else None
-        return is_first, accumulates, divisor, clip, clip and str(trainer.gradient_clip_algorithm), epoch
+        kind = clip and getattr(trainer.gradient_clip_algorithm, "value", None)
+        return is_first, accumulates, divisor, clip, kind, epoch
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that tell when they are used."""

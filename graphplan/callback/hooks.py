@@ -7,9 +7,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
-from graphplan.callback.gates import has_hook
+from graphplan.callback.gates import has_hook, members_of, own_of
 from graphplan.callback.loop_gates import END, START, hands_out_batch, switches_of
-from graphplan.native.comparing import Checks, contents_of
+from graphplan.native.comparing import Checks
 
 
 class BatchHooks:
@@ -40,13 +40,7 @@ class BatchHooks:
         places = [(vars(self._module), END), *((vars(c), name) for c in callbacks for name in (START, END))]
         # A hook that does nothing does so while what switches it off stays as it is.
         places += [(vars(callback), name) for callback in hooked[END] for name in switches[id(callback)]]
-        spaces, names = [space for space, _ in places], [name for _, name in places]
-        rows = [
-            ("same_attributes", [self._trainer], ["callbacks"], [callbacks]),
-            *contents_of([callbacks]),
-            ("same_values", spaces, names, list(map(dict.get, spaces, names))),
-        ]
-        self.hold = Checks(rows).hold
+        self.hold = Checks([*members_of(self._trainer, "callbacks"), own_of(places)]).hold
 
     def hand_out(self) -> bool:
         """Whether anybody is given the batch, and is not known to leave it alone."""

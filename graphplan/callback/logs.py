@@ -36,6 +36,9 @@ _DTYPES = (torch.float32, torch.float64)
 """Lightning casts values of others."""
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class _Before:
     """A result collection before a step logs for real. Metrics bind new values, so that references to the old do."""
 
@@ -126,13 +129,13 @@ class LogNotes:
         connector: Any = self._trainer._logger_connector
         self._last_hook: str | None = connector._current_fx
         self._before = None
-        self._reset: set[str] = set()
+        self._reset = _NONE
         if self._plain and connector._first_loop_iter is not False:
             results: Any = self._trainer._results
             for fx in dict.fromkeys(call.fx for call in self._plain.values()):
                 if connector.should_reset_tensors(fx):
                     results.reset(metrics=False, fx=fx)
-                    self._reset.add(fx)
+                    self._reset |= {fx}
         self.sums.bind()
 
     def take_back(self) -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from graphplan.callback.gates import has_hook
+from graphplan.callback.gates import has_hook, own_of
 from graphplan.native.comparing import Checks
 
 START, END = "on_train_batch_start", "on_train_batch_end"
@@ -162,14 +162,8 @@ def unchanged(trainer: Any, own: dict[str, Any]) -> Any:
     places += [(loop, name) for name in _OF_LOOP if hasattr(loop, name)]
     places.append((trainer.fit_loop, "max_batches"))
     things, names = [thing for thing, _ in places], [name for _, name in places]
-    hooks = ["training_step", *STOCK_HOOKS]
-    spaces, keys = [vars(loop), *[own] * len(hooks)], ["advance", *hooks]
-    return Checks(
-        [
-            ("same_attributes", things, names, list(map(getattr, things, names))),
-            ("same_values", spaces, keys, list(map(dict.get, spaces, keys))),
-        ]
-    )
+    hooks = own_of([(vars(loop), "advance"), *((own, name) for name in ("training_step", *STOCK_HOOKS))])
+    return Checks([("same_attributes", things, names, list(map(getattr, things, names))), hooks])
 
 
 def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:

@@ -93,6 +93,7 @@ class Seam(ABC):
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
+        self._latest = Literals()
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
 
@@ -181,7 +182,7 @@ class Seam(ABC):
         _, batch_idx, kwargs = self._context
         self._logs.start()
         batch = kwargs["batch"] if feeds else ()
-        known = Literals((*facts, self._own_hooks.changes(), *self._wrapped.notes()))
+        known = self._known((*facts, self._own_hooks.changes(), *self._wrapped.notes()))
         self._begun = []
         try:
             if self._variant.is_given and feeds:
@@ -199,9 +200,16 @@ class Seam(ABC):
         self._finish(out)
         return out["result"]
 
+    def _known(self, facts: tuple[Any, ...]) -> Literals:
+        """``facts`` as one leaf, which is the one of the step before if they are those."""
+        if len(facts) != len(self._latest) or any(map(is_not, facts, self._latest)):
+            self._latest = Literals(facts)
+        return self._latest
+
     def _finish(self, out: dict[str, Any]) -> None:
         """After a call, do what is done after each, whether its Python ran or it was a replay."""
-        self._wrapped.note(out["notes"])
+        if out["notes"]:
+            self._wrapped.note(out["notes"])
         if out["logs"]:
             self._logs.finish(out["logs"])
 

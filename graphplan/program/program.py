@@ -13,6 +13,7 @@ from graphplan.backend import Recording
 from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
+from graphplan.native.comparing import Row
 from graphplan.nodes import Nodes
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -100,6 +101,10 @@ class Program:
     def guards(self) -> Guards:
         """The checks of what the program adopted."""
         return self._adopted.guards
+
+    def row(self) -> Row:
+        """A comparison that holds while the program is open, and its guards are these."""
+        return ("same_attributes", [self, self._adopted], ["is_open", "guards"], [self.is_open, self.guards])
 
     def takes(self, feed: Feed) -> bool:
         """Whether the program can be run on the feed: not where the step writes to a leaf that another one shares

@@ -33,8 +33,6 @@ class Call:
     Attributes:
         entry, program: what the long way found for it.
         checks: compare everything with what it was in that call.
-        guards: those of the program's that are among them.
-        state: what the fingerprint of that call was made of, and its number.
         variant: the gradients that were there on entry; None if the program serves whatever there is.
     """
 
@@ -46,15 +44,12 @@ class Call:
         program: Program,
         *,
         checks: Any,
-        state: tuple[Any, int],
         variant: Variant | None,
         moved: bool,
     ) -> None:
         self.entry = entry
         self.program = program
         self.checks = checks
-        self.guards = program.guards
-        self.state = state
         self.variant = variant
         self._shapes = [(type(arg), _shape(arg)) for arg in args]
         self._is_flat = all(shape is None for _, shape in self._shapes)
@@ -138,32 +133,30 @@ class ShortWay:
         self._moved = moved
         self._modes = modes
         self._known: dict[Any, list[Call]] = {}
+        self._latest: Call | None = None
 
     def find(self, args: Sequence[Any]) -> tuple[Call, list[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
-        for call in self._known.get(_shapes(args), ()):
-            leaves = call.leaves(args)
-            if leaves is not None:
-                return (call, leaves) if self._is_ready(call) else None
-        return None
+        call = self._latest
+        leaves = None if call is None else call.leaves(args)
+        if leaves is None:
+            for call in self._known.get(_shapes(args), ()):
+                leaves = call.leaves(args)
+                if leaves is not None:
+                    self._latest = call
+                    break
+        if call is None or leaves is None or not self._is_ready(call):
+            return None
+        return call, leaves
 
     def _is_ready(self, call: Call) -> bool:
         """Whether the long way would come to the same program, as far as can be told without going it."""
-        entry, program = call.entry, call.program
-        if call.variant is None:
-            same = entry.any_program is program
-        else:
-            same = entry.any_program is None and self._managed.grad_presence() == call.variant
-        return (
-            same
-            and program.is_open
-            and program.replays + 1 != program.next_check
-            and entry.refusal is None
-            and self._managed.refusal is None
-            and program.guards is call.guards
-            and self._managed.is_at(*call.state)
-            and call.holds()
-        )
+        program = call.program
+        if program.replays + 1 == program.next_check:
+            return False
+        if call.variant is not None and self._managed.grad_presence() != call.variant:
+            return False
+        return call.holds()
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Take the short way for calls like this one, unless there is something about it that only the long way sees:
@@ -178,18 +171,19 @@ class ShortWay:
         if modes is None or owners is None:
             return
         variant = None if entry.any_program is program else self._managed.grad_presence()
-        checks = Checks([*modes, *owners, *program.guards.rows])
-        state = self._managed.state
-        call = Call(args, feed, entry, program, checks=checks, state=state, variant=variant, moved=self._moved)
+        checks = Checks([entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.guards.rows])
+        call = Call(args, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
         leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
             shapes = _shapes(args)
             others = [known for known in self._known.pop(shapes, ()) if known.leaves(args) is None]
             self._known[shapes] = [call, *others][:_KINDS]
+            self._latest = call
             if len(self._known) > _SHAPES:
                 del self._known[next(iter(self._known))]
 
     def forget(self) -> None:
         """Let go of programs that were closed."""
+        self._latest = None
         alive = {shapes: [call for call in calls if call.program.is_open] for shapes, calls in self._known.items()}
         self._known = {shapes: calls for shapes, calls in alive.items() if calls}
