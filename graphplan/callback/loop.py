@@ -26,6 +26,7 @@ from graphplan.callback.loop_gates import END, START, STOCK_HOOKS, unchanged
 from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.rows import LateRows
 from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.sums import Sums
 
 _SCHEDULE = "lr_scheduler_step"
 _PLAIN = frozenset({Tensor})
@@ -37,12 +38,13 @@ class LoopSeam(StandsIn):
     which warns of what there is to warn of.
 
     Args:
+        sums: of the means that the step logs.
         direct: the step takes batches in host memory and moves them itself.
     """
 
-    def __init__(self, trainer: Any, module: LightningModule, *, direct: bool = False) -> None:
+    def __init__(self, trainer: Any, module: LightningModule, sums: Sums, *, direct: bool = False) -> None:
         self._trainer, self._module = trainer, module
-        self._direct = direct
+        self._direct, self._sums = direct, sums
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._strategy: Any = trainer.strategy
         self._connector: Any = trainer._logger_connector
@@ -277,7 +279,7 @@ class LoopSeam(StandsIn):
         if not results:
             results.batch = None
         elif isinstance(self._connector, LazyConnector):
-            self._connector.postpone(results)
+            self._connector.postpone(results, self._sums.whole(results))
             results.batch = results.batch_size = None
         else:
             self._connector.on_batch_end()

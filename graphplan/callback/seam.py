@@ -23,6 +23,7 @@ from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
 from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.callback.standins import StandIn
+from graphplan.callback.sums import Sums
 from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
@@ -145,6 +146,11 @@ class Seam(ABC):
         return step
 
     @property
+    def sums(self) -> Sums:
+        """Of the means that its steps log."""
+        return self._logs.sums
+
+    @property
     def figures(self) -> Figures:
         """Counts of the fit so far, and facts for the report: what was prepared, what runs on the host and why."""
         total = Stats()
@@ -211,7 +217,7 @@ class Seam(ABC):
         if out["notes"]:
             self._wrapped.note(out["notes"])
         if out["logs"]:
-            self._logs.finish(out["logs"])
+            self._logs.finish(out["logs"], out["values"])
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
