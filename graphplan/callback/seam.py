@@ -95,6 +95,9 @@ class Seam(ABC):
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
         self._latest = Literals()
+        self._facts: tuple[Any, ...] = ()
+        self._notes: tuple[Any, ...] = ()
+        self._changes = 0
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
 
@@ -180,7 +183,7 @@ class Seam(ABC):
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
 
-    def _through(self, step: GraphedStep, *facts: Any, feeds: bool = True) -> Any:
+    def _through(self, step: GraphedStep, facts: tuple[Any, ...] = (), *, feeds: bool = True) -> Any:
         """Run the current batch through ``step``, or the step alone; log what it logged. ``facts`` are literals that it
         depends on.
         """
@@ -188,7 +191,7 @@ class Seam(ABC):
         _, batch_idx, kwargs = self._context
         self._logs.start()
         batch = kwargs["batch"] if feeds else ()
-        known = self._known((*facts, self._own_hooks.changes(), *self._wrapped.notes()))
+        known = self._known(facts)
         self._begun = []
         try:
             if self._variant.is_given and feeds:
@@ -207,9 +210,13 @@ class Seam(ABC):
         return out["result"]
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
-        """``facts`` as one leaf, which is the one of the step before if they are those."""
-        if len(facts) != len(self._latest) or any(map(is_not, facts, self._latest)):
-            self._latest = Literals(facts)
+        """``facts`` and what else a step depends on as one leaf: that of the step before if nothing has changed."""
+        changes, notes = self._own_hooks.changes(), self._wrapped.notes()
+        if facts is not self._facts or changes != self._changes or notes != self._notes:
+            self._facts, self._changes, self._notes = facts, changes, notes
+            all_facts = (*facts, changes, *notes)
+            if len(all_facts) != len(self._latest) or any(map(is_not, all_facts, self._latest)):
+                self._latest = Literals(all_facts)
         return self._latest
 
     def _finish(self, out: dict[str, Any]) -> None:

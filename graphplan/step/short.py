@@ -64,13 +64,6 @@ class Call:
         others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
-    def holds(self) -> bool:
-        """Whether nothing has changed since."""
-        try:
-            return bool(self.checks.hold())
-        except (KeyError, IndexError, RuntimeError, AttributeError):
-            return False
-
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
         """The leaves of ``args``, if they are of this kind."""
         if self._is_flat:
@@ -139,24 +132,28 @@ class ShortWay:
         """A call like this one whose program may be replayed, and the leaves of this one."""
         call = self._latest
         leaves = None if call is None else call.leaves(args)
-        if leaves is None:
-            for call in self._known.get(_shapes(args), ()):
-                leaves = call.leaves(args)
-                if leaves is not None:
-                    self._latest = call
-                    break
-        if call is None or leaves is None or not self._is_ready(call):
-            return None
-        return call, leaves
-
-    def _is_ready(self, call: Call) -> bool:
-        """Whether the long way would come to the same program, as far as can be told without going it."""
+        if call is None or leaves is None:
+            call, leaves = self._search(args)
+            if call is None or leaves is None:
+                return None
         program = call.program
         if program.replays + 1 == program.next_check:
-            return False
+            return None
         if call.variant is not None and self._managed.grad_presence() != call.variant:
-            return False
-        return call.holds()
+            return None
+        try:
+            return (call, leaves) if call.checks.hold() else None
+        except (KeyError, IndexError, RuntimeError, AttributeError):
+            # Something is gone.
+            return None
+
+    def _search(self, args: Sequence[Any]) -> tuple[Call | None, list[Any] | None]:
+        for call in self._known.get(_shapes(args), ()):
+            leaves = call.leaves(args)
+            if leaves is not None:
+                self._latest = call
+                return call, leaves
+        return None, None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Take the short way for calls like this one, unless there is something about it that only the long way sees:
