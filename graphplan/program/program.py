@@ -30,7 +30,6 @@ from graphplan.signature import Feed, check_match, flatten, shared_leaf
 from graphplan.trees import map_result
 
 _wants_grad = attrgetter("requires_grad")
-_identity_of = attrgetter("_cdata")
 _FEW = 3
 """So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
 NO_CHECK = -1
@@ -119,11 +118,10 @@ class Program:
             return False
         return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
 
-    def is_written(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the step writes to the memory of any of ``tensors``, dense ones that are fed."""
-        if self._write_back:
-            return True
-        return not self._adopted.written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
+    @property
+    def written(self) -> set[Any] | None:
+        """The owners' storages that the step writes to; None if it writes to what it is fed as well."""
+        return None if self._write_back else self._adopted.written
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs."""

@@ -7,13 +7,13 @@ with a few comparisons. Each of them is exact in one direction: where one fails,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_not, mod
+from operator import is_not
 from typing import Any
 
 from torch import Tensor
 
 from graphplan.containers import PLAIN_LEAVES
-from graphplan.native.comparing import Checks
+from graphplan.native.comparing import Checks, lie
 from graphplan.program import Program
 from graphplan.signature import Feed, alignment_unit, leaf_key
 from graphplan.step.entry import Entry, Variant
@@ -57,9 +57,9 @@ class Call:
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
         tensors = [leaf for _, leaf in feed.tensors()]
-        self._fit = Geometries(tensors).fit
+        self._fit = Geometries(tensors).check
         # Where tensors are moved to the step's device, that gives them new alignments.
-        self._units = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
+        self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
         others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
@@ -76,11 +76,10 @@ class Call:
             if leaves[index] is not literal and leaf_key(leaves[index]) != key:
                 return None
         tensors = [leaves[index] for index in self._tensors]
-        if not self._fit(tensors):
+        written = self.program.written
+        if written is None or not self._fit(tensors) or not lie(tensors, self._units, self._alignments, written):
             return None
-        if list(map(mod, map(Tensor.data_ptr, tensors), self._units)) != self._alignments:
-            return None
-        return None if self.program.is_written(tensors) else leaves
+        return leaves
 
     def _take_apart(self, args: Sequence[Any], leaves: list[Any]) -> bool:
         """Add the leaves of ``args`` to ``leaves``; whether the containers are of this kind."""
@@ -160,7 +159,7 @@ class ShortWay:
         arguments that are not plain, tensors that the step writes to, or that gradients flow to.
         """
         plain = PLAIN_LEAVES.issuperset(map(type, feed.leaves)) and not entry.wants_grad
-        if not plain or program.is_written([leaf for _, leaf in feed.tensors()]):
+        if not plain:
             return
         self._managed.fingerprint()
         self._modes.now()
