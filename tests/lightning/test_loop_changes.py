@@ -163,6 +163,7 @@ SETTINGS: dict[str, Callable[[Any], None]] = {
     "a shorter epoch": lambda trainer: setattr(trainer.fit_loop, "max_batches", 6),
     "fewer steps": lambda trainer: setattr(trainer.fit_loop.epoch_loop, "max_steps", 15),
     "accumulates": lambda trainer: setattr(trainer, "accumulate_grad_batches", 2),
+    "clips": lambda trainer: setattr(trainer, "gradient_clip_val", 0.01),
     "validates in the middle": lambda trainer: setattr(trainer, "val_check_batch", 6),
     "stops": lambda trainer: setattr(trainer, "should_stop", True),
     "no list of callbacks that was there": lambda trainer: setattr(trainer, "callbacks", list(trainer.callbacks)),
