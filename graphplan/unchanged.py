@@ -85,6 +85,11 @@ class Geometries:
             with suppress(RuntimeError, TypeError):
                 self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
+    @property
+    def check(self) -> Callable[[list[torch.Tensor]], bool]:
+        """:meth:`fit`, without a frame of its own where it needs none."""
+        return self.fit if self._facts is None else self._facts.fit
+
     def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these, which must be as many, have them."""
         if self._facts is not None:

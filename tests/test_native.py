@@ -315,6 +315,30 @@ def test_what_has_no_memory_of_its_own_is_not_compared(placed: bool) -> None:
     assert comparing.facts_of([torch.ones(2, device="meta")], placed=placed).fit([torch.ones(2, device="meta")])
 
 
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_where_tensors_lie(module: Any) -> None:
+    """Addresses count by what they leave when divided, and memory by its storage, views' too."""
+    lie = comparing._lie if module is None else module.lie
+    whole = torch.ones(64)
+    start = whole.data_ptr() % 64
+    tensors, units = [whole, whole[1:], torch.ones(0)], [64, 64, 1]
+    rests, others = [start, (start + 4) % 64, 0], {torch.ones(1).untyped_storage()._cdata, None}
+    assert lie(tensors, units, rests, others)
+    assert lie([], [], [], others)
+    assert not lie([whole[1:], *tensors[1:]], units, rests, others)
+    assert not lie(tensors, units, [*rests[:1], start, 0], others)
+    assert not lie([whole[1:]], [4], [0], {whole.untyped_storage()._cdata})
+
+
+@needs_build
+@pytest.mark.parametrize("wrong", [1, torch.eye(2).to_sparse()])
+def test_what_lies_nowhere(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="only dense tensors"):
+        built.lie([wrong], [1], [0], set())
+    with pytest.raises(TypeError, match="lists of one length"):
+        built.lie([torch.ones(1)], [1], [], set())
+
+
 def test_they_are_not_loaded_where_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHPLAN_NATIVE", "0")
     assert native.load() is None

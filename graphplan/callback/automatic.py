@@ -32,6 +32,7 @@ from graphplan.errors import (
     TemporaryCopyError,
     UnownedTensorError,
 )
+from graphplan.native.comparing import Checks
 from graphplan.step import Backends, GraphedStep, Options
 
 _READS = (
@@ -40,6 +41,10 @@ _READS = (
 )  # fmt: skip
 """Refusals of what a step's own code computes with, which says nothing of the optimizer's. What changes Python objects
 (HostEffectError) is not among them: hooks of the optimizer's side may do so too."""
+
+
+_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+"""Of the Trainer's, what its code in the step branches on."""
 
 
 class AutomaticSeam(Seam):
@@ -62,6 +67,8 @@ class AutomaticSeam(Seam):
         self._refusal: str | None = None
         self._components: GraphedStep | None = None
         self._uses_epoch = False
+        self._same: Any = None
+        self._fixed: tuple[Any, ...] = ()
         self._logs.takes_loss = True
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
@@ -124,7 +131,7 @@ class AutomaticSeam(Seam):
         self._context = (optimizer, batch_idx, kwargs)
         if self._components is None and self._update is None:
             try:
-                result = self._through(self._whole, *self._facts())
+                result = self._through(self._whole, self._given_facts())
                 if self._refusal is not None:
                     self.keep_forward_outside(self._refusal)
                 return result
@@ -138,15 +145,24 @@ class AutomaticSeam(Seam):
     def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
 
-    def _facts(self) -> tuple[Any, ...]:
-        """What Lightning's own code in the step branches on."""
+    def _given_facts(self) -> tuple[Any, ...]:
+        """What Lightning's own code in the step branches on: one object while all of it stays as it is."""
         assert self._context is not None
+        if self._same is not None and self._same.hold():
+            return self._fixed
         trainer = self._trainer
         divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         is_first = self._context[1] % divisor == 0
         accumulates = divisor != 1 and trainer.fit_loop._should_accumulate()
         epoch = trainer.current_epoch if self._uses_epoch else None
-        return is_first, accumulates, divisor, clip, clip and str(trainer.gradient_clip_algorithm), epoch
+        kind = clip and getattr(trainer.gradient_clip_algorithm, "value", None)
+        facts = is_first, accumulates, divisor, clip, kind, epoch
+        if divisor == 1 and not self._uses_epoch:
+            names = [*_SETTINGS, "_uses_epoch"]
+            things = [*[trainer] * len(_SETTINGS), self]
+            self._same = Checks([("same_attributes", things, names, list(map(getattr, things, names)))])
+            self._fixed = facts
+        return facts
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that tell when they are used."""
@@ -172,7 +188,7 @@ class AutomaticSeam(Seam):
 
     def _run_components(self) -> ClosureResult:
         assert self._components is not None
-        out = self._through(self._components, *self._facts())
+        out = self._through(self._components, self._given_facts())
         result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
         result.loss = out.get("loss")
         return result
@@ -195,7 +211,7 @@ class AutomaticSeam(Seam):
             # training_step returned None: Lightning skips what it skips then.
             type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
             return
-        self._through(self._update, *self._facts(), feeds=False)
+        self._through(self._update, self._given_facts(), feeds=False)
 
     def _update_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         assert self._context is not None

@@ -201,7 +201,7 @@ class GraphPlanCallback(EvaluationHooks):
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         elif self.options.backend != "eager":
-            self._stand_ins.append(LoopSeam(trainer, pl_module, direct=direct))
+            self._stand_ins.append(LoopSeam(trainer, pl_module, seam.sums, direct=direct))
             self._stand_ins[-1].install()
 
     def _takes_host_batches(self, trainer: Trainer, pl_module: LightningModule) -> bool:

@@ -46,7 +46,7 @@ class EvaluationSeam(Seam):
         if hook not in self._by_hook:
             step = self._by_hook[hook] = self._make(partial(self._body, hook), self._owners({}))
             step.decide_refusals(lambda error: self._must_raise())
-        return self._through(self._by_hook[hook], kwargs.get("dataloader_idx"), self._trainer.sanity_checking)
+        return self._through(self._by_hook[hook], (kwargs.get("dataloader_idx"), self._trainer.sanity_checking))
 
     def _stock(self, hook: str, *args: Any) -> Any:
         return getattr(type(self._strategy), hook)(self._strategy, *args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from operator import is_not
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from graphplan.callback.arguments import Components
+from graphplan.native.comparing import Checks, Row, contents_of
 from graphplan.owners import free_name
 
 STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
@@ -105,28 +106,33 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
     return hooked
 
 
+def own_of(places: Sequence[tuple[dict[str, Any], str]]) -> Row:
+    """A comparison that holds while every dictionary has what it has under its name now, or lacks it."""
+    spaces, names = [space for space, _ in places], [name for _, name in places]
+    return ("same_values", spaces, names, list(map(dict.get, spaces, names)))
+
+
+def members_of(thing: Any, name: str) -> list[Row]:
+    """Comparisons that hold while ``thing`` has this list, and nothing else is in it."""
+    held = getattr(thing, name)
+    return [("same_attributes", [thing], [name], [held]), *contents_of([held])]
+
+
 class OwnHooks:
     """Tells when a callback comes or goes, or a module or callback gets or loses a hook of its own, on the instance."""
 
     def __init__(self, trainer: Any, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
-        self._callbacks: list[Any] = []
-        self._spaces: list[dict[str, Any]] = []
-        self._names: list[str] = []
-        self._hooks: list[Any] = []
+        self._checks: Any = None
         self._changes = 0
 
     def changes(self) -> int:
         """How often that has happened so far."""
-        callbacks = self._trainer.callbacks
-        if callbacks != self._callbacks:
-            self._callbacks = list(callbacks)
+        if self._checks is None or not self._checks.hold():
+            callbacks = self._trainer.callbacks
             places = [(vars(self._module), name) for name in (*_METHODS, *STEP_HOOKS)]
             places += [(vars(callback), name) for callback in callbacks for name in STEP_HOOKS]
-            self._spaces, self._names = [space for space, _ in places], [name for _, name in places]
-            self._hooks = []
-        if not self._hooks or any(map(is_not, map(dict.get, self._spaces, self._names), self._hooks)):
-            self._hooks = list(map(dict.get, self._spaces, self._names))
+            self._checks = Checks([*members_of(self._trainer, "callbacks"), own_of(places)])
             self._changes += 1
         return self._changes
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from operator import is_not
 from typing import Any
 
 import torch
@@ -27,13 +26,18 @@ from torch import Tensor
 from graphplan.callback.calls import LogCall, naming
 from graphplan.callback.late import LOSS, LateCopies
 from graphplan.callback.noting import NotingResults
-from graphplan.callback.sums import Group, Sums
+from graphplan.callback.sums import Sums, Usual
 from graphplan.errors import HostSyncError
 from graphplan.program import apart
 from graphplan.tracer import find_source, refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)
 """Lightning casts values of others."""
+
+
+_KINDS = 8
+"""Steps that log differently, of which it is remembered what is to be done for each."""
+_NONE: frozenset[str] = frozenset()
 
 
 class _Before:
@@ -68,11 +72,10 @@ class LogNotes:
         self.sums_in_step = sums_in_step
         self._plain: dict[str, LogCall] = {}
         self._metrics: dict[str, Any] = {}
-        self._shows: dict[str, tuple[dict[str, Any], bool, bool]] = {}
-        self._usual: list[LogCall] = []
-        self._shown: list[tuple[dict[str, Any], bool, bool]] = []
+        self._shows: dict[str, tuple[dict[str, Any], bool]] = {}
+        self._known: dict[tuple[str, int | None], LogCall] = {}
+        self._usual: list[Usual] = []
         self.sums = Sums()
-        self._group: Group | None = None
         self._dtypes: dict[str, torch.dtype] = {}
         self._kind: tuple[torch.dtype, torch.device] | None = None
         self._before: _Before | None = None
@@ -126,13 +129,13 @@ class LogNotes:
         connector: Any = self._trainer._logger_connector
         self._last_hook: str | None = connector._current_fx
         self._before = None
-        self._reset: set[str] = set()
+        self._reset = _NONE
         if self._plain and connector._first_loop_iter is not False:
             results: Any = self._trainer._results
             for fx in dict.fromkeys(call.fx for call in self._plain.values()):
                 if connector.should_reset_tensors(fx):
                     results.reset(metrics=False, fx=fx)
-                    self._reset.add(fx)
+                    self._reset |= {fx}
         self.sums.bind()
 
     def take_back(self) -> None:
@@ -168,7 +171,8 @@ class LogNotes:
         for number, (call, value) in enumerate(notes):
             if number in order:
                 plain_call = replace(call, is_plain=True, size=sizes.get(number))
-                notes[number] = (plain_call, copies[order.index(number)])
+                known = self._known.setdefault((call.key, plain_call.size), plain_call)
+                notes[number] = (known if known == plain_call else plain_call, copies[order.index(number)])
             elif self.late.may_wait(call.key):
                 notes[number] = (call, value.clone())
         if len(values) > len(order):
@@ -192,27 +196,29 @@ class LogNotes:
         held = self._metrics[call.key].value
         return value.ndim == 0 and (value.dtype, value.device) == (held.dtype, held.device)
 
-    def finish(self, notes: list[tuple[LogCall, Any]]) -> None:
+    def finish(self, calls: list[LogCall], values: list[Any]) -> None:
         """After a step: log what it noted. What may be plain from now on is asked here, where no trace is looking."""
-        calls = [call for call, _ in notes]
-        if len(calls) == len(self._usual) and not any(map(is_not, calls, self._usual)):
-            for shown, (_, value) in zip(self._shown, notes, strict=True):
-                _show(*shown, value)
-            if self._group is not None:
-                self._group.steps += 1
-            self._trainer._logger_connector._current_fx = self._last_hook = calls[-1].fx
-            return
-        self._usual = []
-        sizes = {call.key: call.size for call in calls if call.size is not None}
-        self._group = self.sums.group_of(tuple(sizes))
-        if self._group is not None:
-            self._group.count(list(sizes.values()))
-        self._carry_out(notes)
+        for usual in self._usual:
+            # Plain calls that are alike are the same objects: this compares addresses.
+            if usual.calls == calls:
+                self.sums.count(usual, values)
+                for inner, on_step, number in usual.shown:
+                    _show(inner, on_step, values[number])
+                self._trainer._logger_connector._current_fx = self._last_hook = calls[-1].fx
+                return
+        usual = self._usual_of(calls)
+        self.sums.count(usual, values)
+        self._carry_out(list(zip(calls, values, strict=True)))
         if all(call.is_plain for call in calls):
-            # A program gives the same calls again each time.
-            self._usual, self._shown = calls, [self._shows[call.key] for call in calls]
+            self._usual = [usual, *self._usual][:_KINDS]
         elif self.sums_in_step:
-            self._learn(notes)
+            self._learn(list(zip(calls, values, strict=True)))
+
+    def _usual_of(self, calls: list[LogCall]) -> Usual:
+        means = [number for number, call in enumerate(calls) if call.size is not None]
+        shown = [(*self._shows[call.key], n) for n, call in enumerate(calls) if call.is_plain and call.size is None]
+        group = self.sums.group_of(tuple(calls[number].key for number in means))
+        return Usual(calls, group, means, [calls[number].size for number in means], shown)
 
     def _carry_out(self, notes: list[tuple[LogCall, Any]]) -> None:
         """Log for real, with the resets that ``LightningModule.log`` would have made."""
@@ -220,9 +226,9 @@ class LogNotes:
         results: Any = None
         connector._current_fx = self._last_hook
         for call, value in notes:
-            if call.is_plain:
+            if call.is_plain and call.size is None:
                 _show(*self._shows[call.key], value)
-            else:
+            elif not call.is_plain:
                 results = results if results is not None else self._trainer._results
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
@@ -244,7 +250,7 @@ class LogNotes:
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             if metric is not None and call.key not in self._plain and not is_rate and self._may_be_plain(metric):
                 self._plain[call.key], self._metrics[call.key] = call, metric
-                self._shows[call.key] = (vars(metric), metric.meta.on_step, metric.meta.on_epoch)
+                self._shows[call.key] = (vars(metric), metric.meta.on_step)
         means = [call.key for call in calls if call.key in self._plain and self._metrics[call.key].meta.on_epoch]
         self.sums.form(dict.fromkeys(means), self._metrics)
 
@@ -267,12 +273,10 @@ def _is_rate(value: Tensor, rate: Any) -> bool:
     return value.numel() == 1 and bool(value == torch.as_tensor(rate, dtype=value.dtype, device=value.device))
 
 
-def _show(inner: dict[str, Any], on_step: bool, on_epoch: bool, value: Tensor) -> None:
-    """What ``update`` of the metric with these attributes does besides the sums."""
+def _show(inner: dict[str, Any], on_step: bool, value: Tensor) -> None:
+    """What ``update`` of the metric with these attributes does, which is none of an epoch."""
     if on_step:
-        inner["_forward_cache"] = value
-        if not on_epoch:
-            inner["value"] = value
+        inner["_forward_cache"] = inner["value"] = value
     inner["has_reset"], inner["_computed"] = False, None
     inner["_update_count"] += 1
 
@@ -285,4 +289,5 @@ def with_logs(notes: LogNotes, body: Callable[[], Any]) -> dict[str, Any]:
     """``body``'s result and what it logged, as one pytree."""
     with notes.noting() as noted:
         result = body()
-    return {"result": notes.settle(noted, result), "logs": noted}
+    result = notes.settle(noted, result)
+    return {"result": result, "logs": [call for call, _ in noted], "values": [value for _, value in noted]}

@@ -10,23 +10,23 @@ Lightning's loop does: validation, the end of the epoch, a stop. It is used wher
 from __future__ import annotations
 
 from collections import OrderedDict
-from itertools import chain, islice
-from operator import attrgetter, contains
+from operator import attrgetter
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from graphplan.callback.fetching import Again, next_of
-from graphplan.callback.gates import has_hook
-from graphplan.callback.loop_gates import END, START, STOCK_HOOKS, hands_out_batch
+from graphplan.callback.fetching import Again, reader
+from graphplan.callback.hooks import BatchHooks
+from graphplan.callback.loop_gates import END, START, STOCK_HOOKS, unchanged
 from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.rows import LateRows
 from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.sums import Sums
 
 _SCHEDULE = "lr_scheduler_step"
 _PLAIN = frozenset({Tensor})
@@ -38,28 +38,28 @@ class LoopSeam(StandsIn):
     which warns of what there is to warn of.
 
     Args:
+        sums: of the means that the step logs.
         direct: the step takes batches in host memory and moves them itself.
     """
 
-    def __init__(self, trainer: Any, module: LightningModule, *, direct: bool = False) -> None:
+    def __init__(self, trainer: Any, module: LightningModule, sums: Sums, *, direct: bool = False) -> None:
         self._trainer, self._module = trainer, module
-        self._direct = direct
+        self._direct, self._sums = direct, sums
         self._loop: Any = trainer.fit_loop.epoch_loop
+        self._strategy: Any = trainer.strategy
         self._connector: Any = trainer._logger_connector
-        self._device = trainer.strategy.root_device
+        self._device = self._strategy.root_device
         self._is_cpu = self._device.type == "cpu"
         self._is_one_of_many = trainer.world_size > 1
         self._validates = is_overridden("validation_step", module)
-        self._own_schedule = not module.automatic_optimization or is_overridden(_SCHEDULE, module)
         methods: dict[str, Any] = {"advance": self._advance, "on_advance_end": self._advance_end}
         methods |= dict.fromkeys(("_on_before_fetch", "_on_after_fetch"), _nothing)
         super().__init__(*(StandIn(self._loop, name, method) for name, method in methods.items()))
         self._rows = LateRows(trainer)
-        self._callbacks: list[Any] = []
-        self._hooked: dict[str, list[Any]] = {}
-        self._module_ends = False
-        self._unhooked: tuple[list[dict[str, Any]], list[str]] = ([], [])
-        self._arguments: tuple[str, ...] | None = None
+        self._hooks = BatchHooks(trainer, module)
+        self._own_schedule = not module.automatic_optimization or is_overridden(_SCHEDULE, module)
+        self._unchanged: Any = None
+        self._takes_index: bool | None = None
         self._step: Any = None
         self._has_ended = False
 
@@ -78,36 +78,71 @@ class LoopSeam(StandsIn):
 
     def _advance(self, fetcher: Any) -> None:
         """In place of ``advance``: this batch and those after it, up to one after which something is due."""
-        loop, trainer, own = self._loop, self._trainer, vars(self._module)
+        loop, own = self._loop, vars(self._module)
         self._has_ended = False
-        if loop.restarting or self._arguments is None or self._differs(own):
+        if loop.restarting or self._takes_index is None or self._differs(own):
             _TrainingEpochLoop.advance(loop, fetcher)
-            self._arguments = tuple(loop._build_kwargs(OrderedDict(), None, 0))
+            self._takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), None, 0)
             self._step = own.get("training_step")
             return
         loop.val_loop.restarting = False
+        read, progress = reader(fetcher), loop.batch_progress
         while True:
             if self._is_one_of_many:
                 loop._broadcast_sigterm_tensor()
-            item = next_of(fetcher)
-            if item[0] is None:
+            batch = read()
+            if batch is None:
                 # Nothing to train on: Lightning has words for that.
-                again: Any = Again(fetcher, item)
+                again: Any = Again(fetcher, batch)
                 _TrainingEpochLoop.advance(loop, again)
                 return
-            loop.batch_progress.is_last_batch = fetcher.done
-            self._train(self._moved(item[0]))
-            if self._is_due():
-                return
-            self._count_step()
-            loop.on_iteration_done()
-            if trainer.should_stop or self._differs(own):
-                self._has_ended = True
+            progress.is_last_batch = fetcher.done
+            self._train(batch, progress)
+            if not self._goes_on(progress):
                 return
 
     def _differs(self, own: dict[str, Any]) -> bool:
         """Whether the module got a step or a hook of its own since the last batch that Lightning's own code took."""
         return own.get("training_step") is not self._step or not own.keys().isdisjoint(STOCK_HOOKS)
+
+    def _goes_on(self, progress: Any) -> bool:
+        """What is left of Lightning's own loop after this batch; whether the next one is this seam's as well."""
+        loop, ready = self._loop, progress.current.ready
+        if self._unchanged is None or not self._unchanged.hold():
+            goes_on = self._ask()
+            if goes_on:
+                self._note()
+            return goes_on
+        if (
+            progress.is_last_batch
+            or ready == self._most
+            or (self._validates_every and ready % self._validates_every == 0)
+            or (self._max_steps != -1 and loop.global_step >= self._max_steps)
+            or (self._strategy.lr_scheduler_configs and self._schedules_wait())
+        ):
+            return self._ask()
+        if not self._may_accumulate or not loop._should_accumulate():
+            loop._batches_that_stepped += 1
+        return True
+
+    def _ask(self) -> bool:
+        """:meth:`_goes_on`, asked of everybody who may have something to say."""
+        if self._is_due():
+            return False
+        self._count_step()
+        self._loop.on_iteration_done()
+        if self._trainer.should_stop or self._differs(vars(self._module)):
+            self._has_ended = True
+            return False
+        return True
+
+    def _note(self) -> None:
+        """Note what was found: while it stays so, there is nothing to ask but what differs from batch to batch."""
+        loop, trainer, own = self._loop, self._trainer, vars(self._module)
+        self._most, self._max_steps = trainer.fit_loop.max_batches, loop.max_steps
+        self._may_accumulate = trainer.accumulate_grad_batches != 1
+        self._validates_every = self._between_validations() if self._validates else 0
+        self._unchanged = unchanged(trainer, own)
 
     def _is_due(self) -> bool:
         """Whether Lightning's own loop has anything to do, or to decide, after this batch."""
@@ -121,16 +156,17 @@ class LoopSeam(StandsIn):
             return True
         if vars(loop).get("advance") is not self._standins[0]:
             return True
-        return self._validates and self._may_validate(ready)
+        every = self._between_validations() if self._validates else 0
+        return bool(every and ready % every == 0)
 
-    def _may_validate(self, ready: int) -> bool:
-        """Whether validation may be due in the middle of an epoch: Lightning says for sure."""
+    def _between_validations(self) -> int:
+        """After how many batches validation may be due in the middle of an epoch, where Lightning says for sure; 0 for
+        never.
+        """
         trainer = self._trainer
-        if trainer.check_val_every_n_epoch is not None and trainer._val_check_time_interval is None:
-            every = trainer.val_check_batch
-            if every != float("inf"):
-                return bool(ready % every == 0)
-        return True
+        if trainer.check_val_every_n_epoch is None or trainer._val_check_time_interval is not None:
+            return 1
+        return 0 if trainer.val_check_batch == float("inf") else trainer.val_check_batch
 
     def _advance_end(self, fetcher: Any) -> None:
         """In place of ``on_advance_end``."""
@@ -146,132 +182,107 @@ class LoopSeam(StandsIn):
     def _count_step(self) -> None:
         """What is left of ``on_advance_end`` where nobody validates or stops."""
         loop = self._loop
-        accumulates = self._accumulates()
-        if not accumulates and self._trainer.strategy.lr_scheduler_configs:
-            self._step_schedulers(plateau=True)
-        if not accumulates:
+        if not self._accumulates():
+            if self._schedules_wait():
+                loop.update_lr_schedulers("step", update_plateau_schedulers=True)
             loop._batches_that_stepped += 1
         if self._trainer.should_stop:
             loop._save_loggers_on_train_batch_end()
 
-    def _step_schedulers(self, *, plateau: bool) -> None:
-        """Lightning's ``update_lr_schedulers("step", ...)`` after a step, without what looks for the module's hook."""
-        loop, configs = self._loop, self._trainer.strategy.lr_scheduler_configs
-        own = self._own_schedule or _SCHEDULE in vars(self._module)
-        if own or (plateau and any(config.reduce_on_plateau for config in configs)):
-            loop.update_lr_schedulers("step", update_plateau_schedulers=plateau)
+    def _schedules_wait(self) -> bool:
+        """Whether Lightning may have schedulers to step after a batch was logged."""
+        if self._own_schedule or _SCHEDULE in vars(self._module):
+            return True
+        for config in self._strategy.lr_scheduler_configs:  # noqa: SIM110
+            if config.reduce_on_plateau:
+                return True
+        return False
+
+    def _step_schedulers(self) -> None:
+        """Lightning's ``update_lr_schedulers("step", update_plateau_schedulers=False)`` after a step that is no part of
+        an accumulation, without what looks for the module's hook.
+        """
+        loop = self._loop
+        if self._own_schedule or _SCHEDULE in vars(self._module):
+            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             return
-        for config in configs:
-            due = config.interval == "step" and loop.batch_progress.current.ready % config.frequency == 0
-            if due and not plateau and not config.reduce_on_plateau:
-                loop.scheduler_progress.increment_ready()
+        ready, progress = loop.batch_progress.current.ready, loop.scheduler_progress
+        for config in self._strategy.lr_scheduler_configs:
+            if config.interval == "step" and not config.reduce_on_plateau and ready % config.frequency == 0:
+                progress.increment_ready()
                 config.scheduler.step()
-                loop.scheduler_progress.increment_completed()
+                progress.increment_completed()
 
     def _accumulates(self) -> bool:
         return self._trainer.accumulate_grad_batches != 1 and self._loop._should_accumulate()
 
     def _moved(self, batch: Any) -> Any:
         """The batch on the device, unless it is there, or nobody but the step looks at it and that moves it itself."""
-        if self._is_cpu or (self._direct and not self._hands_out_batches()):
-            tensors = batch if type(batch) in (list, tuple) else (batch,)
+        if self._is_cpu or (self._direct and not self._hooks.hand_out()):
+            kind = type(batch)
+            tensors = batch if kind is list or kind is tuple else (batch,)
             if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
                 # A list of one's own, as Lightning gives: hooks may change it.
-                return list(batch) if type(batch) is list else batch
+                return list(batch) if kind is list else batch
         return move_data_to_device(batch, self._device)
 
-    def _hands_out_batches(self) -> bool:
-        """Whether anybody has a hook that is given the batch, and is not known to leave it alone."""
-        self._refresh()
-        return self._module_ends or any(hands_out_batch(c) for hooked in self._hooked.values() for c in hooked)
-
-    def _train(self, batch: Any) -> None:
+    def _train(self, batch: Any, progress: Any) -> None:
         """One batch, from its hooks before to its hooks after."""
-        loop, trainer = self._loop, self._trainer
-        total, current = loop.batch_progress.total, loop.batch_progress.current
+        loop, trainer, hooks, connector = self._loop, self._trainer, self._hooks, self._connector
+        batch = self._moved(batch)
+        total, current = progress.total, progress.current
         total.ready += 1
         current.ready += 1
         batch_idx = current.ready - 1
-        results = self._begin(batch)
-        self._call_callbacks(START, batch, batch_idx)
+        # What the logger connector does when a batch starts, without asking which loop is active.
+        results = loop._results
+        connector._first_loop_iter = connector._first_loop_iter is None
+        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
+        if not hooks.hold():
+            hooks.look()
+        if hooks.starts:
+            hooks.call(START, hooks.starts, batch, batch_idx)
         total.started += 1
         current.started += 1
-        values = {"batch": batch, "batch_idx": batch_idx}
-        kwargs = OrderedDict([(name, values[name]) for name in self._arguments or ()])
+        kwargs = OrderedDict(batch=batch)
+        if self._takes_index:
+            kwargs["batch_idx"] = batch_idx
         if self._module.automatic_optimization:
-            outputs = loop.automatic_optimization.run(trainer.strategy.optimizers[0], batch_idx, kwargs)
+            outputs = loop.automatic_optimization.run(self._strategy.optimizers[0], batch_idx, kwargs)
         else:
             outputs = loop.manual_optimization.run(kwargs)
         total.processed += 1
         current.processed += 1
-        if trainer.strategy.lr_scheduler_configs:
+        if self._strategy.lr_scheduler_configs:
             if not self._accumulates():
-                self._step_schedulers(plateau=False)
-            if loop._num_ready_batches_reached():
+                self._step_schedulers()
+            if progress.is_last_batch or current.ready == trainer.fit_loop.max_batches:
                 loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        self._call_callbacks(END, outputs, batch, batch_idx)
-        if self._module_ends:
+        if not hooks.hold():
+            hooks.look()
+        if hooks.ends:
+            hooks.call(END, hooks.ends, outputs, batch, batch_idx)
+        if hooks.module_ends:
             call._call_lightning_module_hook(trainer, END, outputs, batch, batch_idx)
         self._end(results)
         total.completed += 1
         current.completed += 1
-        if self._logs() and trainer.loggers:
-            self._connector.update_train_step_metrics()
+        every = trainer.log_every_n_steps
+        due = every and (loop._batches_that_stepped + 1) % every == 0
+        if (due or trainer.should_stop or trainer.fast_dev_run) and trainer.loggers:
+            connector.update_train_step_metrics()
         elif self._rows.on_their_way:
             self._rows.look()
-
-    def _begin(self, batch: Any) -> Any:
-        """What the logger connector does when a batch starts, without asking which loop is active."""
-        connector, results = self._connector, self._loop._results
-        connector._first_loop_iter = connector._first_loop_iter is None
-        results.batch, results.batch_size, results.dataloader_idx = batch, None, None
-        return results
 
     def _end(self, results: Any) -> None:
         """What the logger connector does when a batch ends; a lazy one when somebody asks it."""
         if not results:
             results.batch = None
         elif isinstance(self._connector, LazyConnector):
-            self._connector.postpone(results)
+            self._connector.postpone(results, self._sums.whole(results))
             results.batch = results.batch_size = None
         else:
             self._connector.on_batch_end()
-
-    def _logs(self) -> bool:
-        """Whether the logger connector may have to do with the loggers now."""
-        trainer = self._trainer
-        every = trainer.log_every_n_steps
-        due = every and (self._loop._batches_that_stepped + 1) % every == 0
-        return bool(due or trainer.should_stop or trainer.fast_dev_run)
-
-    def _look(self) -> None:
-        """Find out who has hooks for batches. Asked again when somebody comes or goes, or gets a hook of its own."""
-        self._callbacks = list(self._trainer.callbacks)
-        self._hooked = {name: [c for c in self._callbacks if has_hook(c, name, Callback)] for name in (START, END)}
-        own = vars(self._module)
-        self._module_ends = has_hook(self._module, END, LightningModule)
-        holders = [] if self._module_ends else [(own, END)]
-        for name, hooked in self._hooked.items():
-            holders += [(vars(callback), name) for callback in self._callbacks if callback not in hooked]
-        self._unhooked = [inner for inner, _ in holders], [name for _, name in holders]
-
-    def _refresh(self) -> None:
-        if self._trainer.callbacks != self._callbacks or any(map(contains, *self._unhooked)):
-            self._look()
-
-    def _call_callbacks(self, hook: str, *args: Any) -> None:
-        """Lightning's way to call callbacks, of which only some have the hook."""
-        self._refresh()
-        hooked = self._hooked[hook]
-        if not hooked:
-            return
-        inner, known = vars(self._module), len(self._callbacks)
-        # A module's own __setattr__ takes longer than most hooks.
-        before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
-        # Whom a hook adds to the Trainer's callbacks has its turn at once.
-        for callback in chain(hooked, islice(self._trainer.callbacks, known, None)):
-            getattr(callback, hook)(self._trainer, self._module, *args)
-        inner["_current_fx_name"] = before
 
 
 def _nothing() -> None:

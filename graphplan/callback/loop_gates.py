@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.progress import _BatchProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -13,10 +14,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from graphplan.callback.gates import has_hook
+from graphplan.callback.gates import has_hook, own_of
+from graphplan.native.comparing import Checks
 
 START, END = "on_train_batch_start", "on_train_batch_end"
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -62,9 +64,11 @@ _NAMES: dict[tuple[type, str], str] = {
     (_TrainingEpochLoop, "on_iteration_done"): """
         _restarting _loaded_from_state_dict _resuming_from_checkpoint reset_restart_stage
     """,
+    (_TrainingEpochLoop, "reset_restart_stage"): "RestartStage NONE _restart_stage",
     (_PrefetchDataFetcher, "__next__"): "batches pop append super __next__ StopIteration done",
     (_DataFetcher, "__next__"): "iterator _start_profiler next StopIteration done _stop_profiler fetched length",
     (CombinedLoader, "__next__"): "_iterator next isinstance _Sequential tree_unflatten _spec",
+    (_MaxSizeCycle, "__next__"): "len iterators range next StopIteration _consumed all iter iterables _idx",
     (_LoggerConnector, "on_batch_end"): """
         isinstance _first_loop_iter bool metrics _progress_bar_metrics update _callback_metrics _logged_metrics trainer
         _results batch batch_size
@@ -107,6 +111,59 @@ def hands_out_batch(callback: Any) -> bool:
     kind = next((k for k in type(callback).__mro__ if START in vars(k) or END in vars(k)), None)
     known = kind is not None and kind.__module__.startswith("lightning.") and kind.__name__ in _BLIND
     return not known or START in vars(callback) or END in vars(callback)
+
+
+_SWITCHES = ("_every_n_train_steps", "_train_time_interval")
+"""What a ``ModelCheckpoint`` that has nothing to do after batches has as 0 and None."""
+_CHECKPOINTS = """
+    automatic_optimization _every_n_train_steps global_step _should_skip_saving_checkpoint _monitor_candidates monitor
+    _defer_save_until_validation hasattr isinstance saved_models dict layer torch nn Module max keys no_grad state_dict
+    items detach clone TypeError load_state_dict _save_topk_checkpoint _save_last_checkpoint time monotonic
+    _last_time_checked is_global_zero rank_zero_warn UserWarning _train_time_interval total_seconds strategy broadcast
+    lightning pytorch trainer states lightning.pytorch.trainer.states TrainerFn bool fast_dev_run state fn FITTING
+    sanity_checking _last_global_step_saved _should_save_on_train_epoch_end list sum num_val_batches getattr fit_loop
+    epoch_loop batch_progress current_epoch check_val_every_n_epoch
+"""
+"""All that a ``ModelCheckpoint`` names after a batch."""
+
+
+def switches_of(callback: Any) -> tuple[str, ...]:
+    """The attributes that keep ``on_train_batch_end`` of a checkpoint callback from doing anything: it saves when an
+    epoch ends. None of them if it may do something, or somebody has overridden what it does.
+    """
+    names: set[str] = set()
+    for name in (END, "_should_skip_saving_checkpoint"):
+        own: Any = getattr(type(callback), name, None)
+        stock = isinstance(own, FunctionType) and own is getattr(ModelCheckpoint, name, None)
+        if not stock or name in vars(callback):
+            return ()
+        names |= _names_in(own.__code__)
+    values = [vars(callback).get(name, callback) for name in _SWITCHES]
+    return _SWITCHES if values == [0, None] and names <= set(_CHECKPOINTS.split()) else ()
+
+
+_OF_TRAINER = (
+    "should_stop", "received_sigterm", "accumulate_grad_batches", "check_val_every_n_epoch", "_val_check_time_interval",
+    "val_check_batch",
+)  # fmt: skip
+_OF_LOOP = (
+    "_skip_next_val", "max_steps", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
+    "_restart_stage",
+)  # fmt: skip
+"""What decides whether anything is due after a batch. What differs from batch to batch is not among it."""
+
+
+def unchanged(trainer: Any, own: dict[str, Any]) -> Any:
+    """Comparisons that hold while all that these name, the loop's own ``advance``, and what the module has of its own
+    among ``own``, are what they are now.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    places = [(trainer, name) for name in _OF_TRAINER if hasattr(trainer, name)]
+    places += [(loop, name) for name in _OF_LOOP if hasattr(loop, name)]
+    places.append((trainer.fit_loop, "max_batches"))
+    things, names = [thing for thing, _ in places], [name for _, name in places]
+    hooks = own_of([(vars(loop), "advance"), *((own, name) for name in ("training_step", *STOCK_HOOKS))])
+    return Checks([("same_attributes", things, names, list(map(getattr, things, names))), hooks])
 
 
 def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:

@@ -11,7 +11,7 @@ its numbers have arrived. At an epoch's end, and where a bar asks now and then b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from sys import getrefcount
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from torch import Tensor
 from graphplan.callback.copies import LaggingNumbers
 from graphplan.callback.rows import LateRows
 from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.sums import Group
 
 
 def _settled(name: str) -> Any:
@@ -44,7 +45,6 @@ def _settled(name: str) -> Any:
     return property(read, write)
 
 
-_DICTIONARIES = ("_progress_bar_metrics", "_callback_metrics", "_logged_metrics")
 _OWN_REFERENCES = 2
 """What refers to a dictionary that only the connector has, while they are counted."""
 
@@ -54,15 +54,18 @@ class LazyConnector(_LoggerConnector):
 
     _owed: Any = None
 
-    def postpone(self, results: Any) -> None:
+    def postpone(self, results: Any, whole: tuple[Group, Sequence[Tensor]] | None) -> None:
         """A batch has ended: what it logged goes into the dictionaries when somebody asks for one of them, or at once
-        where somebody has kept one.
+        where somebody has kept one. ``whole`` is the group that all metrics belong to, and what they show, if they do.
         """
         inner = vars(self)
         # The next batch may log other values, and then never end.
-        logged = [(metric.meta, metric._forward_cache) for _, metric in results.valid_items()]
-        inner["_owed"] = results, logged
-        if max(getrefcount(inner[name]) for name in _DICTIONARIES) > _OWN_REFERENCES:
+        inner["_owed"] = results, whole or [(metric, metric._forward_cache) for _, metric in results.valid_items()]
+        if (
+            getrefcount(inner["_progress_bar_metrics"]) > _OWN_REFERENCES
+            or getrefcount(inner["_callback_metrics"]) > _OWN_REFERENCES
+            or getrefcount(inner["_logged_metrics"]) > _OWN_REFERENCES
+        ):
             self.settle()
 
     def settle(self) -> None:
@@ -70,7 +73,10 @@ class LazyConnector(_LoggerConnector):
         if self._owed is not None:
             inner = vars(self)
             results, logged = inner.pop("_owed")
-            metrics = (SimpleNamespace(meta=meta, _forward_cache=cache) for meta, cache in logged)
+            if isinstance(logged, tuple):
+                group, values = logged
+                logged = group.shown(results, values)
+            metrics = (SimpleNamespace(meta=metric.meta, _forward_cache=cache) for metric, cache in logged)
             found = self._found(results, metrics, on_step=True)
             inner["_progress_bar_metrics"].update(found["pbar"])
             inner["_callback_metrics"].update(found["callback"])

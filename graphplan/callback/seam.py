@@ -23,6 +23,7 @@ from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
 from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
 from graphplan.callback.standins import StandIn
+from graphplan.callback.sums import Sums
 from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
@@ -93,6 +94,10 @@ class Seam(ABC):
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
+        self._latest = Literals()
+        self._facts: tuple[Any, ...] = ()
+        self._notes: tuple[Any, ...] = ()
+        self._changes = 0
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
 
@@ -144,6 +149,11 @@ class Seam(ABC):
         return step
 
     @property
+    def sums(self) -> Sums:
+        """Of the means that its steps log."""
+        return self._logs.sums
+
+    @property
     def figures(self) -> Figures:
         """Counts of the fit so far, and facts for the report: what was prepared, what runs on the host and why."""
         total = Stats()
@@ -173,7 +183,7 @@ class Seam(ABC):
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
 
-    def _through(self, step: GraphedStep, *facts: Any, feeds: bool = True) -> Any:
+    def _through(self, step: GraphedStep, facts: tuple[Any, ...] = (), *, feeds: bool = True) -> Any:
         """Run the current batch through ``step``, or the step alone; log what it logged. ``facts`` are literals that it
         depends on.
         """
@@ -181,7 +191,7 @@ class Seam(ABC):
         _, batch_idx, kwargs = self._context
         self._logs.start()
         batch = kwargs["batch"] if feeds else ()
-        known = Literals((*facts, self._own_hooks.changes(), *self._wrapped.notes()))
+        known = self._known(facts)
         self._begun = []
         try:
             if self._variant.is_given and feeds:
@@ -199,11 +209,22 @@ class Seam(ABC):
         self._finish(out)
         return out["result"]
 
+    def _known(self, facts: tuple[Any, ...]) -> Literals:
+        """``facts`` and what else a step depends on as one leaf: that of the step before if nothing has changed."""
+        changes, notes = self._own_hooks.changes(), self._wrapped.notes()
+        if facts is not self._facts or changes != self._changes or notes != self._notes:
+            self._facts, self._changes, self._notes = facts, changes, notes
+            all_facts = (*facts, changes, *notes)
+            if len(all_facts) != len(self._latest) or any(map(is_not, all_facts, self._latest)):
+                self._latest = Literals(all_facts)
+        return self._latest
+
     def _finish(self, out: dict[str, Any]) -> None:
         """After a call, do what is done after each, whether its Python ran or it was a replay."""
-        self._wrapped.note(out["notes"])
+        if out["notes"]:
+            self._wrapped.note(out["notes"])
         if out["logs"]:
-            self._logs.finish(out["logs"])
+            self._logs.finish(out["logs"], out["values"])
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""

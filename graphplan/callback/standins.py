@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from typing_extensions import override
 
 
-class StandIn:
-    """A callable on an instance, in the place of the method of that name.
+class StandIn(partial[Any]):
+    """A callable on an instance, in the place of the method of that name: calling it is calling ``run``.
 
     In a copy of the instance, and where it is unpickled, the method itself is back: a copied Trainer has no seam.
     """
 
-    def __init__(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
-        self._owner = owner
-        self._name = name
-        self._run = run
+    _owner: Any
+    _name: str
+
+    def __new__(cls, owner: Any, name: str, run: Callable[..., Any]) -> StandIn:
+        """``run`` for the method ``name`` of ``owner``."""
+        self = super().__new__(cls, run)
+        self._owner, self._name = owner, name
+        return self
 
     def put(self) -> None:
         """Shadow the method."""
@@ -28,10 +33,6 @@ class StandIn:
         """Undo ``put``, if nobody else has put something there since."""
         if vars(self._owner).get(self._name) is self:
             delattr(self._owner, self._name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run instead of the method."""
-        return self._run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (self._owner, self._name)  # Of a copy that is still being made, and has no attributes yet.

@@ -29,11 +29,8 @@ class Variant:
                 f"variant is {given!r}; expected a function of (batch, batch_idx) or the name of a method of the module"
             )
         self._given = given
-
-    @property
-    def is_given(self) -> bool:
+        self.is_given = given is not None
         """Whether there may be several ways."""
-        return self._given is not None
 
     def of(self, module: LightningModule, batch: Any, batch_idx: int) -> Any:
         """The key of this batch.

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from operator import contains, getitem, is_not
+from operator import attrgetter, contains, getitem, is_not, mod
 from typing import Any
+
+from torch import Tensor
 
 from graphplan.native.building import load
 
 Row = tuple[Any, ...]
 """The name of a comparison, and what it compares: lists of one length."""
 _keys = dict.__iter__
+_identity_of = attrgetter("_cdata")
 
 
 def _same_items(containers: Sequence[Any], keys: Sequence[Any], values: Sequence[Any]) -> bool:
@@ -127,7 +130,17 @@ class _Checks:
         return all(compare(*parts) for compare, parts in self._rows)
 
 
+def _lie(tensors: list[Tensor], units: list[int], rests: list[int], written: set[Any]) -> bool:
+    """Whether the addresses of dense ``tensors`` leave these ``rests`` when divided by ``units``, and none of them lies
+    in memory whose storage is among those ``written``.
+    """
+    if list(map(mod, map(Tensor.data_ptr, tensors), units)) != rests:
+        return False
+    return written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
+
+
 _built: Any = load()
+lie: Callable[[list[Tensor], list[int], list[int], set[Any]], bool] = getattr(_built, "lie", _lie)
 Checks: type[_Checks] = getattr(_built, "Checks", _Checks)
 Tensors: Any = getattr(_built, "Tensors", None)
 """``Tensors(list, placed).fit(list)``: types, dtypes, devices, shapes, strides and ``requires_grad`` of dense tensors,

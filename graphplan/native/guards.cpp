@@ -389,6 +389,46 @@ PyObject* checks_hold(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
+// `lie` of graphplan/native/comparing.py.
+PyObject* lie(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *tensors, *units, *rests, *written;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!", &PyList_Type, &tensors, &PyList_Type, &units, &PyList_Type, &rests,
+                        &PySet_Type, &written)) {
+    return nullptr;
+  }
+  const Py_ssize_t count = PyList_GET_SIZE(tensors);
+  if (PyList_GET_SIZE(units) != count || PyList_GET_SIZE(rests) != count) {
+    PyErr_SetString(PyExc_TypeError, "expected lists of one length");
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* item = PyList_GET_ITEM(tensors, i);
+    if (!THPVariable_Check(item) || !graphplan::is_dense(THPVariable_Unpack(item))) {
+      PyErr_SetString(PyExc_TypeError, "only dense tensors are compared here");
+      return nullptr;
+    }
+    const at::Tensor& tensor = THPVariable_Unpack(item);
+    const Py_ssize_t unit = PyLong_AsSsize_t(PyList_GET_ITEM(units, i));
+    const Py_ssize_t rest = PyLong_AsSsize_t(PyList_GET_ITEM(rests, i));
+    if (PyErr_Occurred()) {
+      return nullptr;
+    }
+    if (static_cast<Py_ssize_t>(reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(unit)) != rest) {
+      Py_RETURN_FALSE;
+    }
+    PyObject* storage = PyLong_FromVoidPtr(tensor.storage().unsafeGetStorageImpl());
+    const int there = storage == nullptr ? -1 : PySet_Contains(written, storage);
+    Py_XDECREF(storage);
+    if (there != 0) {
+      return there < 0 ? nullptr : PyBool_FromLong(0);
+    }
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {{"lie", lie, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyMethodDef checks_methods[] = {{"hold", checks_hold, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot checks_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(checks_new)},
@@ -399,7 +439,7 @@ PyType_Slot checks_slots[] = {
     {0, nullptr}};
 PyType_Spec checks_spec = {"graphplan_guards.Checks", sizeof(Checks), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                            checks_slots};
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "graphplan_guards", nullptr, -1, nullptr};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "graphplan_guards", nullptr, -1, functions};
 
 }  // namespace
 

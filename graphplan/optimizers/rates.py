@@ -52,8 +52,8 @@ class Shadow:
                 self.tensor.copy_(value)
             self.last = None
         elif value != self.last:
-            with torch.no_grad():
-                self.tensor.fill_(value)
+            # Neither asks for a gradient.
+            self.tensor.fill_(value)
             self.last = value
 
     def enter(self) -> None:
@@ -197,7 +197,8 @@ class LearningRates:
     def push(self) -> None:
         """Bring every shadow up to its group's Python value (before a replay)."""
         for shadow in self._shadows.values():
-            shadow.push()
+            if shadow.group["lr"] is not shadow.last:
+                shadow.push()
 
     @contextmanager
     def within_optimizers(self) -> Iterator[None]:

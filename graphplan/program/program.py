@@ -13,6 +13,7 @@ from graphplan.backend import Recording
 from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
+from graphplan.native.comparing import Row
 from graphplan.nodes import Nodes
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -29,7 +30,6 @@ from graphplan.signature import Feed, check_match, flatten, shared_leaf
 from graphplan.trees import map_result
 
 _wants_grad = attrgetter("requires_grad")
-_identity_of = attrgetter("_cdata")
 _FEW = 3
 """So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
 NO_CHECK = -1
@@ -101,6 +101,10 @@ class Program:
         """The checks of what the program adopted."""
         return self._adopted.guards
 
+    def row(self) -> Row:
+        """A comparison that holds while the program is open, and its guards are these."""
+        return ("same_attributes", [self, self._adopted], ["is_open", "guards"], [self.is_open, self.guards])
+
     def takes(self, feed: Feed) -> bool:
         """Whether the program can be run on the feed: not where the step writes to a leaf that another one shares
         memory with, nor where other leaves share memory with what the step changes in owners, or other parts of it,
@@ -114,11 +118,10 @@ class Program:
             return False
         return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
 
-    def is_written(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the step writes to the memory of any of ``tensors``, dense ones that are fed."""
-        if self._write_back:
-            return True
-        return not self._adopted.written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
+    @property
+    def written(self) -> set[Any] | None:
+        """The owners' storages that the step writes to; None if it writes to what it is fed as well."""
+        return None if self._write_back else self._adopted.written
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors into the static inputs."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphplan.errors import RefusalError
+from graphplan.native.comparing import Row
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.tracer import Trace
@@ -49,6 +50,10 @@ class Entry:
     captured: bool = False
     wants_grad: bool = False
     outside: bool = False
+
+    def row(self) -> Row:
+        """A comparison that holds while the entry leads to the same program."""
+        return ("same_attributes", [self, self], ["refusal", "any_program"], [self.refusal, self.any_program])
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
         """The program for the gradients that there are now, if it is ready."""

@@ -94,23 +94,21 @@ class GraphedStep(Exclusive, Reports):
         if not self._turn.acquire(False):
             self._check_turn()
         try:
-            return self._call(args, kwargs)
-        finally:
-            self._turn.release()
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._closed:
-            raise ClosedError("this step was closed; make a new one with graph_step")
-        self._calls += 1
-        known = None if kwargs or self._demoted is not None else self._short.find(args)
-        if known is not None:
+            self._calls += 1
+            # Where the step is closed, no call is known.
+            known = None if kwargs or self._demoted is not None else self._short.find(args)
+            if known is None:
+                return self._look_up(args, kwargs)
             call, leaves = known
             self._programs.touch(call.entry)
             return self._replays.replay(call.program, leaves)
-        return self._look_up(args, kwargs)
+        finally:
+            self._turn.release()
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call, the long way."""
+        if self._closed:
+            raise ClosedError("this step was closed; make a new one with graph_step")
         with running_step():
             return self._find_way(args, kwargs)
 

@@ -21,6 +21,7 @@ from graphplan.tracer import Profile, Ran
 _NAMES = "names"
 _LIBRARY = "torch"
 """The owners that stand for the names in the step's code, and for those in torch's."""
+_STATE = ["_fingerprint", "_last_id", "refusal"]
 _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
@@ -183,14 +184,9 @@ class Managed:
         """
         return None if self._fingerprint is None else self._fingerprint.rows(compared)
 
-    @property
-    def state(self) -> tuple[Any, int]:
-        """What the fingerprint was last made of, and its number."""
-        return self._fingerprint, self._last_id
-
-    def is_at(self, made_of: Any, number: int) -> bool:
-        """Whether :attr:`state` is still that."""
-        return number == self._last_id and made_of is self._fingerprint
+    def row(self) -> Row:
+        """A comparison that holds while nothing was refused, and nobody took another fingerprint."""
+        return ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
 
     def _number(self, values: tuple[Any, ...]) -> int:
         number = self._seen.pop(values, self._taken)

@@ -27,6 +27,8 @@ class Programs:
         self._options = options
         self._stats = stats
         self._entries = Entries(options.max_graphs)
+        self.touch = self._entries.touch
+        """Counts an entry among those used of late."""
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
@@ -36,10 +38,6 @@ class Programs:
     def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
         return self._entries.find(key)
-
-    def touch(self, entry: Entry) -> None:
-        """Count ``entry`` among those used of late."""
-        self._entries.touch(entry)
 
     def add(self, key: Key, entry: Entry) -> Entry:
         """Keep ``entry`` under ``key``, and under no other."""

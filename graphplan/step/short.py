@@ -7,13 +7,13 @@ with a few comparisons. Each of them is exact in one direction: where one fails,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_not, mod
+from operator import is_not
 from typing import Any
 
 from torch import Tensor
 
 from graphplan.containers import PLAIN_LEAVES
-from graphplan.native.comparing import Checks
+from graphplan.native.comparing import Checks, lie
 from graphplan.program import Program
 from graphplan.signature import Feed, alignment_unit, leaf_key
 from graphplan.step.entry import Entry, Variant
@@ -33,8 +33,6 @@ class Call:
     Attributes:
         entry, program: what the long way found for it.
         checks: compare everything with what it was in that call.
-        guards: those of the program's that are among them.
-        state: what the fingerprint of that call was made of, and its number.
         variant: the gradients that were there on entry; None if the program serves whatever there is.
     """
 
@@ -46,15 +44,12 @@ class Call:
         program: Program,
         *,
         checks: Any,
-        state: tuple[Any, int],
         variant: Variant | None,
         moved: bool,
     ) -> None:
         self.entry = entry
         self.program = program
         self.checks = checks
-        self.guards = program.guards
-        self.state = state
         self.variant = variant
         self._shapes = [(type(arg), _shape(arg)) for arg in args]
         self._is_flat = all(shape is None for _, shape in self._shapes)
@@ -62,19 +57,12 @@ class Call:
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
         tensors = [leaf for _, leaf in feed.tensors()]
-        self._fit = Geometries(tensors).fit
+        self._fit = Geometries(tensors).check
         # Where tensors are moved to the step's device, that gives them new alignments.
-        self._units = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
+        self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
         others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
-
-    def holds(self) -> bool:
-        """Whether nothing has changed since."""
-        try:
-            return bool(self.checks.hold())
-        except (KeyError, IndexError, RuntimeError, AttributeError):
-            return False
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
         """The leaves of ``args``, if they are of this kind."""
@@ -88,11 +76,10 @@ class Call:
             if leaves[index] is not literal and leaf_key(leaves[index]) != key:
                 return None
         tensors = [leaves[index] for index in self._tensors]
-        if not self._fit(tensors):
+        written = self.program.written
+        if written is None or not self._fit(tensors) or not lie(tensors, self._units, self._alignments, written):
             return None
-        if list(map(mod, map(Tensor.data_ptr, tensors), self._units)) != self._alignments:
-            return None
-        return None if self.program.is_written(tensors) else leaves
+        return leaves
 
     def _take_apart(self, args: Sequence[Any], leaves: list[Any]) -> bool:
         """Add the leaves of ``args`` to ``leaves``; whether the containers are of this kind."""
@@ -138,39 +125,41 @@ class ShortWay:
         self._moved = moved
         self._modes = modes
         self._known: dict[Any, list[Call]] = {}
+        self._latest: Call | None = None
 
     def find(self, args: Sequence[Any]) -> tuple[Call, list[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
+        call = self._latest
+        leaves = None if call is None else call.leaves(args)
+        if call is None or leaves is None:
+            call, leaves = self._search(args)
+            if call is None or leaves is None:
+                return None
+        program = call.program
+        if program.replays + 1 == program.next_check:
+            return None
+        if call.variant is not None and self._managed.grad_presence() != call.variant:
+            return None
+        try:
+            return (call, leaves) if call.checks.hold() else None
+        except (KeyError, IndexError, RuntimeError, AttributeError):
+            # Something is gone.
+            return None
+
+    def _search(self, args: Sequence[Any]) -> tuple[Call | None, list[Any] | None]:
         for call in self._known.get(_shapes(args), ()):
             leaves = call.leaves(args)
             if leaves is not None:
-                return (call, leaves) if self._is_ready(call) else None
-        return None
-
-    def _is_ready(self, call: Call) -> bool:
-        """Whether the long way would come to the same program, as far as can be told without going it."""
-        entry, program = call.entry, call.program
-        if call.variant is None:
-            same = entry.any_program is program
-        else:
-            same = entry.any_program is None and self._managed.grad_presence() == call.variant
-        return (
-            same
-            and program.is_open
-            and program.replays + 1 != program.next_check
-            and entry.refusal is None
-            and self._managed.refusal is None
-            and program.guards is call.guards
-            and self._managed.is_at(*call.state)
-            and call.holds()
-        )
+                self._latest = call
+                return call, leaves
+        return None, None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Take the short way for calls like this one, unless there is something about it that only the long way sees:
         arguments that are not plain, tensors that the step writes to, or that gradients flow to.
         """
         plain = PLAIN_LEAVES.issuperset(map(type, feed.leaves)) and not entry.wants_grad
-        if not plain or program.is_written([leaf for _, leaf in feed.tensors()]):
+        if not plain:
             return
         self._managed.fingerprint()
         self._modes.now()
@@ -178,18 +167,19 @@ class ShortWay:
         if modes is None or owners is None:
             return
         variant = None if entry.any_program is program else self._managed.grad_presence()
-        checks = Checks([*modes, *owners, *program.guards.rows])
-        state = self._managed.state
-        call = Call(args, feed, entry, program, checks=checks, state=state, variant=variant, moved=self._moved)
+        checks = Checks([entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.guards.rows])
+        call = Call(args, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
         leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
             shapes = _shapes(args)
             others = [known for known in self._known.pop(shapes, ()) if known.leaves(args) is None]
             self._known[shapes] = [call, *others][:_KINDS]
+            self._latest = call
             if len(self._known) > _SHAPES:
                 del self._known[next(iter(self._known))]
 
     def forget(self) -> None:
         """Let go of programs that were closed."""
+        self._latest = None
         alive = {shapes: [call for call in calls if call.program.is_open] for shapes, calls in self._known.items()}
         self._known = {shapes: calls for shapes, calls in alive.items() if calls}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from graphplan.callback.loop_gates import switches_of
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, trainer_of
 
 
@@ -114,3 +116,80 @@ def test_a_scheduler_that_stops_the_run(tmp_path: Path) -> None:
         assert trainer.global_step == 9
         saves.append(logger.count)
     assert saves[0] == saves[1]
+
+
+class _Sets(Callback):
+    """Sets something of the Trainer's in the middle of an epoch, and notes when others save and validate."""
+
+    def __init__(self, setting: Callable[[Any], None]) -> None:
+        self._setting = setting
+        self.notes: list[tuple[str, int]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 3):
+            self._setting(trainer)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.notes.append(("validates", trainer.global_step))
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.notes.append(("saves", trainer.global_step))
+
+
+class _Eager(ModelCheckpoint):
+    """One with a hook of its own, which saves nothing."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.dirpath = self.dirpath
+
+
+def _save_often(trainer: Any) -> None:
+    trainer.checkpoint_callback._every_n_train_steps = 2
+
+
+def _save_always(trainer: Any) -> None:
+    trainer.checkpoint_callback._train_time_interval = timedelta(0)
+
+
+def _save_by_itself(trainer: Any) -> None:
+    checkpoint = trainer.checkpoint_callback
+    checkpoint.on_train_batch_end = lambda *args: trainer.save_checkpoint(Path(checkpoint.dirpath) / "own.ckpt")
+
+
+SETTINGS: dict[str, Callable[[Any], None]] = {
+    "saves every other step": _save_often,
+    "saves after any time": _save_always,
+    "saves in a hook of its own": _save_by_itself,
+    "a shorter epoch": lambda trainer: setattr(trainer.fit_loop, "max_batches", 6),
+    "fewer steps": lambda trainer: setattr(trainer.fit_loop.epoch_loop, "max_steps", 15),
+    "accumulates": lambda trainer: setattr(trainer, "accumulate_grad_batches", 2),
+    "clips": lambda trainer: setattr(trainer, "gradient_clip_val", 0.01),
+    "validates in the middle": lambda trainer: setattr(trainer, "val_check_batch", 6),
+    "stops": lambda trainer: setattr(trainer, "should_stop", True),
+    "no list of callbacks that was there": lambda trainer: setattr(trainer, "callbacks", list(trainer.callbacks)),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_changes(name: str, tmp_path: Path) -> None:
+    """Whatever Lightning asks after each batch counts as soon as it does there."""
+    eager, graphed = _Sets(SETTINGS[name]), _Sets(SETTINGS[name])
+    expected = fit(LitDigits, tmp_path / "eager", more=[eager])
+    found = fit(LitDigits, tmp_path / "graphed", tape(), more=[graphed])
+    assert found.callback.stats.replayed
+    assert_same_fits(expected, found)
+    assert eager.notes == graphed.notes
+
+
+@pytest.mark.parametrize("kind", [ModelCheckpoint, _Eager])
+@pytest.mark.parametrize("every", [None, 3])
+def test_checkpoints_after_batches(kind: type[ModelCheckpoint], every: int | None, tmp_path: Path) -> None:
+    """A checkpoint callback that saves when epochs end only has nothing to do after batches; any other one has."""
+    notes = []
+    for callback in (None, tape()):
+        folder, sets = tmp_path / str(len(notes)), _Sets(lambda trainer: None)
+        saves = kind(folder, every_n_train_steps=every, save_top_k=-1)
+        fit(LitDigits, folder, callback, more=[saves, sets])
+        notes.append((sets.notes, sorted(path.name for path in folder.glob("*.ckpt"))))
+    assert notes[0] == notes[1]
+    assert bool(switches_of(saves)) is (kind is ModelCheckpoint and every is None)

@@ -88,7 +88,7 @@ shaky.register_autograd(lambda ctx, grad: grad)
 
 
 def test_a_check_replays_once_when_the_noise_is_known() -> None:
-    """Three runs of the step in each of the first two checks, and two in each later one; a fault is found all the same."""
+    """Three runs of the step in each of the first two checks, two in each later one; and a fault is still found."""
     torch.manual_seed(0)
     NOISE.item, hidden = np.random.default_rng(3), Box(1.0)
     model = torch.nn.Linear(32, 32)

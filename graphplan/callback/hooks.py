@@ -1,0 +1,61 @@
+"""Who has hooks for batches: asked once, and again when somebody comes or goes, or gets or loses a hook."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule
+
+from graphplan.callback.gates import has_hook, members_of, own_of
+from graphplan.callback.loop_gates import END, START, hands_out_batch, switches_of
+from graphplan.native.comparing import Checks
+
+
+class BatchHooks:
+    """The hooks of one fit's callbacks and module around each batch.
+
+    Attributes:
+        hold: says whether all that was found is still so; where it is not, :meth:`look` is due.
+        starts, ends: callbacks that have something to do before and after a batch.
+        module_ends: whether the module has something to do after one.
+    """
+
+    def __init__(self, trainer: Any, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+        self.look()
+
+    def look(self) -> None:
+        """Find out who has hooks."""
+        callbacks = self._trainer.callbacks
+        self._known = len(callbacks)
+        hooked = {name: [c for c in callbacks if has_hook(c, name, Callback)] for name in (START, END)}
+        switches = {id(callback): switches_of(callback) for callback in hooked[END]}
+        self.starts = hooked[START]
+        # Those that do nothing now may be given something to do by those that come before them.
+        self._idle = {number for number, names in switches.items() if names}
+        self.ends = hooked[END] if len(self._idle) < len(switches) else []
+        self.module_ends = has_hook(self._module, END, LightningModule)
+        self._hand_out = self.module_ends or any(hands_out_batch(c) for c in chain(*hooked.values()))
+        places = [(vars(self._module), END), *((vars(c), name) for c in callbacks for name in (START, END))]
+        # A hook that does nothing does so while what switches it off stays as it is.
+        places += [(vars(callback), name) for callback in hooked[END] for name in switches[id(callback)]]
+        self.hold = Checks([*members_of(self._trainer, "callbacks"), own_of(places)]).hold
+
+    def hand_out(self) -> bool:
+        """Whether anybody is given the batch, and is not known to leave it alone."""
+        if not self.hold():
+            self.look()
+        return self._hand_out
+
+    def call(self, hook: str, hooked: list[Any], *args: Any) -> None:
+        """Lightning's way to call callbacks, of which only some have the hook."""
+        inner, known = vars(self._module), self._known
+        # A module's own __setattr__ takes longer than most hooks.
+        before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
+        # Whom a hook adds to the Trainer's callbacks has its turn at once.
+        for callback in chain(hooked, islice(self._trainer.callbacks, known, None)):
+            if hook is END and id(callback) in self._idle and self.hold():
+                continue
+            getattr(callback, hook)(self._trainer, self._module, *args)
+        inner["_current_fx_name"] = before
