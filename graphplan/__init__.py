@@ -36,6 +36,7 @@ from graphplan.errors import SkipReason as SkipReason
 from graphplan.errors import SlowerError as SlowerError
 from graphplan.errors import SplitError as SplitError
 from graphplan.errors import StaleError as StaleError
+from graphplan.errors import SurroundingsError as SurroundingsError
 from graphplan.errors import TemporaryCopyError as TemporaryCopyError
 from graphplan.errors import UncoveredRoleError as UncoveredRoleError
 from graphplan.errors import UnownedTensorError as UnownedTensorError

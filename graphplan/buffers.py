@@ -82,6 +82,8 @@ class Buffers:
             self._flat[key] = flat
         with torch.inference_mode(False), torch.no_grad():
             static = flat.as_strided(shape, stride, alignment(like) // like.element_size())
+            static = static.conj() if like.is_conj() else static
+            static = torch._neg_view(static) if like.is_neg() else static
         return static.requires_grad_(like.requires_grad)
 
     @property

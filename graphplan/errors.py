@@ -45,6 +45,7 @@ class SkipReason(Enum):
     UNBORN = "the gradient scaler skipped the step that would have made the optimizer's state"
     PEERS = "other ranks are not ready to capture yet"
     PEER = "another rank cannot capture the step"
+    SURROUNDINGS = "a mode, a transform or forward-mode AD around the call, which a replay would not heed"
     SHAPE = "a feed signature that has no program yet"
 
 
@@ -215,6 +216,12 @@ class GuardError(RefusalError, RuntimeError):
     """A program was replayed although something that it depends on is no longer where it was."""
 
     reason = SkipReason.GUARD
+
+
+class SurroundingsError(RefusalError, RuntimeError):
+    """A mode, a transform or forward-mode AD is active around a call that could only compile, record or replay."""
+
+    reason = SkipReason.SURROUNDINGS
 
 
 class RecaptureError(RefusalError, RuntimeError):

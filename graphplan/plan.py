@@ -45,7 +45,8 @@ class Output:
     """One leaf of what the step returns.
 
     ``kind`` is ``"tensor"`` (made by the step), ``"input"`` (leaf ``index`` of the feed as it is), ``"owned"`` (the
-    tensor in the owners' slot ``path``), or ``"literal"`` (the Python ``value``). ``spec`` is a tensor's geometry.
+    tensor in the owners' slot ``path``), or ``"literal"`` (the Python ``value``). ``spec`` is a tensor's geometry,
+    ``marks`` are the attributes that hang on one that the step makes.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Output:
     path: str | None = None
     value: Any = None
     spec: TensorSpec | None = None
+    marks: tuple[tuple[str, Any], ...] = ()
 
 
 class Rates(Protocol):
@@ -96,6 +98,8 @@ class Plan:
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
         asked: attributes that the step's code asks for although they may not exist
+        named: attributes that the user's code names, those that it calls too.
+        dynamic: whether user code takes attributes by names that it does not spell out.
         methods: names of the user's methods that the step calls
         called: names that the user's code calls, of whatever it has.
         called_by_torch: names of methods that torch's own code calls
@@ -129,6 +133,8 @@ class Plan:
     functions: tuple[str, ...]
     shared: frozenset[int]
     asked: tuple[str, ...]
+    named: frozenset[str]
+    dynamic: bool
     methods: frozenset[str]
     called: frozenset[str]
     called_by_torch: frozenset[str]

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from graphplan.containers import Literals, flatten_plain
 from graphplan.dtensors import is_sharded
 from graphplan.errors import DeviceError, FeedError
+from graphplan.marks import PLAIN_KINDS, has_own_operators, marks_of
 from graphplan.trees import close_records, is_record, open_records, with_paths
 
 Key = tuple[Hashable, ...]
@@ -95,18 +95,42 @@ def leaf_key(leaf: Any) -> Hashable:
         if leaf.layout is not torch.strided:
             return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-        # What a subclass does with operators is the subclass's affair.
-        return plain if type(leaf) in (Tensor, Parameter) else (*plain, type(leaf))
+        # What a subclass does with operators is the subclass's affair, and what somebody hung on it the code's.
+        kind, marks = type(leaf), marks_of(leaf)
+        bits = (leaf.is_conj(), leaf.is_neg())
+        if kind in PLAIN_KINDS and not marks and not any(bits):
+            return plain
+        return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
     if not isinstance(leaf, _LITERALS) and not callable(leaf):
         raise FeedError(
             f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when "
             "it changes: feed tensors in dicts, tuples, lists or dataclasses, or register the type with "
             "torch.utils._pytree"
         )
+    if not callable(leaf) and not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
+        names = ", ".join(sorted(vars(leaf)))
+        raise FeedError(
+            f"a {type(leaf).__name__} is fed that has attributes of its own ({names}), and a replay could not tell "
+            "when they change; expected a plain value: feed what they hold as arguments of their own"
+        )
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
     if isinstance(leaf, complex):
         return (type(leaf), (leaf.real.hex(), leaf.imag.hex()))
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
+
+
+def is_literal(value: Any) -> bool:
+    """Whether a key holds all that there is to know of ``value``."""
+    if type(value) is tuple:
+        return all(map(is_literal, value))
+    return not isinstance(value, Tensor) and (isinstance(value, _LITERALS) or callable(value))
+
+
+def _mark_key(value: Any) -> Hashable:
+    """What an attribute of a tensor contributes: its value, or the type of what has more to it than a key can hold."""
+    if type(value) is tuple and is_literal(value):
+        return tuple(map(_mark_key, value))
+    return leaf_key(value) if is_literal(value) else (type(value),)
 
 
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
@@ -140,6 +164,17 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
             raise FeedError(
                 f"{name} is a nested tensor, whose parts have lengths of their own; expected a dense (strided) "
                 f"tensor: feed torch.nested.to_padded_tensor({name}, 0.0), and the lengths or a mask beside it"
+            )
+        if has_own_operators(leaf):
+            raise FeedError(
+                f"{name} is a {type(leaf).__name__}, whose __torch_dispatch__ decides what operators do, and a replay "
+                f"runs those that were recorded; expected a tensor of torch's own: feed what {name} wraps, and make "
+                f"the {type(leaf).__name__} in the step"
+            )
+        if type(leaf) not in PLAIN_KINDS and leaf.requires_grad:
+            raise FeedError(
+                f"{name} is a {type(leaf).__name__} that asks for gradients, which a replay's copy of it could not "
+                f"hand back; expected a plain tensor: feed {name}.as_subclass(torch.Tensor)"
             )
         if leaf.grad_fn is not None:
             raise FeedError(
@@ -197,9 +232,15 @@ def _describe(key: Hashable) -> str:
     assert isinstance(key, tuple)
     if len(key) == 2:
         return f"the {key[0].__name__} {key[1]!r}"
-    shape, stride, dtype, device, grad, *kinds = key
+    shape, stride, dtype, device, grad, *more = key
     text = f"{dtype} {list(shape)} strides {stride} on {device}" + (" requiring grad" if grad else "")
-    return text + "".join(f", a {kind.__name__}" for kind in kinds)
+    return text + (_describe_more(*more) if more else "")
+
+
+def _describe_more(kind: type, bits: tuple[bool, bool], marks: tuple[tuple[str, tuple[Any, ...]], ...]) -> str:
+    text = "" if kind in PLAIN_KINDS else f", a {kind.__name__}"
+    text += "".join(f", {what}" for what, is_set in zip(("conjugated", "negated"), bits, strict=True) if is_set)
+    return text + "".join(f", with {name} = {' '.join(map(str, key[1:] or key))}" for name, key in marks)
 
 
 class FeedSpec:

@@ -18,7 +18,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from graphplan.dtensors import is_sharded
+from graphplan.marks import marks_of
 from graphplan.native.comparing import Row, facts_of
+from graphplan.surroundings import COUNTS, LEVEL, surroundings
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
@@ -72,12 +74,15 @@ def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Geometries:
-    """Shapes, strides, dtypes, devices, types and ``requires_grad`` of some tensors, which are not kept."""
+    """Shapes, strides, dtypes, devices, types and ``requires_grad`` of some tensors, which are not kept, and that those
+    have no attributes of their own which had none.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._facts = facts_of(tensors, placed=False)
         self._guard: Any = None
         self._is_empty = not tensors
+        self._is_bare = not any(map(marks_of, tensors))
         # Without gradient mode torch's guard takes no notice of requires_grad.
         self._grad = torch.is_grad_enabled()
         self._wants_grad = list(map(_wants_grad, tensors))
@@ -94,6 +99,8 @@ class Geometries:
         """Whether these, which must be as many, have them."""
         if self._facts is not None:
             return bool(self._facts.fit(tensors))
+        if self._is_bare and any(map(marks_of, tensors)):
+            return False
         if self._guard is None or torch.is_grad_enabled() is not self._grad:
             return self._is_empty
         return self._guard.check(*tensors) and (self._grad or list(map(_wants_grad, tensors)) == self._wants_grad)
@@ -127,8 +134,16 @@ class Modes:
         """Comparisons that hold while all are what :meth:`now` said last; None if this torch has none."""
         if self._state is None:
             return None
-        functions = [self._state.check, _default_device if self._device is not None else _count_of_modes, *_SETTINGS]
-        return [("same_results", functions, [True, self._device or 0, *self._settings])]
+        asked = [(_default_device, self._device) if self._device is not None else (_count_of_modes, 0)]
+        # Modes that change nothing may be active.
+        bare = self._device is None and all(function() == none for function, none in COUNTS)
+        asked += COUNTS if bare else [(surroundings, None)]
+        functions = [self._state.check, *(function for function, _ in asked), *_SETTINGS]
+        space, name, outside = LEVEL
+        return [
+            ("same_results", functions, [True, *(answer for _, answer in asked), *self._settings]),
+            ("same_values", [space], [name], [outside]),
+        ]
 
     def now(self) -> tuple[Any, ...]:
         """Gradient and inference mode, autocast by device, the default dtype, and which kernels torch may choose."""
@@ -199,4 +214,5 @@ def _all_settings() -> list[Any]:
 _GUARDED = _settings_of(
     "_get_deterministic_algorithms", "_get_deterministic_algorithms_warn_only", "_get_cublas_allow_tf32",
     "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
+    "_is_torch_function_enabled",
 )  # fmt: skip

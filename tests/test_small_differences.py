@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import HostScalarError, graph_step, graphed
+from graphplan import HostScalarError, graph_step
+from tests.test_odd_values import Odd, OddNumber
 
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -51,8 +52,25 @@ def _key_that_a_dictionary_would_make() -> tuple[Any, Callable[[Tensor], Tensor]
     return {"settings": settings}, step, lambda: settings.pop("a")
 
 
+def _number_that_cannot_be_compared() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings = {"factor": OddNumber(2)}
+    return {"settings": settings}, lambda x: x * int(settings["factor"]), lambda: settings.update(factor=OddNumber(3))
+
+
+def _object_that_cannot_be_compared() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings = {"factor": Odd(2.0)}
+    return {"settings": settings}, lambda x: x * settings["factor"].value, lambda: settings.update(factor=Odd(3.0))
+
+
 @pytest.mark.parametrize(
-    "make", [_layers_in_another_order, _sign_of_an_imaginary_zero, _key_that_a_dictionary_would_make]
+    "make",
+    [
+        _layers_in_another_order,
+        _sign_of_an_imaginary_zero,
+        _key_that_a_dictionary_would_make,
+        _number_that_cannot_be_compared,
+        _object_that_cannot_be_compared,
+    ],
 )
 def test_a_change_is_seen(make: Callable[[], Any]) -> None:
     owners, step, change = make()
@@ -159,32 +177,3 @@ def test_items_of_a_long_list_that_hold_more(make: Callable[[], Any]) -> None:
     with pytest.raises(HostScalarError, match=r"items\[4096:\], of which there are more than 4096; what they"):
         for _ in range(8):
             call(X)
-
-
-class Changing(nn.Module):
-    """What comes out is another structure, or shape, from some call on."""
-
-    way = "plain"
-
-    def forward(self, x: Tensor) -> Any:
-        """One result, a pair, or a transposed one."""
-        y = x * 2
-        return (y, y + 1) if self.way == "pair" else y.T if self.way == "transposed" else y
-
-
-@pytest.mark.parametrize("way", ["pair", "transposed"])
-def test_padded_results_that_become_others(way: str) -> None:
-    """The first such call is made without padding, as a new function's first call is."""
-    model = Changing()
-    fast = graphed(model, shapes="bucket", buckets={0: [8]}, backend="tape")
-    x = torch.arange(20.0).reshape(5, 4)
-    with torch.no_grad():
-        for _ in range(12):
-            assert torch.equal(fast(x), x * 2)
-        model.way = way
-        for _ in range(6):
-            assert all(map(torch.equal, _as_tuple(model(x)), _as_tuple(fast(x))))
-
-
-def _as_tuple(result: Any) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)

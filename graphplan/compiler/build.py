@@ -18,6 +18,7 @@ from graphplan.compiler.effects import (
     find_reads,
     find_rebindings,
 )
+from graphplan.compiler.marked import check_marks
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Library, Scalar, Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, frozen
@@ -58,6 +59,7 @@ def build_plan(
         RefusalError: a subclass for every way in which a replay could differ from the step.
     """
     check_difference(first, second)
+    check_marks(feed, first, second)
     check_draws(first, second, allow)
     walk = walk_owners(owners())
     # A list that changes its length is told as such, not as the numbers that it holds.
@@ -90,6 +92,8 @@ def build_plan(
         functions=functions,
         shared=_shared_with_owners(second, externals),
         asked=tuple(sorted(first.reads.asked | second.reads.asked)),
+        named=frozenset().union(*(trace.reads.anywhere | trace.reads.called for trace in (first, second))),
+        dynamic=first.reads.dynamic or second.reads.dynamic,
         methods=frozenset(first.reads.methods | second.reads.methods),
         called=frozenset(first.reads.called | second.reads.called),
         called_by_torch=frozenset(first.reads.called_by_torch | second.reads.called_by_torch),
@@ -132,7 +136,9 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
             # What a slot is rebound to is a new tensor in each eager step, so the caller gets a copy of it.
             owned = new.path is not None and new.path not in rebound
             kind = "input" if new.leaf is not None else "owned" if owned else "tensor"
-            outputs.append(Output(kind, index=new.leaf, path=new.path if owned else None, spec=new.spec))
+            path = new.path if owned else None
+            marks = _marks(old, new, second.output_names[number])
+            outputs.append(Output(kind, index=new.leaf, path=path, spec=new.spec, marks=marks))
         elif not same_value(old, new):
             raise OutputError(
                 f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "
@@ -141,6 +147,18 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
         else:
             outputs.append(Output("literal", value=new))
     return outputs
+
+
+def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...]:
+    """What hangs on a result, which a replay hangs on each."""
+    before = old.marks if isinstance(old, OutputTensor) else ()
+    if not same_value(before, new.marks) or any(isinstance(value, type) for _, value in new.marks):
+        raise OutputError(
+            f"{', '.join(mark for mark, _ in new.marks or before)} hangs on {name}, which the step returns, and is no "
+            "plain value, or not the same on each call; a replay would hang the first on each. Return it beside the "
+            "tensor"
+        )
+    return new.marks
 
 
 def _check_shared(feed: Feed, externals: Sequence[External]) -> None:

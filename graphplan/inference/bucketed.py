@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from graphplan.inference.padding import Layout, Padding
 from graphplan.inference.shapes import Dynamic, Place
 from graphplan.inference.slicing import Slicer, distance, result_leaves, tolerance
 from graphplan.owners import storage_id, walk_owners
-from graphplan.program import StaticOutput, plain
+from graphplan.program import Program, StaticOutput, plain
 from graphplan.signature import Feed, asks_for_gradients, leaf_key
 from graphplan.step import ServedStep
 from graphplan.verify import find_room
@@ -32,12 +33,15 @@ others of them."""
 
 @dataclass(slots=True)
 class _Size:
-    """One capture size: what is known of its results, its padded calls so far, and which of them is checked next."""
+    """One capture size: what is known of its results, its padded calls so far, which of them is checked next, and the
+    programs of which a padded replay was checked.
+    """
 
     slicer: Slicer = field(default_factory=Slicer)
     calls: int = 0
     next_check: int = 0
     refusal: PaddingError | None = None
+    checked: WeakSet[Program] = field(default_factory=WeakSet)
 
 
 @dataclass(slots=True)
@@ -51,6 +55,10 @@ class _Kind:
     fed: int
     padded: int
     sure_of: object = None
+
+
+class _UnpaddedError(Exception):
+    """A call is better made as it came: the reason, and its wording."""
 
 
 class Bucketed:
@@ -145,21 +153,30 @@ class Bucketed:
         versions = [memory._version for memory in staged.values()]
         is_padded = layout.is_padded
         size.calls += is_padded
-        is_sure = not is_padded or self._is_sure(kind)
-        room, reason = None, ""
-        if is_padded and (size.calls == size.next_check or not is_sure):
-            room, reason = self._find_room(layout)
-            size.next_check = self._schedule.after(size.calls)
-        if reason and not is_sure:
-            return self._leave(feed, layout.places, SkipReason.CHECK, reason)
-        effects = Effects(self._step.owners, self._allow, room) if room is not None else None
-        result = self._step(*args, **kwargs)
+        effects: Effects | None = None
+        running: Program | None = None
+
+        def before(program: Program | None, reason: SkipReason | None, detail: str) -> None:
+            nonlocal effects, running
+            running = program
+            if is_padded and reason is not None:
+                raise _UnpaddedError(reason, detail)
+            if is_padded and self._is_due(kind, program):
+                effects = self._watch(layout)
+                size.next_check = self._schedule.after(size.calls)
+
+        try:
+            result = self._step.call(args, kwargs, before)
+        except _UnpaddedError as reason:
+            return self._leave(feed, layout.places, *reason.args)
         leaves, structure = result_leaves(result)
         mutated = [
             index for (index, memory), was in zip(staged.items(), versions, strict=True) if memory._version != was
         ]
         size.slicer.meet(leaves, structure, layout.sizes)
         if effects is not None:
+            if running is not None:
+                size.checked.add(running)
             return self._check(feed, layout, size, leaves, mutated, effects)
         if is_padded and not self._is_sure(kind):
             # The function gives something else than before: this call's outcome is that without padding.
@@ -176,11 +193,27 @@ class Bucketed:
             kind.sure_of = slicer.known if slicer.is_sure(layout.true, layout.sizes) else None
         return kind.sure_of is not None
 
-    def _find_room(self, layout: Layout) -> tuple[torch.device | None, str]:
-        """Where copies of what the owners hold can lie during a check; or why nowhere."""
+    def _is_due(self, kind: _Kind, program: Program | None) -> bool:
+        """Whether a padded call is made unpadded, too. The step's Python may do something else than in the last check,
+        and so may a program that was captured since.
+        """
+        size = kind.size
+        if size.calls == size.next_check or not self._is_sure(kind):
+            return True
+        return self._schedule.every != 0 and (program is None or program not in size.checked)
+
+    def _watch(self, layout: Layout) -> Effects:
+        """What notes the effects of a call that is about to be made.
+
+        Raises:
+            _UnpaddedError: if there is no room for copies of what the owners hold.
+        """
         held = {id(t): t for slot in walk_owners(self._step.owners).slots.values() for t in slot.tensors()}
         where = next((memory.device for memory in layout.staged.values()), torch.device("cpu"))
-        return find_room(sum(tensor.nbytes for tensor in held.values()), where)
+        room, reason = find_room(sum(tensor.nbytes for tensor in held.values()), where)
+        if room is None:
+            raise _UnpaddedError(SkipReason.CHECK, reason)
+        return Effects(self._step.owners, self._allow, room)
 
     def _check(
         self,

@@ -28,6 +28,7 @@ from graphplan.roles import Role
 from graphplan.signature import flatten
 from graphplan.stats import Stats
 from graphplan.step import ServedStep, runs_within_step
+from graphplan.surroundings import surroundings
 from graphplan.trees import map_result
 
 _LIMITS = ("evicted: more programs than max_graphs", "evicted: more bytes than memory_budget")
@@ -123,7 +124,7 @@ class Graphed(Reports):
         options = self._options
         if options.enable_if is not None and not options.enable_if():
             return self._step.skip(args, kwargs, SkipReason.ENABLE_IF)
-        if options.backend == "eager":
+        if options.backend == "eager" or surroundings() is not None:
             return self._step(*args, **kwargs)
         feed = dense_feed(args, kwargs) if options.shapes != "exact" else None
         if feed is None:

@@ -32,6 +32,8 @@ class LaunchCounter(TorchDispatchMode):
         nodes: nodes of what was replayed by type. On CUDA they are known where its Python bindings are installed.
     """
 
+    changes_nothing = True
+
     def __init__(self) -> None:
         super().__init__()
         self.eager = 0

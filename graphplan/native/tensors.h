@@ -34,6 +34,7 @@ struct Fact {
   c10::ScalarType dtype;
   c10::Device device;
   bool requires_grad;
+  bool bare;
 };
 
 // What some tensors were like. Sizes and strides of all lie one after another, as they are read.
@@ -64,6 +65,12 @@ inline const void* memory_of(const at::Tensor& tensor) {
   return tensor.storage().unsafeGetStorageImpl()->data();
 }
 
+// Whether code has hung an attribute on the tensor.
+inline bool is_bare(PyObject* item) {
+  PyObject** attributes = _PyObject_GetDictPtr(item);
+  return attributes == nullptr || *attributes == nullptr || PyDict_GET_SIZE(*attributes) == 0;
+}
+
 inline void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
   // Kept, so that no other class can come to lie where it does.
   Py_INCREF(Py_TYPE(item));
@@ -71,7 +78,7 @@ inline void add(Facts& facts, PyObject* item, const at::Tensor& tensor) {
   facts.of.push_back({Py_TYPE(item), tensor.key_set().raw_repr(), memory_of(tensor), tensor.storage_offset(), impl,
                       tensor.storage().unsafeGetStorageImpl(), impl->autograd_meta(),
                       static_cast<int32_t>(tensor.dim()), tensor.scalar_type(), tensor.device(),
-                      tensor.requires_grad()});
+                      tensor.requires_grad(), is_bare(item)});
   for (int64_t size : tensor.sizes()) {
     facts.dims.push_back(size);
   }
@@ -104,6 +111,10 @@ inline bool fits(const Fact& fact, const int64_t* dims, PyObject* item, bool pla
     return false;
   }
   if (placed && (memory_of(tensor) != fact.memory || tensor.storage_offset() != fact.offset)) {
+    return false;
+  }
+  // Attributes of what is owned are compared one by one.
+  if (!placed && fact.bare && !is_bare(item)) {
     return false;
   }
   const auto ndim = static_cast<size_t>(fact.ndim);

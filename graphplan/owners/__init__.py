@@ -1,5 +1,7 @@
 """Owners: walking them, naming them, finding them, and putting them back as they were."""
 
+from graphplan.owners.contents import has_contents as has_contents
+from graphplan.owners.contents import state_of as state_of
 from graphplan.owners.contents import unseen as unseen
 from graphplan.owners.copying import bits as bits
 from graphplan.owners.copying import copy_all as copy_all
@@ -7,7 +9,9 @@ from graphplan.owners.copying import same_bits as same_bits
 from graphplan.owners.copying import unequal as unequal
 from graphplan.owners.copying import values_of as values_of
 from graphplan.owners.discovery import Discovery as Discovery
+from graphplan.owners.kinds import PLAIN as PLAIN
 from graphplan.owners.kinds import SCALARS as SCALARS
+from graphplan.owners.kinds import is_foreign as is_foreign
 from graphplan.owners.kinds import is_known as is_known
 from graphplan.owners.kinds import is_user_object as is_user_object
 from graphplan.owners.naming import free_name as free_name

@@ -33,6 +33,7 @@ class Behind(ABC):
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         self._names_of: dict[int, str] = {}
+        self._open: set[int] = set()
 
     def _first_visit(self, thing: Any) -> bool:
         if id(thing) in self._seen:

@@ -48,7 +48,21 @@ class _Bytes(bytes):
 
 def has_contents(value: Any) -> bool:
     """Whether ``value`` is a buffer or a random generator of the host's, whose state can be compared."""
-    return isinstance(value, random.Random) or _bits_of(value) is not None or 0 <= size_of(value) <= WIDEST
+    is_known = isinstance(value, random.Random) or _bits_of(value) is not None or is_array_of_objects(value)
+    return is_known or 0 <= size_of(value) <= WIDEST
+
+
+def is_array_of_objects(value: Any) -> bool:
+    """Whether ``value`` is an array of NumPy's whose elements are Python objects, or have some in their fields."""
+    return _is_array(value) and bool(value.dtype.hasobject)
+
+
+def elements_of(array: Any) -> tuple[Any, ...]:
+    """The objects in an array of objects."""
+    if array.dtype.names is None:
+        return tuple(array.flat)
+    fields = [array[name] for name in array.dtype.names]
+    return tuple(item for field in fields if field.dtype.hasobject for item in elements_of(field))
 
 
 def size_of(buffer: Any) -> int:
@@ -90,8 +104,8 @@ def state_of(value: Any) -> Any:
         return repr(value.getstate())
     bits = _bits_of(value)
     if bits is None and _is_array(value):
-        if value.dtype.hasobject:
-            return tuple(value.flat)
+        if value.dtype.hasobject and value.dtype.names is None:
+            return elements_of(value)
         return _Bytes(f"{value.shape}{value.dtype.str}".encode() + value.tobytes())
     if bits is None:
         return _Bytes(memoryview(value))

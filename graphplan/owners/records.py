@@ -136,7 +136,8 @@ class Walk:
     ``lacking`` are names that dictionaries of globals do not have, though code uses them.
     ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
-    only known by a name in the step's code. ``attributes`` are modules and objects, with their dictionaries.
+    only known by a name in the step's code. ``attributes`` are modules and objects, with their dictionaries, ``marks``
+    the dictionaries of tensors, with their classes.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -149,6 +150,7 @@ class Walk:
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)
     attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    marks: list[tuple[str, dict[str, Any], type]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphplan.dtensors import is_sharded
+from graphplan.marks import PLAIN_KINDS, marks_of
 from graphplan.owners.behind import Behind, Source
+from graphplan.owners.contents import elements_of, is_array_of_objects
 from graphplan.owners.kinds import (
     CODE,
     MAPPINGS,
@@ -168,6 +171,21 @@ class Values(Behind):
             self._members(items, path, depth, source)
         else:
             self.walk.scalars[f"{path}[:]"] = Scalar(Contents(items), "contents", *source)
+            if is_array_of_objects(items):
+                self._elements(items, path, depth, source)
+
+    def _elements(self, array: Any, path: str, depth: int, source: Source) -> None:
+        """What the objects in an array hold."""
+        found = elements_of(array)
+        inner = [number for number, item in enumerate(found) if not holds_nothing_else(item)]
+        if len(inner) > MAX_ITEMS:
+            self.walk.objects[f"{path}[:]..."] = Scalar({"rest": TOO_MANY}, "rest", *source)
+        if id(array) in self._open:
+            return
+        self._open.add(id(array))
+        for number in inner[:MAX_ITEMS]:
+            self._value(found[number], f"{path}[{number}]", found, number, depth + 1, source)
+        self._open.remove(id(array))
 
     def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
         if not visited and not self._first_visit(thing):
@@ -187,8 +205,13 @@ class Values(Behind):
         self._class_values(thing, path, depth)
 
     def _marks(self, tensor: Tensor, path: str) -> None:
-        """What the user's code hung on a tensor."""
-        inner = vars(tensor)
-        for name, value in list(inner.items()) if inner else ():
-            if not name.startswith("_") and not isinstance(value, Tensor):
+        """What code hung on a tensor."""
+        if is_sharded(tensor) or not self._first_visit(inner := marks_of(tensor)):
+            return
+        kind = type(tensor)
+        self.walk.marks.append((path, inner, kind))
+        if kind not in PLAIN_KINDS:
+            self._class_values(tensor, path)
+        for name, value in list(inner.items()):
+            if not name.startswith("__"):
                 self._value(value, f"{path}.{name}", inner, name, 1, (tensor, name))

@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.utils import _pytree as pytree
 
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_user_object
+from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_user_object
 from graphplan.owners.records import Namespace, Scalar, Slot, Via, Walk
 from graphplan.owners.spaces import Extent, Numbers, Rest, Room
 from graphplan.owners.values import Values
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -91,6 +93,7 @@ class _Walker(Values):
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 self._slot(f"{path}.{name}", module._buffers, name)
+                self._marks(buffer, f"{path}.{name}")
         for kind in _HOOKS:
             for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), (dict, Mapping)) else ():
                 self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
@@ -98,10 +101,19 @@ class _Walker(Values):
             if name not in _MODULE_INTERNALS and name != "training":
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
         self._class_values(module, path)
+        if isinstance(module, torch.jit.ScriptModule):
+            self._scripted(module, path)
         for name, child in module._modules.items():
             if child is not None:
                 self.walk.links.append((module._modules, name, child))
                 self._module(child, f"{path}.{name}")
+
+    def _scripted(self, module: torch.jit.ScriptModule, path: str) -> None:
+        """What a scripted module keeps in C++, where its code reads it: no bytecode names that."""
+        known = getattr(module, "_concrete_type", None)
+        for name in known.get_attributes() if known is not None else ("training",):
+            if all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(getattr(module, name))):
+                self.walk.scalars[f"{path}.{name}"] = Scalar(Numbers(module, (name,)), name, module, name, name=name)
 
     def _hook(self, hook: Any, path: str, hooks: Any, number: int, depth: int) -> None:
         """What a hook has that is no plain function: a partial's arguments, an object's attributes."""
@@ -135,8 +147,8 @@ class _Walker(Values):
             else:
                 self._value(values, f"{path}.state[{name}]", state, owner, 1, (optimizer, "state"))
         for name, value in list(inner.items()):
-            own = name in ("state", "param_groups", "defaults") or name.startswith("_optimizer_")
-            if isinstance(value, (Tensor, list, dict, *SCALARS)) and not own:
+            own = name in _OPTIMIZER_INTERNALS or name.startswith("_optimizer_")
+            if not own and (isinstance(value, (Tensor, list, dict, *SCALARS)) or not is_foreign(type(optimizer))):
                 self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
     def take_names(self) -> None:
@@ -168,6 +180,8 @@ class _Walker(Values):
         for key, value in group.items():
             if key != "params" and isinstance(value, Tensor):
                 self._slot(f"{path}.{key}", group, key)
+            elif key != "params" and is_user_object(value):
+                self._value(value, f"{path}.{key}", group, key, 1, (value, key))
 
     def _scaler(self, scaler: GradScaler, path: str) -> None:
         """A scaler's tensors and constants, and how far it has come with each optimizer.

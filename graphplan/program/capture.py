@@ -14,6 +14,7 @@ from torch import Tensor
 from graphplan.backend import Backend
 from graphplan.buffers import Buffers, distinct
 from graphplan.errors import FeedError
+from graphplan.marks import dressed
 from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -49,7 +50,7 @@ class _Body:
         lent: Mapping[int, Lease],
     ) -> None:
         self._plan = plan
-        self._args, self._kwargs = feed.rebuild(static_leaves)
+        self._args, self._kwargs = feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))
         self._inputs = {storage_id(leaf) for leaf in static_leaves if isinstance(leaf, Tensor)}
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings

@@ -82,7 +82,11 @@ class StaticOutput(Tensor):
         """
         with torch._C.DisableTorchFunctionSubclass():
             self._check()
-            return self.as_subclass(Tensor)
+            found = self.as_subclass(Tensor)
+            if len(marks := vars(self)) > len(StaticOutput.__annotations__):
+                # What the caller has hung on it.
+                vars(found).update({name: marks[name] for name in marks.keys() - StaticOutput.__annotations__.keys()})
+            return found
 
     def _check(self) -> None:
         lease = self._lease

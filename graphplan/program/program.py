@@ -13,6 +13,7 @@ from graphplan.backend import Recording
 from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
+from graphplan.marks import dressed
 from graphplan.native.comparing import Row
 from graphplan.nodes import Nodes
 from graphplan.owners import Walk, storage_id, walk_owners
@@ -27,6 +28,7 @@ from graphplan.program.statics import CopiedOwned
 from graphplan.program.watching import replay
 from graphplan.roles import Role
 from graphplan.signature import Feed, check_match, flatten, shared_leaf
+from graphplan.surroundings import check_surroundings
 from graphplan.trees import map_result
 
 _wants_grad = attrgetter("requires_grad")
@@ -205,8 +207,9 @@ class Program:
         self._bindings.settle_grads()
         self.load(leaves)
         statics = dict(zip(self._indices, self._statics, strict=True))
-        stands_for = {id(static): leaves[index] for index, static in statics.items()}
-        args, kwargs = self._rebuild([statics.get(index, leaf) for index, leaf in enumerate(leaves)])
+        worn = [dressed(statics.get(index, leaf), leaf) for index, leaf in enumerate(leaves)]
+        stands_for = {id(worn[index]): leaves[index] for index in statics}
+        args, kwargs = self._rebuild(worn)
         result = self.plan.function()(*args, **kwargs)
         self._give_back(leaves)
         return map_result(lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
@@ -252,9 +255,11 @@ class Program:
 
         Raises:
             FeedError: if something does not fit, or shares memory with what the step changes.
+            SurroundingsError: where a mode, a transform or forward-mode AD is active.
             GuardError: if a tensor that the program adopted is no longer where it was.
             ClosedError: after :meth:`close`.
         """
+        check_surroundings("a program is replayed")
         feed = flatten(args, {})
         check_match(feed, self.plan.feed)
         if not self.guards.hold():

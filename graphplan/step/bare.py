@@ -25,6 +25,7 @@ from graphplan.signature import Feed, check_feed, check_match, flatten
 from graphplan.step.compiled import refuse_graphs_within
 from graphplan.step.fresh import create_state
 from graphplan.step.managed import Managed
+from graphplan.surroundings import check_surroundings
 from graphplan.tape import TapeBackend
 from graphplan.tracer import Trace, trace
 
@@ -72,6 +73,7 @@ def _compile(
     *,
     weak: bool = False,
 ) -> Plan:
+    check_surroundings("a plan is compiled")
     managed = Managed(fn, owners, prepare=prepare)
     feed = flatten(args, {})
     check_feed(feed, None)
@@ -223,6 +225,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
         UncoveredRoleError: if the policy leaves an external without storage.
         RefusalError: if the backend cannot record the step, or memory runs out.
     """
+    check_surroundings("a step is captured")
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)

@@ -14,11 +14,8 @@ from torch import nn
 
 from graphplan.buffers import Buffers
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
-from graphplan.plan import Plan
 from graphplan.program import Program
-from graphplan.report import Reports, describe, describe_data
 from graphplan.signature import Feed, asks_for_gradients, flatten
-from graphplan.stats import Stats
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
 from graphplan.step.lookup import Lookup
@@ -32,11 +29,13 @@ from graphplan.step.room import Room
 from graphplan.step.runner import Backends, Runner
 from graphplan.step.short import ShortWay
 from graphplan.step.stages import MEMORY_IS_FED, Stages
-from graphplan.step.turn import Exclusive, running_step
+from graphplan.step.told import Told
+from graphplan.step.turn import Exclusive, running_step, runs_within_step
+from graphplan.surroundings import changing_mode, surroundings
 from graphplan.unchanged import Modes
 
 
-class GraphedStep(Exclusive, Reports):
+class GraphedStep(Exclusive, Told):
     """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory;
     ``peers`` are other ranks that capture if this one does. Without ``compiles``, whoever makes the step sees to
     ``options.compile``.
@@ -80,6 +79,7 @@ class GraphedStep(Exclusive, Reports):
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
         self._demoted: RefusalError | None = None
+        self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
 
@@ -101,6 +101,8 @@ class GraphedStep(Exclusive, Reports):
                 return self._look_up(args, kwargs)
             call, leaves = known
             self._programs.touch(call.entry)
+            if self._before is not None:
+                self._before(call.program, None, "")
             return self._replays.replay(call.program, leaves)
         finally:
             self._turn.release()
@@ -109,7 +111,12 @@ class GraphedStep(Exclusive, Reports):
         """A call, the long way."""
         if self._closed:
             raise ClosedError("this step was closed; make a new one with graph_step")
+        around = surroundings() if self._options.backend != "eager" else None
+        if around is not None and changing_mode() is not None and not runs_within_step():
+            self._refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
         with running_step():
+            if around is not None:
+                return self._runner.surrounded(args, kwargs, around, self._options, self._demoted)
             return self._find_way(args, kwargs)
 
     def _find_way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -140,7 +147,9 @@ class GraphedStep(Exclusive, Reports):
             return self._refused(feed, entry.refusal)
         if program is not None:
             if not program.takes(feed):
+                self._tell(None, SkipReason.FEED, MEMORY_IS_FED)
                 return self._runner.eager(self._lookup.moved(feed), SkipReason.FEED, MEMORY_IS_FED)
+            self._tell(program)
             if program.replays + 1 == program.next_check:
                 return self._check(entry, program, self._lookup.moved(feed))
             if not kwargs and self._options.eager_if is None:
@@ -148,48 +157,24 @@ class GraphedStep(Exclusive, Reports):
             return self._replays.replay(program, feed.leaves)
         return self._advance(entry, self._lookup.moved(feed))
 
+    def _tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
+        """Before anything runs: ``program`` will, or Python; that comes to no program if there is a ``reason``."""
+        if self._before is not None:
+            self._before(program, reason, detail)
+
     def _outside(self, feed: Feed) -> Any:
         """A call through which gradients flow."""
+        self._tell(None, SkipReason.GRADIENT)
         moved = self._lookup.moved(feed)
         args, kwargs = moved.rebuild(moved.leaves)
         return self._runner.outside(args, kwargs, SkipReason.GRADIENT)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The latest plan; None before the second trace."""
-        return self._runner.plan
-
-    @property
-    def stats(self) -> Stats:
-        """What the calls so far were."""
-        return self._runner.stats
-
-    def text(self) -> str:
-        """The report as text."""
-        return describe(**self._facts())
-
-    def data(self) -> dict[str, Any]:
-        """The report as data."""
-        return describe_data(**self._facts(), programs=self.drawn())
-
-    def drawn(self) -> list[Program]:
-        """Every program that is ready."""
-        return self._programs.all()
-
-    def _facts(self) -> dict[str, Any]:
-        notes = [*(f"prepared: {change}" for change in self.prepared), *self._compiled.notes]
-        return {"stats": self.stats, "plans": self.stats.captured - self.stats.recaptured, "notes": notes}
-
-    @property
-    def prepared(self) -> list[str]:
-        """What was changed on the optimizers to make them capturable."""
-        return self._managed.changes
 
     def decide_refusals(self, escalates: Callable[[RefusalError], bool]) -> None:
         """Let ``escalates(error)`` say which refusals raise; the others demote with a warning."""
         self._refusals.escalates = escalates
 
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
+        self._tell(None, error.reason, str(error))
         return self._runner.refused(self._lookup.moved(feed), error)
 
     def _check(self, entry: Entry, program: Program, feed: Feed) -> Any:
@@ -215,6 +200,7 @@ class GraphedStep(Exclusive, Reports):
 
     def _advance(self, entry: Entry, feed: Feed) -> Any:
         """One step on the way to a program, which closes others that are too many, or whose inputs are too small."""
+        self._tell(None)
         self._short.forget()
         overdue = self._programs.check_due()
         if overdue is not None:
@@ -223,7 +209,8 @@ class GraphedStep(Exclusive, Reports):
             warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
         try:
             self._programs.check_churn()
-            if self._peers is not None and not self._may_advance(entry, self._peers):
+            is_planned = any(line.plan is not None for line in entry.lines.values())
+            if self._peers is not None and not self._peers.may_advance(is_planned):
                 return self._runner.eager(feed, SkipReason.PEERS)
         except RefusalError as error:
             self._demote(error)
@@ -250,13 +237,6 @@ class GraphedStep(Exclusive, Reports):
         cramped = self._room.settle(entry, self._runner.backend)
         if cramped is not None:
             self._refusals.warn(f"graphplan runs this step eagerly: {cramped}")
-
-    def _may_advance(self, entry: Entry, peers: Peers) -> bool:
-        """Whether the other ranks are as far as this one, where the next thing would be a capture."""
-        if any(line.plan is not None for line in entry.lines.values()):
-            return peers.are_ready()
-        peers.check()
-        return True
 
     def _on_growth(self, position: int) -> None:
         """A static input is about to be replaced by a larger one: programs that point into it go."""

@@ -36,7 +36,9 @@ class Notices:
 
     def register(self, name: str, owner: Any) -> None:
         """Note when a state is loaded into ``owner``, if it is a module or an optimizer; once."""
-        if id(owner) not in self._handles and isinstance(owner, nn.Module | torch.optim.Optimizer):
+        # A scripted module takes no such hook.
+        takes = isinstance(owner, nn.Module | torch.optim.Optimizer) and not isinstance(owner, torch.jit.ScriptModule)
+        if takes and id(owner) not in self._handles:
             notice = Notice(self._events, f"{name}.load_state_dict")
             self._handles[id(owner)] = owner.register_load_state_dict_post_hook(notice)
 

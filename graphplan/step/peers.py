@@ -48,6 +48,17 @@ class Peers:
         elif self._wait(stage) is None:
             self._apart = True
 
+    def may_advance(self, is_planned: bool) -> bool:
+        """Whether this rank may take the next step on the way to a program: with a plan in hand, that is a capture.
+
+        Raises:
+            PeerError: if another rank cannot.
+        """
+        if is_planned:
+            return self.are_ready()
+        self.check()
+        return True
+
     def are_ready(self) -> bool:
         """Say that this rank can capture, and ask whether all can by now. The steps go on eagerly until then.
 

@@ -15,7 +15,9 @@ from graphplan.plan import Plan
 from graphplan.signature import Feed, check_feed
 from graphplan.stats import Stats
 from graphplan.step.managed import Managed
+from graphplan.step.options import Options
 from graphplan.tape import TapeBackend
+from graphplan.trees import map_result
 
 
 class Backends:
@@ -95,6 +97,26 @@ class Runner:
         self.count_eager(reason, detail)
         return result
 
+    def surrounded(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        what: str,
+        options: Options,
+        error: RefusalError | None,
+    ) -> Any:
+        """An eager call, of which nothing is learnt, since ``what`` is active around it; ``error`` if the step is
+        eager anyhow.
+        """
+        args, kwargs = brought_to(options.feed_device, args, kwargs)
+        if error is not None:
+            return self.plain(args, kwargs, error)
+        if options.autograd:
+            return self.outside(args, kwargs, SkipReason.SURROUNDINGS, what)
+        result = self.run(lambda: self._at_rest(args, kwargs))
+        self.count_eager(SkipReason.SURROUNDINGS, what)
+        return result
+
     def refused(self, feed: Feed, error: RefusalError) -> Any:
         """:meth:`plain` on a feed."""
         return self.plain(*feed.rebuild(feed.leaves), error)
@@ -116,3 +138,14 @@ class Runner:
         check_feed(feed, device)
         self.device = device
         self.backend = self._backends.get(name, device)
+
+
+def brought_to(
+    device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Arguments of any kind with their tensors on ``device``, if that is given."""
+    if device is None:
+        return args, kwargs
+    moved: tuple[tuple[Any, ...], dict[str, Any]]
+    moved = map_result(lambda tensor: tensor.to(device, non_blocking=True), (args, dict(kwargs)))
+    return moved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from graphplan.errors import RefusalError, SkipReason
 from graphplan.program import Program
 from graphplan.signature import Feed, flatten
 from graphplan.step.graphed import GraphedStep
+from graphplan.step.runner import brought_to
 from graphplan.step.turn import running_step
-from graphplan.trees import map_result
+from graphplan.surroundings import surroundings
 
 
 class ServedStep(GraphedStep):
@@ -47,10 +48,22 @@ class ServedStep(GraphedStep):
     def skip(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
         """An eager call for a reason of the caller's, on arguments of any kind, through which gradients may flow."""
         with self._alone(), running_step():
-            home = self._options.feed_device
-            if home is not None:
-                args, kwargs = map_result(lambda tensor: tensor.to(home, non_blocking=True), (args, dict(kwargs)))
-            return self._runner.outside(args, kwargs, reason, detail)
+            return self._runner.outside(*brought_to(self._options.feed_device, args, kwargs), reason, detail)
+
+    def call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        before: Callable[[Program | None, SkipReason | None, str], None],
+    ) -> Any:
+        """A call that tells ``before`` what is about to run: a program, or Python (None), and if that is not on the way
+        to a program, why. What ``before`` raises comes out, and nothing has run.
+        """
+        self._before = before
+        try:
+            return self(*args, **kwargs)
+        finally:
+            self._before = None
 
     def find_program(self, args: tuple[Any, ...]) -> tuple[Program, Feed] | None:
         """The program that a call with ``args`` would replay now, and its feed; None if it would not replay one.
@@ -59,6 +72,8 @@ class ServedStep(GraphedStep):
             RefusalError: for arguments that no program could take.
         """
         with self._alone():
+            if surroundings() is not None:
+                return None
             feed = flatten(args, {})
             entry, program = self._lookup.find(feed)
             if program is None or entry.refusal is not None or not program.takes(feed):

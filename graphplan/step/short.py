@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from graphplan.containers import PLAIN_LEAVES
+from graphplan.marks import marks_of
 from graphplan.native.comparing import Checks, lie
 from graphplan.program import Program
 from graphplan.signature import Feed, alignment_unit, leaf_key
@@ -159,6 +160,7 @@ class ShortWay:
         arguments that are not plain, tensors that the step writes to, or that gradients flow to.
         """
         plain = PLAIN_LEAVES.issuperset(map(type, feed.leaves)) and not entry.wants_grad
+        plain = plain and not any(marks_of(leaf) for _, leaf in feed.tensors())
         if not plain:
             return
         self._managed.fingerprint()

@@ -16,16 +16,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphplan.dtensors import local
 from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, storage_id, tensor_leaves, walk_owners
 
-Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype]
-"""Storage identity, offset, shape, strides, dtype: two tensors in one place are the same memory seen alike."""
+Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+"""Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
+the same memory seen alike.
+"""
 
 
 def place_of(tensor: Tensor) -> Place:
     """Where ``tensor`` lies."""
     tensor = local(tensor)
     if tensor.layout is not torch.strided:
-        return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype)
-    return (storage_id(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+        return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype, False, False)
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    bits = (tensor.is_conj(), tensor.is_neg())
+    return (storage_id(tensor), int(tensor.storage_offset()), shape, stride, tensor.dtype, *bits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,9 @@ _ABSENT = _Absent()
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN."""
+    """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those that
+    cannot be compared, whatever comes of the attempt, are not.
+    """
     if first is second:
         return True
     if type(first) is not type(second) or isinstance(first, Tensor):
@@ -159,5 +165,5 @@ def same_value(first: Any, second: Any) -> bool:
         return same_value((first.real, first.imag), (second.real, second.imag))
     try:
         return bool(first == second) or (first != first and second != second)
-    except (TypeError, ValueError, RuntimeError):
+    except Exception:  # noqa: BLE001 - whatever the user's own comparison raises
         return False

@@ -58,7 +58,11 @@ class Reads:
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether code that takes attributes by computed names may have come to ``scalar``."""
         owner = scalar.owner
-        return self.dynamic and scalar.via is None and (isinstance(owner, Module) or is_user_object(owner))
+        return self.dynamic and scalar.via is None and (isinstance(owner, Module | Tensor) or is_user_object(owner))
+
+    def reads_mark(self, name: str) -> bool:
+        """Whether code may have read the attribute ``name`` of a tensor that is fed."""
+        return self.dynamic or name in self.anywhere or name in self.called
 
     def covers(self, scalar: Scalar) -> bool:
         """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""

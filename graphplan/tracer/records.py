@@ -121,8 +121,11 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """Stands for a tensor that the step returned: ``leaf`` or ``path`` if it is one that went in, else internal."""
+    """Stands for a tensor that the step returned: ``leaf`` or ``path`` if it is one that went in, else internal, with
+    ``marks``, the attributes that hang on it.
+    """
 
     leaf: int | None = None
     path: str | None = None
     spec: TensorSpec | None = None
+    marks: tuple[tuple[str, Any], ...] = ()

@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 
 from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError, HostSyncError
+from graphplan.marks import PLAIN_KINDS, marks_of
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
 from graphplan.roles import TensorSpec
-from graphplan.signature import Feed, is_dense
+from graphplan.signature import Feed, is_dense, is_literal
 from graphplan.tracer.changes import Changes, Recorder
 from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
@@ -100,6 +101,8 @@ def _run(fn: Callable[..., Any], feed: Feed, mode: TraceMode, record: Trace, sha
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
     record.ran = profile.ran
+    for kind in {type(leaf) for _, leaf in feed.tensors()} - PLAIN_KINDS:
+        record.ran.note_class(kind)
     return result
 
 
@@ -125,4 +128,8 @@ def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:
         return value
     leaf = next((index for index, fed in feed.tensors() if fed is value), None)
     spec = None if is_sharded(value) or not is_dense(value) else TensorSpec.of(value)
-    return OutputTensor(leaf=leaf, path=None if leaf is not None else paths.get(id(value)), spec=spec)
+    if leaf is not None or id(value) in paths:
+        return OutputTensor(leaf=leaf, path=None if leaf is not None else paths[id(value)], spec=spec)
+    held = marks_of(value).items() if type(value) is Tensor else ()
+    # A trace must not keep more of the step's alive than numbers and strings.
+    return OutputTensor(spec=spec, marks=tuple((name, item if is_literal(item) else type(item)) for name, item in held))

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import _lru_cache_wrapper, partial, partialmethod
-from importlib.util import resolve_name
 from inspect import getmro
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,14 +21,13 @@ from weakref import ProxyTypes
 from torch import nn
 
 from graphplan.owners import SCALARS, Cell, Library, Members, Namespace, is_user_object
+from graphplan.tracer.modules import built_in, functions_by_name, imported, made_by_modules
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import is_library
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
 _BUILTINS = vars(builtins)
-_LOOKUPS = frozenset({"modules", "import_module", "__import__"})
-"""Code with one of these names comes to modules by their names."""
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 """Code of functions that are gone when they have been called: nobody could call one again with other variables."""
 _MANY = 16
@@ -79,6 +77,10 @@ class Ran:
             with suppress(TypeError):
                 self._objects[id(owner)] = weakref.ref(owner)
 
+    def note_class(self, kind: type) -> None:
+        """Note the class of something that the step is given."""
+        self._classes[kind] = None
+
     def note_torchs(self, frame: FrameType) -> None:
         """Note a call within torch's own layers and optimizers."""
         self._torchs[frame.f_code] = frame.f_globals
@@ -95,7 +97,7 @@ class Ran:
         places = {
             (id(inner), key): (f"{inner.get('__name__')}.{key}", inner, key)
             for code, space in self._torchs.items()
-            for inner, key in _functions_by_name(space, names_of(code))
+            for inner, key in functions_by_name(space, names_of(code))
         }
         new = [names.add(*place) for place in places.values()]
         return any(new)
@@ -107,7 +109,10 @@ class Ran:
         """
         new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
         for code, space in self._globals.items():
-            names.lacking |= {(id(space), name): (space, name) for name in _built_in(code, space)}
+            names.lacking |= {(id(space), name): (space, name) for name in built_in(code, space)}
+            names.lacking |= {
+                (id(inner), name): (inner, name) for inner, name in made_by_modules(names_of(code), space)
+            }
         return any(new)
 
     def objects(self) -> Iterator[Any]:
@@ -126,10 +131,10 @@ class Ran:
                 if not name.startswith("__"):
                     yield name, space, name
                     yield from self._within(name, space[name], found)
-            for name, module in _imported(found, space):
+            for name, module in imported(found, space):
                 yield f"sys.modules.{name}", sys.modules, name
                 yield from self._within(name, module, found)
-            for name in _built_in(code, space):
+            for name in built_in(code, space):
                 yield f"builtins.{name}", _BUILTINS, name
         held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
@@ -206,39 +211,6 @@ class Ran:
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
         held = {name: id(Cell(cell)[name]) for name, cell in cells.items() if _is_set(cell)}
         return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
-
-
-def _built_in(code: CodeType, space: dict[str, Any]) -> list[str]:
-    """The names of built-in things that code uses."""
-    own = {*code.co_freevars, *code.co_cellvars, *space.keys()}
-    return sorted((names_of(code).variables & _BUILTINS.keys()) - own)
-
-
-def _imported(found: Names, space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The modules that code imports, with those that they lie in."""
-    by_name = _LOOKUPS & (found.attributes | found.methods | found.variables)
-    for name, level in sorted(found.imports | {(name, 0) for name in found.attributes & sys.modules.keys() if by_name}):
-        with suppress(ImportError, TypeError):
-            parts = resolve_name("." * level + name, space.get("__package__")).split(".")
-            for end in range(1, len(parts) + 1):
-                whole = ".".join(parts[:end])
-                if whole in sys.modules:
-                    yield whole, sys.modules[whole]
-
-
-def _functions_by_name(space: dict[str, Any], found: Names) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the functions lie that code calls: ``linear``, ``F.linear``, ``torch.nn.functional.linear``."""
-    seen: set[int] = set()
-    left = [(space, found.variables)]
-    while left:
-        inner, used = left.pop()
-        for name in sorted(used & inner.keys()):
-            thing = inner[name]
-            if isinstance(thing, ModuleType) and id(thing) not in seen:
-                seen.add(id(thing))
-                left.append((vars(thing), found.attributes | found.methods))
-            elif callable(thing) and not isinstance(thing, type):
-                yield inner, name
 
 
 def _function_of(member: Any) -> FunctionType | None:

@@ -7,16 +7,17 @@ memory lies.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_not
-from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from graphplan.dtensors import is_sharded, local
+from graphplan.guards.lookups import Place, absent_names, methods_called
+from graphplan.marks import PLAIN_KINDS
 from graphplan.native.comparing import Checks, Row, contents_of, facts_of
 from graphplan.owners import Slot, Walk, home, present, tensor_leaves
 from graphplan.plan import Plan
@@ -61,10 +62,11 @@ class Guards:
         in_dicts = _columns(place for place in places if _is_dict(place[0]))
         in_others = _columns(place for place in places if not _is_dict(place[0]))
         things = [thing for thing, _ in walk.attributes]
-        looked_up = {kind: (*plan.asked, *_methods_of(kind, plan.methods)) for kind in map(type, things)}
-        absent = [(inner, n) for thing, inner in walk.attributes for n in looked_up[type(thing)] if n not in inner]
-        absent += [(space, name) for space, name in walk.lacking if name not in space]
-        absent += _absent_methods(walk, plan)
+        absent = list(absent_names(walk, plan))
+        # Code that asks whether a tensor has an attribute may find one where there was none, or its class's.
+        asks = plan.asked or plan.dynamic
+        self._marked = [(path, inner) for path, inner, kind in walk.marks if asks or kind not in PLAIN_KINDS]
+        self._marks = [len(inner) for _, inner in self._marked]
         self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]
         # Those of modules are part of the program's key.
         self._things = [thing for thing in things if not isinstance(thing, Module)]
@@ -74,7 +76,7 @@ class Guards:
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
         sharded = [held for held in (*(slot.get() for slot in slots), *self._grads) if is_sharded(held)]
         self._sharded, self._shards = sharded, list(map(local, sharded))
-        self._kinds, self._called, self._methods = _columns(_methods_called(walk, plan))
+        self._kinds, self._called, self._methods = _columns(methods_called(walk, plan))
         called = [(path, value) for path in plan.functions if (value := walk.value(path)) is not None]
         values = values if values is not None else [value.get() for _, value in [*read, *called]]
         self._labels = [path for path, _ in [*read, *called]]
@@ -86,6 +88,7 @@ class Guards:
             ("same_values", *in_dicts),
             ("same_items", *in_others),
             ("none_there", self._lacking, self._absent),
+            ("same_lengths", [inner for _, inner in self._marked], self._marks),
             ("same_types", self._things, self._types),
             ("equal_items", spaces, names, self._values, same_value),
             ("same_values", homes, labels, self._functions),
@@ -146,6 +149,9 @@ class Guards:
         for thing, kind in zip(self._things, self._types, strict=True):
             if type(thing) is not kind:
                 return f"an object was a {kind.__name__} at capture and is a {type(thing).__name__} now"
+        for (path, inner), count in zip(self._marked, self._marks, strict=True):
+            if len(inner) != count:
+                return f"{path} had {count} attributes of its own at capture and has {len(inner)} now"
         for inner, name in zip(self._lacking, self._absent, strict=True):
             if name in inner:
                 return (
@@ -177,56 +183,8 @@ class Guards:
         return None
 
 
-_IN_THE_KEY = ("forward", "step", "zero_grad", "_wrapped_call_impl")
-"""Methods whose own ones of an instance are part of the key, and one that nobody looks for in an instance."""
-_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
-"""What a call of a layer goes through, whatever its code names."""
-
-
-def _methods_called(walk: Walk, plan: Plan) -> Iterable[Place]:
-    """Methods of tensors', layers' and libraries' classes that the step may call: one replaced there is heeded."""
-    kinds = [Tensor, Parameter, *map(type, walk.modules)]
-    asked = [(kind, name) for kind in kinds for name in (*_CALLS, *sorted(plan.called))]
-    asked += [(kind, name) for kind in (Tensor, Parameter) for name in sorted(plan.called_by_torch)]
-    asked += sorted(plan.ran, key=lambda method: (method[0].__module__, method[0].__qualname__, method[1]))
-    for kind, name in dict.fromkeys(asked):
-        method = getattr(kind, name, None)
-        # Of some, each look makes another object.
-        if method is not None and getattr(kind, name) is method:
-            yield kind, name, method
-
-
-def _absent_methods(walk: Walk, plan: Plan) -> Iterable[tuple[dict[str, Any], str]]:
-    """Methods of libraries' that the step calls, before which a layer's or optimizer's own would stand. What the key
-    has is left out, and what is looked up in the class alone.
-    """
-    things = [*walk.modules, *walk.optimizers.values()]
-    names = {
-        kind: [
-            name
-            for base, name in plan.ran
-            if issubclass(kind, base) and not name.startswith("__") and name not in _IN_THE_KEY
-        ]
-        for kind in map(type, things)
-    }
-    return [(vars(t), name) for t in things for name in sorted(names[type(t)]) if name not in vars(t)]
-
-
-def _methods_of(kind: type, names: Collection[str]) -> list[str]:
-    """Those of ``names`` that are functions of the class, before which an instance's own would stand. Modules' own
-    ``forward`` is part of the key.
-    """
-    found = {name: next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) for name in names}
-    own_forward = issubclass(kind, Module)
-    return [n for n, f in found.items() if isinstance(f, FunctionType) and not (own_forward and n == "forward")]
-
-
 def _is_dict(container: Any) -> bool:
     return isinstance(container, dict)
-
-
-Place = tuple[Any, Any, Any]
-"""A container, a key in it, and what lies there."""
 
 
 def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Place]:

@@ -12,56 +12,17 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch.nn.modules import module as modules
-from torch.optim import optimizer as optimizers
 
-from graphplan.native.comparing import Row, contents_of
-from graphplan.owners import Sharding, Walk
+from graphplan.fingerprint.hooks import Hooks
+from graphplan.fingerprint.values import Own, frozen, stays
+from graphplan.native.comparing import Row
+from graphplan.owners import PLAIN, Sharding, Walk
 from graphplan.tracer import same_value
-from graphplan.unchanged import GEOMETRY, Geometries, accumulator_hooks, geometry, hooks_registered
+from graphplan.unchanged import GEOMETRY, Geometries, geometry
 
-_get_hooks = attrgetter("_backward_hooks")
-_get_late_hooks = attrgetter("_post_accumulate_grad_hooks")
-_MODULE_PARTS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules", "_parameters",
-    "_buffers",
-)  # fmt: skip
-_MUTABLE = frozenset({list, dict})
-_OPTIMIZER_PARTS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_GLOBAL_HOOKS = {
-    name: getattr(space, name)
-    for space, names in (
-        (modules, ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")),
-        (modules, ("_global_backward_pre_hooks",)),
-        (optimizers, ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
-    )
-    for name in names
-    if hasattr(space, name)
-}
-
-
+_MODULE_PARTS = ("_modules", "_parameters", "_buffers")
 _OPTIMIZER_METHODS = ("step", "zero_grad")
 _methods_of = attrgetter(*_OPTIMIZER_METHODS)
-
-
-class _Own:
-    """A function that stands on an instance before its class's, compared by identity and kept: no other one can get
-    its ``id``.
-    """
-
-    __slots__ = ("function",)
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Own) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return id(self.function)
-
-    def __repr__(self) -> str:
-        return repr(self.function)
 
 
 class Fingerprint:
@@ -88,28 +49,20 @@ class Fingerprint:
         self._sized: list[Any] = []
         self._size_labels: list[str] = []
         self._empty: list[Any] = []
-        self._hookable: list[Any] = []
-        self._hook_labels: list[str] = []
+        self._hooks = Hooks(walk)
         for module in walk.modules:
             for part in _MODULE_PARTS:
                 self._add_size(getattr(module, part), f"{type(module).__name__}.{part}")
-        for label, hooks in _GLOBAL_HOOKS.items():
-            self._add_size(hooks, label)
         self._dicts = [vars(module) for module in walk.modules]
         self._training, self._forward = (list(repeat(name, len(self._dicts))) for name in ("training", "forward"))
         self._sharding = Sharding(walk.modules)
         self._geometries: Geometries | None = None
         self._flags: tuple[Any, ...] = ()
-        self._registered: int | None = None
-        self._hooks: list[tuple[str, Any]] = []
-        self._node_hooks: list[tuple[str, Any]] = []
         self._optimizer_kinds = list(dict.fromkeys(map(type, walk.optimizers.values())))
         self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
         self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
         self._method_labels = [f"{path}.{name}" for path in walk.optimizers for name in _OPTIMIZER_METHODS]
         for path, optimizer in walk.optimizers.items():
-            for part in _OPTIMIZER_PARTS:
-                self._add_size(getattr(optimizer, part), f"{path}.{part}")
             self._add_size(optimizer.param_groups, f"{path}.param_groups")
             for index, group in enumerate(optimizer.param_groups):
                 self._add_size(group, f"{path}.param_groups[{index}]")
@@ -123,10 +76,7 @@ class Fingerprint:
         self._counted = [*self._sized, *self._empty]
 
     def _add_size(self, items: Any, label: str) -> None:
-        if label.endswith("hooks"):
-            self._hookable.append(items)
-            self._hook_labels.append(label)
-        elif len(items):
+        if len(items):
             self._sized.append(items)
             self._size_labels.append(f"len({label})")
         else:
@@ -145,13 +95,12 @@ class Fingerprint:
             any(self._empty)
             or any(map(contains, self._dicts, repeat("forward")))
             or self._sharding.is_there
-            or self._node_hooks
-            or not _MUTABLE.isdisjoint(map(type, map(getitem, self._containers, self._keys)))
+            or (hooks := self._hooks.rows()) is None
+            or not all(map(stays, map(getitem, self._containers, self._keys)))
             or not all(isinstance(getattr(forward, "__wrapped__", forward), FunctionType) for forward in forwards)
             or any(map(is_not, map(getattr, kinds, names), methods))
         ):
             return None
-        hooks = [hooked for _, hooked in self._hooks]
         left = [param for param in self._parameters if id(param) not in placed]
         geometries = self._geometries if len(left) == len(self._parameters) else Geometries(left)
         assert geometries is not None
@@ -164,16 +113,15 @@ class Fingerprint:
             ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
             ("same_lengths", self._counted, list(map(len, self._counted))),
             ("none_there", self._dicts, self._forward),
-            ("same_results", [hooks_registered], [self._registered]),
-            *contents_of(hooks),
+            *hooks,
             geometries.row(left),
         ]
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
         hypers = tuple(map(getitem, self._containers, self._keys))
-        if not _MUTABLE.isdisjoint(map(type, hypers)):
-            hypers = tuple(map(_frozen, hypers))
+        if not PLAIN.issuperset(map(type, hypers)):
+            hypers = tuple(map(frozen, hypers))
         return (
             *hypers,
             *map(dict.get, self._dicts, repeat("training")),
@@ -181,11 +129,11 @@ class Fingerprint:
             self._order,
             tuple(map(_forward_of, self._kinds)),
             tuple(map(_methods_of, self._optimizer_kinds)),
-            *[own and _Own(own) for own in map(dict.get, self._steppers, self._methods)],
+            *[own and Own(own) for own in map(dict.get, self._steppers, self._methods)],
             *map(len, self._sized),
             self._filled(),
             self._own_forwards(),
-            self._hooked(),
+            self._hooks.values(),
             *self._sharding.values(),
             self._parameter_flags(),
         )
@@ -204,34 +152,12 @@ class Fingerprint:
             return ()
         return tuple((index, len(items)) for index, items in enumerate(self._empty) if items)
 
-    def _own_forwards(self) -> tuple[tuple[int, _Own], ...]:
+    def _own_forwards(self) -> tuple[tuple[int, Own], ...]:
         """Which instances have a ``forward`` of their own, which stands before their class's."""
         if not any(map(dict.get, self._dicts, repeat("forward"))):
             return ()
         own = enumerate(map(dict.get, self._dicts, repeat("forward")))
-        return tuple((index, _Own(forward)) for index, forward in own if forward is not None)
-
-    def _hooked(self) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-        """Who has which hooks: their numbers in torch's count, so that one in the place of another is told apart.
-
-        All are asked only after somebody has registered a hook; that one was removed shows in its container.
-        """
-        registered = hooks_registered()
-        if registered != self._registered:
-            self._registered = registered
-            hooks = [
-                *zip(self._hook_labels, self._hookable, strict=True),
-                *zip(self._paths, map(_get_hooks, self._parameters), strict=True),
-                *zip(self._paths, map(_get_late_hooks, self._parameters), strict=True),
-            ]
-            self._hooks = [(label, container) for label, container in hooks if container]
-            self._node_hooks = [
-                (f"the AccumulateGrad node of {path}", reference)
-                for path, param in zip(self._paths, self._parameters, strict=True)
-                for reference in accumulator_hooks(param)
-            ]
-        on_nodes = [(label, reference() or ()) for label, reference in self._node_hooks]
-        return tuple([(label, tuple(hooks)) for label, hooks in [*self._hooks, *on_nodes] if hooks])
+        return tuple((index, Own(forward)) for index, forward in own if forward is not None)
 
     def _all_labels(self) -> list[str]:
         return [
@@ -267,13 +193,6 @@ class Fingerprint:
             return gone + [f"{_within(label)} is new" for before, now in pairs for label in sorted(now - before)]
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
-
-
-def _frozen(value: Any) -> Any:
-    """What a list (checkpoints bring betas in one) or dictionary holds, which somebody may change in place."""
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item)) for key, item in value.items())
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _forward_of(kind: type) -> Any:

@@ -1,0 +1,35 @@
+"""What code hung on a tensor: attributes in its dictionary, a class of its own. A copy of the tensor has neither."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+PLAIN_KINDS = frozenset({Tensor, Parameter})
+"""Classes of tensors whose operators are torch's own."""
+
+
+def marks_of(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that code has set on ``tensor``."""
+    return vars(tensor)
+
+
+def has_own_operators(tensor: Tensor) -> bool:
+    """Whether the class of ``tensor`` decides below autograd what operators do."""
+    own: Any = type(tensor).__torch_dispatch__
+    return own is not torch._C._disabled_torch_dispatch_impl
+
+
+def dressed(static: Tensor, leaf: Any) -> Tensor:
+    """``static``, which stands for the fed ``leaf`` while a step is recorded, with the class and attributes of that."""
+    if not isinstance(leaf, Tensor) or leaf.requires_grad:
+        return static
+    kind, marks = type(leaf), marks_of(leaf)
+    if kind in PLAIN_KINDS and not marks:
+        return static
+    worn = static.detach() if kind in PLAIN_KINDS else static.as_subclass(kind)
+    vars(worn).update(marks)
+    return worn

@@ -1,0 +1,54 @@
+"""What a graphed step tells of itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphplan.plan import Plan
+from graphplan.program import Program
+from graphplan.report import Reports, describe, describe_data
+from graphplan.stats import Stats
+from graphplan.step.compiling import CompiledModules
+from graphplan.step.managed import Managed
+from graphplan.step.programs import Programs
+from graphplan.step.runner import Runner
+
+
+class Told(Reports):
+    """Plan, statistics and report of a step that has these parts."""
+
+    _runner: Runner
+    _managed: Managed
+    _programs: Programs
+    _compiled: CompiledModules
+
+    @property
+    def plan(self) -> Plan | None:
+        """The latest plan; None before the second trace."""
+        return self._runner.plan
+
+    @property
+    def stats(self) -> Stats:
+        """What the calls so far were."""
+        return self._runner.stats
+
+    def text(self) -> str:
+        """The report as text."""
+        return describe(**self._facts())
+
+    def data(self) -> dict[str, Any]:
+        """The report as data."""
+        return describe_data(**self._facts(), programs=self.drawn())
+
+    def drawn(self) -> list[Program]:
+        """Every program that is ready."""
+        return self._programs.all()
+
+    def _facts(self) -> dict[str, Any]:
+        notes = [*(f"prepared: {change}" for change in self.prepared), *self._compiled.notes]
+        return {"stats": self.stats, "plans": self.stats.captured - self.stats.recaptured, "notes": notes}
+
+    @property
+    def prepared(self) -> list[str]:
+        """What was changed on the optimizers to make them capturable."""
+        return self._managed.changes

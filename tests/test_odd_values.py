@@ -1,0 +1,145 @@
+"""Values that cannot be compared or hashed, and tensors that differ in a bit: each call is what it is eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import OutputError, graph_step, graphed
+
+X = torch.arange(8.0).reshape(2, 4)
+
+
+class Odd:
+    """Cannot be compared."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        raise LookupError("no")
+
+    __hash__ = object.__hash__
+
+
+class OddNumber(int):
+    """A number that cannot be compared."""
+
+    def __eq__(self, other: object) -> bool:
+        raise LookupError("no")
+
+    __hash__ = int.__hash__
+
+
+@pytest.mark.parametrize("value", [lambda: Odd(1.0), lambda: np.ones(3), lambda: {1, 2}])
+def test_hyper_parameters_of_any_kind(value: Callable[[], Any]) -> None:
+    """What nobody can compare or hash is told apart by what it holds, or by identity; nothing comes of the attempt."""
+
+    def run(*, replays: bool) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, fused=True)
+        optimizer.param_groups[0]["tag"] = value()
+
+        def step(x: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        owners = {"model": model, "optimizer": optimizer}
+        call: Any = graph_step(step, owners=owners, backend="tape", warmup_steps=1, verify="off") if replays else step
+        losses = []
+        for number in range(20):
+            if number == 10:
+                optimizer.param_groups[0]["tag"] = value()
+            if number == 11:
+                optimizer.param_groups[0]["momentum"] = 0.9
+            losses.append(call(X).item())
+        return losses, call
+
+    (graphed_losses, call), (losses, _) = run(replays=True), run(replays=False)
+    assert graphed_losses == losses
+    assert call.stats.replayed > 8
+
+
+COMPLEX = torch.tensor([[1 + 2j, 3 - 1j], [0.5 - 1j, -2 + 0.25j]])
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "conjugate": lambda y: (y, y.conj()),
+    "negative": lambda y: (y, torch._neg_view(y)),
+    "imaginary": lambda y: (y.imag, y.conj().imag),
+    "scalars": lambda y: (y.sum(), y.sum().conj(), y[0, 0], y[0, 0].conj()),
+    "alone": lambda y: y.conj(),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("outputs", ["clone", "static"])
+@pytest.mark.parametrize("verify", ["off", 1])
+def test_results_that_differ_in_a_bit_of_theirs(name: str, outputs: str, verify: Any) -> None:
+    """Conjugate and negative views of one memory are other values, and stay views."""
+
+    def function(x: Tensor) -> Any:
+        return VIEWS[name](x * 2)
+
+    call = graphed(function, backend="tape", verify=verify, outputs=outputs)
+    for _ in range(8):
+        for found, expected in zip(_as_tuple(call(COMPLEX)), _as_tuple(function(COMPLEX)), strict=True):
+            assert torch.equal(found, expected)
+            assert (found.is_conj(), found.is_neg()) == (expected.is_conj(), expected.is_neg())
+    assert call.stats.replayed == 4
+
+
+@pytest.mark.parametrize("fed", [COMPLEX.conj(), torch._neg_view(COMPLEX)])
+def test_fed_views_that_differ_in_a_bit(fed: Tensor) -> None:
+    def function(x: Tensor) -> Any:
+        return (x * 2, x.is_conj(), x.is_neg()) if x.is_conj() or x.is_neg() else (x * 3, False, False)
+
+    call = graphed(function, backend="tape", verify="off")
+    for x in [COMPLEX] * 8 + [fed] * 8 + [COMPLEX] * 2:
+        found, expected = call(x), function(x)
+        assert torch.equal(found[0], expected[0])
+        assert found[1:] == expected[1:]
+    assert call.stats.captured == 2
+
+
+def _as_tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_what_hangs_on_results() -> None:
+    """Plain values are there after replays; others are refused."""
+
+    def step(x: Tensor, *values: Any) -> Any:
+        first, second = x * 2, x * 3
+        first.kind, second.kind = "first", 2.0  # type: ignore[attr-defined]
+        if values:
+            second.kind = values[0]  # type: ignore[attr-defined]
+        return first, second
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off")
+    for _ in range(8):
+        first, second = call(X)
+        assert (first.kind, second.kind) == ("first", 2.0)
+        assert torch.equal(second, X * 3)
+    assert call.stats.replayed == 4
+    refused = graph_step(lambda x: step(x, {}), backend="tape", warmup_steps=1)
+    with pytest.raises(OutputError, match=r"kind hangs on result\[1\], which the step returns, and is no plain value"):
+        for _ in range(8):
+            refused(X)
+
+
+def test_what_the_caller_hangs_on_a_static_result() -> None:
+    first = graphed(lambda x: x * 2, backend="tape", outputs="static", verify="off")
+    second = graphed(lambda y: y * getattr(y, "factor", 1.0), backend="tape", verify="off")
+    for number in range(16):
+        y = first(X)
+        if number > 7:
+            y.factor = 3.0
+        assert torch.equal(second(y), X * (6.0 if number > 7 else 2.0))
