@@ -69,6 +69,8 @@ def build_plan(
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
     _check_shared(feed, externals)
     assert second.device is not None
+    # What a result shows is told as such, not as a value that was read.
+    outputs = tuple(_outputs(first, second, {*carries, *rebinds}))
     reads = find_reads(first, second, walk, counters, allow)
     functions = tuple(path for path in reads if _is_torchs(walk.value(path)))
     return Plan(
@@ -80,7 +82,7 @@ def build_plan(
         counters=counters,
         appends=appends,
         assignments=find_assignments(first, second, walk, counters, allow),
-        outputs=tuple(_outputs(first, second, {*carries, *rebinds})),
+        outputs=outputs,
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         launches=second.launches,
