@@ -28,8 +28,8 @@ def dressed(static: Tensor, leaf: Any) -> Tensor:
     if not isinstance(leaf, Tensor) or leaf.requires_grad:
         return static
     kind, marks = type(leaf), marks_of(leaf)
-    if kind in PLAIN_KINDS and not marks:
+    if kind is Tensor and not marks:
         return static
-    worn = static.detach() if kind in PLAIN_KINDS else static.as_subclass(kind)
+    worn = static.detach() if kind is Tensor else static.as_subclass(kind)
     vars(worn).update(marks)
     return worn

@@ -98,7 +98,7 @@ def leaf_key(leaf: Any) -> Hashable:
         # What a subclass does with operators is the subclass's affair, and what somebody hung on it the code's.
         kind, marks = type(leaf), marks_of(leaf)
         bits = (leaf.is_conj(), leaf.is_neg())
-        if kind in PLAIN_KINDS and not marks and not any(bits):
+        if kind is Tensor and not marks and not any(bits):
             return plain
         return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
     if not isinstance(leaf, _LITERALS) and not callable(leaf):
@@ -238,7 +238,7 @@ def _describe(key: Hashable) -> str:
 
 
 def _describe_more(kind: type, bits: tuple[bool, bool], marks: tuple[tuple[str, tuple[Any, ...]], ...]) -> str:
-    text = "" if kind in PLAIN_KINDS else f", a {kind.__name__}"
+    text = "" if kind is Tensor else f", a {kind.__name__}"
     text += "".join(f", {what}" for what, is_set in zip(("conjugated", "negated"), bits, strict=True) if is_set)
     return text + "".join(f", with {name} = {' '.join(map(str, key[1:] or key))}" for name, key in marks)
 

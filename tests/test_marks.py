@@ -110,6 +110,22 @@ def test_what_hangs_on_fed_tensors(name: str, serve: bool) -> None:
     assert call.stats.replayed > 12
 
 
+def test_a_parameter_is_no_plain_tensor() -> None:
+    """Code may ask; whoever is fed the one gets the program of the one."""
+
+    @graphed(backend="tape")
+    def told(x: Tensor) -> Tensor:
+        return x * 2 if isinstance(x, nn.Parameter) else x * 3
+
+    plain, parameter = torch.ones(3), nn.Parameter(torch.ones(3), requires_grad=False)
+    with torch.no_grad():
+        for _ in range(8):
+            assert torch.equal(told(plain), plain * 3)
+            assert torch.equal(told(parameter), plain * 2)
+    assert told.stats.captured == 2
+    assert told.stats.replayed > 6
+
+
 def test_single_stages_compare_what_hangs_on_tensors() -> None:
     plan = compile_plan(by_name, fed(2.0))
     program = capture(plan, feed=(fed(2.0),), policy=Policy.inference(), backend="tape")

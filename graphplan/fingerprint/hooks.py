@@ -46,17 +46,21 @@ class Hooks:
             self._places += [(f"{path}.{name}", optimizer, name) for name in _OPTIMIZER_HOOKS]
         self._parameters = list(walk.parameters.values())
         self._registered: int | None = None
+        self._empty: list[Any] = []
         self._filled: list[tuple[str, Any, str]] = []
         self._on_nodes: list[tuple[str, Any]] = []
 
     def values(self) -> tuple[tuple[str, tuple[tuple[int, Own], ...]], ...]:
         """Hooks under their numbers in torch's count, and as objects: one in the place of another is told apart.
 
-        All are asked only after somebody has registered one; that one was removed shows where it was.
+        All are asked only after somebody has registered one, or written one where there was none; that one was removed
+        shows where it was.
         """
         registered = hooks_registered()
-        if registered != self._registered:
+        if registered != self._registered or any(self._empty):
             self._registered = registered
+            there = [getattr(owner, name) for _, owner, name in self._places]
+            self._empty = [hooks for hooks in there if isinstance(hooks, dict) and not hooks]
             filled = [place for place in self._places if getattr(*place[1:])]
             self._filled = [(label, owner, part) for label, owner, name in filled for part in _parts_of(owner, name)]
             self._on_nodes = [
@@ -78,6 +82,7 @@ class Hooks:
         hooks = list(map(getattr, owners, names))
         return [
             ("same_results", [hooks_registered], [self._registered]),
+            ("same_lengths", self._empty, [0] * len(self._empty)),
             ("same_attributes", owners, names, hooks),
             *contents_of(hooks),
         ]

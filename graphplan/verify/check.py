@@ -146,7 +146,7 @@ class _Check:
         if self._wants_again(bool(found) and noisy):
             found = unexplained(found, replayed, again, eager, self._repeat(start, nudge=True))
         if not found:
-            self._noise.learn(old, replayed, again)
+            self._noise.learn(old, replayed, again, eager)
         return describe(found, old, replayed, eager)
 
     def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:

@@ -26,16 +26,27 @@ class Noise:
         self._measured = 0
 
     def learn(
-        self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], again: Sequence[Mapping[str, Tensor]]
+        self,
+        old: Mapping[str, Tensor],
+        one: Mapping[str, Tensor],
+        again: Sequence[Mapping[str, Tensor]],
+        eager: Mapping[str, Tensor],
     ) -> None:
-        """Take in what replays from the same state, ``old``, left: ``one``, and others, at least one."""
+        """Take in what replays from one state, ``old``, left: ``one``, and others, at least one. What the eager step
+        left was found to be as good by the check: as far away it may be again, and no further.
+        """
         self._measured += 1
         for other in again:
-            paths = [path for path in differing(one, other) if path in one and path in other]
-            rows = zip(paths, distances(paths, one, other), _changes(paths, old, one), strict=True)
-            for path, spread, change in rows:
-                if change > 0 and math.isfinite(spread) and math.isfinite(change):
-                    self._shares[path] = max(self._shares.get(path, 0.0), spread / change)
+            self._widen(old, one, other, 1.0)
+        self._widen(old, one, eager, 1 / SPREADS)
+
+    def _widen(
+        self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], part: float
+    ) -> None:
+        paths = [path for path in differing(one, other) if path in one and path in other]
+        for path, far, change in zip(paths, distances(paths, one, other), _changes(paths, old, one), strict=True):
+            if change > 0 and math.isfinite(far) and math.isfinite(change):
+                self._shares[path] = max(self._shares.get(path, 0.0), part * far / change)
 
     def beyond(
         self, paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]

@@ -26,7 +26,7 @@ def apart(by: float) -> Tensors:
 def measured(times: int = 2, by: float = 1e-3) -> Noise:
     noise = Noise()
     for _ in range(times):
-        noise.learn(OLD, ONE, [apart(by), apart(by / 2)])
+        noise.learn(OLD, ONE, [apart(by), apart(by / 2)], apart(by / 3))
     return noise
 
 
@@ -55,14 +55,23 @@ def test_no_number_is_no_noise(value: float) -> None:
     broken = {**apart(1e-4), "a": torch.tensor([10.0, 10.0, 10.0, value])}
     assert measured().beyond(["a", "b"], OLD, ONE, broken) == ["a"]
     noise = measured()
-    noise.learn(OLD, ONE, [broken])
+    noise.learn(OLD, ONE, [broken], broken)
     assert noise.beyond(["a", "b"], OLD, ONE, broken) == ["a"]
+
+
+def test_what_was_as_good_once_is_as_good_again() -> None:
+    """A check may find eager right that is further away than replays are from each other, by what rounding does."""
+    noise = Noise()
+    for _ in range(2):
+        noise.learn(OLD, ONE, [apart(1e-5)], apart(1e-3))
+    assert noise.beyond(["a", "b"], OLD, ONE, apart(9e-4)) == []
+    assert noise.beyond(["a", "b"], OLD, ONE, apart(1.1e-3)) == ["a", "b"]
 
 
 def test_tensors_without_noise_and_of_other_kinds() -> None:
     noise = Noise()
     for _ in range(2):
-        noise.learn(OLD, ONE, [{**apart(1e-3), "b": ONE["b"].clone()}])
+        noise.learn(OLD, ONE, [{**apart(1e-3), "b": ONE["b"].clone()}], ONE)
     assert noise.beyond(["a", "b"], OLD, ONE, apart(1e-6)) == ["b"]
     assert noise.beyond(["a"], OLD, ONE, {"a": torch.ones(5)}) == ["a"]
     assert noise.beyond(["a", "new"], OLD, ONE, {**apart(1e-6), "new": torch.ones(1)}) == ["a", "new"]
