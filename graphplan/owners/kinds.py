@@ -54,6 +54,13 @@ def is_foreign(thing: Any) -> bool:
     return str(getattr(thing, "__module__", None)).split(".")[0] in FOREIGN
 
 
+def is_plain_code(value: Any) -> bool:
+    """Whether ``value`` is a library's function that leads to nothing else."""
+    if type(value) is BuiltinFunctionType:
+        return value.__self__ is None or type(value.__self__) is ModuleType
+    return type(value) is FunctionType and is_foreign(value)
+
+
 def is_gone(value: Any) -> bool:
     """Whether ``value`` stands for something that is no longer there."""
     try:

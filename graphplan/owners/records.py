@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ class Namespace:
         self.entries: dict[str, tuple[Any, Any]] = {}
         self.lacking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         """Names that code uses and that a space does not have: one there would stand before the built-in one."""
+        self.settled: dict[str, tuple[Any, Scalar]] = {}
+        """What names of libraries' functions led to in the last walk, behind which there is nothing."""
         self._known: set[tuple[int, Any]] = set()
 
     def add(self, label: str, space: Any, key: Any) -> bool:
@@ -123,6 +126,11 @@ class Namespace:
 
 class Library(Namespace):
     """Functions that torch's own modules and optimizers call, in the modules that hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes: dict[int, CodeType] = {}
+        """Code whose names are here, by identity."""
 
     def plain(self) -> Namespace:
         """All of them: they belong to nobody."""

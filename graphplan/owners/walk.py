@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_user_object
+from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_plain_code, is_user_object
 from graphplan.owners.records import Namespace, Scalar, Slot, Via, Walk
 from graphplan.owners.spaces import Extent, Numbers, Rest, Room
 from graphplan.owners.values import Values
@@ -70,8 +70,14 @@ class _Walker(Values):
                 continue
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
+            settled = names.settled.get(label)
+            if settled is not None and settled[0] is value:
+                self.walk.scalars[label] = settled[1]
+                continue
             # What a module or a class holds is used as an attribute, which the dot says.
             self._value(value, label, space, key, 0, (names, f".{key}" if "." in label else key))
+            if is_plain_code(value):
+                names.settled[label] = value, self.walk.scalars[label]
         fresh = [slot for path, slot in self.walk.slots.items() if path not in known and not slot.is_parameter]
         self.walk.found.update(id(tensor) for slot in fresh if slot.param is None for tensor in slot.tensors())
         modules = [part for module in self.walk.modules for part in module._buffers.values()]

@@ -72,10 +72,9 @@ class Managed:
         """Walk the owners."""
         return walk_owners(self.owners)
 
-    @property
-    def runs_compiled(self) -> bool:
-        """Whether the step runs code that ``torch.compile`` compiled."""
-        return runs_compiled(self.walk(), self._fn)
+    def runs_compiled(self, walk: Walk) -> bool:
+        """Whether the step runs code that ``torch.compile`` compiled, as ``walk`` has just found."""
+        return runs_compiled(walk, self._fn)
 
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
@@ -107,7 +106,7 @@ class Managed:
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
         """
-        if self.runs_compiled:
+        if self.runs_compiled(self.walk()):
             return call()
         profile = Profile()
         with profile:

@@ -119,25 +119,28 @@ class Stages:
             changed = line.plan.changed_tensors(walk) if line.plan is not None else []
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
             snapshot = Snapshot(walk, extra=extra, generators=generators)
+            compiled = self._managed.runs_compiled(walk)
             undo.callback(snapshot.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
             undo.callback(torch.clear_autocast_cache)
             if line.plan is None:
-                result = self._trace(entry, line, feed, undo, snapshot)
+                result = self._trace(entry, line, feed, undo, snapshot, rehearses=compiled)
             else:
-                result = self._capture(entry, line, feed, snapshot)
+                result = self._capture(entry, line, feed, snapshot, compiled=compiled)
             undo.pop_all()
             return result
 
-    def _trace(self, entry: Entry, line: Line, feed: Feed, undo: ExitStack, snapshot: Snapshot) -> Any:
+    def _trace(
+        self, entry: Entry, line: Line, feed: Feed, undo: ExitStack, snapshot: Snapshot, *, rehearses: bool
+    ) -> Any:
         facts = Trace()
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
         rates = lambda: self._managed.rates.storages  # noqa: E731
         body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
         with self._stats.timed("trace"):
-            result, _ = self._run_traced(entry, line, body, undo)
-            rehearsal = self._undo_rehearsal(result, facts, snapshot)
+            result, _ = self._run_traced(entry, line, body, undo, rehearses=rehearses)
+            rehearsal = self._undo_rehearsal(result, facts, snapshot) if rehearses else None
             if rehearsal is not None:
                 result = self._runner.run(lambda: self._runner.call(feed))
             try:
@@ -158,9 +161,10 @@ class Stages:
         self._stats.end_call("traced")
         return result
 
-    def _run_traced(self, entry: Entry, line: Line, body: Callable[[], Any], undo: ExitStack) -> Any:
+    def _run_traced(
+        self, entry: Entry, line: Line, body: Callable[[], Any], undo: ExitStack, *, rehearses: bool
+    ) -> Any:
         """Run a trace. It is a real step: an error of the step's own leaves what it leaves in an eager one."""
-        rehearses = self._managed.runs_compiled
         try:
             with uncompiled() if rehearses else nullcontext():
                 return self._runner.run(lambda: self._managed.discover(body), traced=True)
@@ -172,10 +176,8 @@ class Stages:
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             raise
 
-    def _undo_rehearsal(self, result: Any, facts: Trace, snapshot: Snapshot) -> Rehearsal | None:
-        """Put everything back after a trace of compiled code, which ran uncompiled; None if there is no such code."""
-        if not self._managed.runs_compiled:
-            return None
+    def _undo_rehearsal(self, result: Any, facts: Trace, snapshot: Snapshot) -> Rehearsal:
+        """Put everything back after a trace of compiled code, which ran uncompiled."""
         rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
         facts.undo_unowned_writes()
         snapshot.restore()
@@ -234,7 +236,7 @@ class Stages:
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
-    def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot) -> Any:
+    def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> Any:
         plan, backend = line.plan, self._runner.backend
         assert plan is not None
         assert backend is not None
@@ -243,7 +245,7 @@ class Stages:
                 backend.generators = list(plan.generators)
                 backend.constants = list(plan.device_constants)
                 backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
-            recorded = uncompiled() if backend.executes and self._managed.runs_compiled else nullcontext()
+            recorded = uncompiled() if backend.executes and compiled else nullcontext()
             with self._managed.rates, recorded:
                 homes = ChainMap(*(dict(program.homes) for program in self._captured if program.is_open))
                 program = capture_program(

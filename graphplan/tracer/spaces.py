@@ -94,9 +94,11 @@ class Ran:
 
     def name_torchs(self, names: Library) -> bool:
         """Add the functions that torch's own code calls by a global name to ``names``; whether any is new."""
+        new_codes = {code: space for code, space in self._torchs.items() if id(code) not in names.codes}
+        names.codes.update((id(code), code) for code in new_codes)
         places = {
             (id(inner), key): (f"{inner.get('__name__')}.{key}", inner, key)
-            for code, space in self._torchs.items()
+            for code, space in new_codes.items()
             for inner, key in functions_by_name(space, names_of(code))
         }
         new = [names.add(*place) for place in places.values()]
