@@ -46,13 +46,20 @@ def is_record(leaf: Any) -> bool:
     return type(leaf) is partial or (is_dataclass(leaf) and not isinstance(leaf, type))
 
 
+def _names_in(record: Any) -> Iterable[str]:
+    """The fields of a record, and what else somebody has set on it."""
+    if type(record) is partial:
+        return _PARTIAL
+    return dict.fromkeys([*(field.name for field in fields(record)), *getattr(record, "__dict__", ())])
+
+
 def open_records(tree: Any) -> Any:
     """``tree`` with dataclass instances and partial functions as nodes, so that the tensors in them are leaves."""
 
     def opened(leaf: Any) -> Any:
         if not is_record(leaf):
             return leaf
-        names = _PARTIAL if type(leaf) is partial else [f.name for f in fields(leaf)]
+        names = _names_in(leaf)
         return _Record(type(leaf), {name: open_records(getattr(leaf, name)) for name in names})
 
     return pytree.tree_map(opened, tree)
@@ -61,7 +68,7 @@ def open_records(tree: Any) -> Any:
 def _holds_tensors(leaf: Any) -> bool:
     if not is_record(leaf):
         return False
-    names = _PARTIAL if type(leaf) is partial else [f.name for f in fields(leaf)]
+    names = _names_in(leaf)
     return any(_leads_to_tensors(getattr(leaf, name)) for name in names)
 
 

@@ -246,6 +246,10 @@ class _Key:
     """Can be referred to weakly."""
 
 
+_KEPT: list[Holder] = []
+"""What only this keeps, which no step names."""
+
+
 def _refused(name: str) -> Callable[[], float]:
     key = _Key()
     if name == "a list":
@@ -268,6 +272,11 @@ def _refused(name: str) -> Callable[[], float]:
         for number in range(5000):
             cached(number)
         return lambda: cached(7)
+    if name == "behind a weak reference":
+        _KEPT[:] = [Holder()]
+        vars(_KEPT[0])["table"] = {"scale": 1.0}
+        reference = weakref.ref(_KEPT[0])
+        return lambda: reference().table["scale"]  # type: ignore[union-attr]
     if name == "WeakSet":
         members = weakref.WeakSet([key])
         return lambda: float(key in members)
@@ -299,6 +308,10 @@ def _follow(thing: Any, times: int) -> Any:
         ),
         ("a cache", r"reads cached\.cache, which remembers 5000 results; .*Bound it \(lru_cache\(maxsize=4096\)\)"),
         (
+            "behind a weak reference",
+            r"reads reference\(\)\.table, which something weakly referenced holds; what is in it is not.*Refer to that",
+        ),
+        (
             "WeakSet",
             r"reads members, a WeakSet, which things leave by themselves and is not.*in a dict",
         ),
@@ -309,6 +322,23 @@ def _follow(thing: Any, times: int) -> Any:
 def test_what_nobody_would_see_is_refused(name: str, message: str) -> None:
     with pytest.raises(HostScalarError, match=message):
         _run((_refused(name), lambda: None), graphed=True)
+
+
+def test_what_is_weakly_referenced_and_reached_otherwise() -> None:
+    """It is guarded where it is reached."""
+    holder = Holder()
+    vars(holder)["table"] = {"scale": 1.0}
+    reference = weakref.ref(holder)
+
+    def read() -> float:
+        return reference().table["scale"] * holder.value  # type: ignore[union-attr]
+
+    case = read, lambda: vars(holder)["table"].update(scale=3.0)
+    eager, _ = _run(case, graphed=False)
+    vars(holder)["table"]["scale"] = 1.0
+    graphed, call = _run(case, graphed=True)
+    assert graphed == eager
+    assert call.stats.captured == 2
 
 
 @pytest.mark.parametrize("allow", [(), ("zlib.crc32",)])

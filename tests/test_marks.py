@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -269,3 +270,32 @@ def test_tensors_that_hang_on_each_other() -> None:
         assert torch.equal(call(X), X)
     owner.plain.other = torch.ones(4) * 3  # type: ignore[attr-defined]
     assert torch.equal(call(X), X * 3)
+
+
+@dataclass
+class Batch:
+    """What a step is fed."""
+
+    x: Tensor
+
+
+def test_what_somebody_set_on_a_fed_dataclass() -> None:
+    """It is fed too: plain values are part of the key, tensors are inputs."""
+
+    @graphed(backend="tape")
+    def scaled(batch: Batch) -> Tensor:
+        return batch.x * getattr(batch, "scale", 1.0) + getattr(batch, "shift", 0.0)
+
+    def fed(**extra: Any) -> Batch:
+        batch = Batch(torch.ones(3))
+        vars(batch).update(extra)
+        return batch
+
+    ones = torch.ones(3)
+    with torch.no_grad():
+        for number in range(8):
+            assert torch.equal(scaled(fed()), ones)
+            assert torch.equal(scaled(fed(scale=2.0)), ones * 2)
+            assert torch.equal(scaled(fed(scale=2.0, shift=ones * number)), ones * (2 + number))
+    assert scaled.stats.captured == 3
+    assert scaled.stats.replayed > 9

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.owners.contents import has_contents
-from graphplan.owners.kinds import FOREIGN, SCALARS, is_foreign, is_plain, is_user_object, key_name
+from graphplan.owners.kinds import FOREIGN, SCALARS, WEAKLY_HELD, is_foreign, is_plain, is_user_object, key_name
 from graphplan.owners.records import Items, Namespace, Scalar, Walk
 from graphplan.owners.spaces import Alive, Current, Members, Numbers, Registered, Remembered, Weakly
 
@@ -33,6 +33,7 @@ class Behind(ABC):
         self._seen: set[int] = set()
         self._named: list[tuple[str, torch.optim.Optimizer]] = []
         self._names_of: dict[int, str] = {}
+        self._weakly_held: list[tuple[str, Any, Scalar]] = []
         self._open: set[int] = set()
 
     def _first_visit(self, thing: Any) -> bool:
@@ -123,9 +124,15 @@ class Behind(ABC):
                     self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
         elif isinstance(value, weakref.ref):
             self.walk.objects[f"{path}()"] = Scalar(Alive(value), "alive", *source)
-            for name, item in list(getattr(value(), "__dict__", {}).items()):
+            thing = value()
+            for name, item in list(getattr(thing, "__dict__", {}).items()):
                 if isinstance(item, SCALARS):
                     self.walk.scalars[f"{path}().{name}"] = Scalar(Weakly(value), name, value, name)
+                elif isinstance(item, (dict, list, deque)) or is_user_object(item):
+                    # Layers are owners as soon as they run.
+                    if isinstance(thing, nn.Module) or isinstance(item, nn.Module):
+                        continue
+                    self._weakly_held.append((f"{path}().{name}", item, Scalar({name: WEAKLY_HELD}, name, value, name)))
         elif isinstance(value, frozenset) or has_contents(value):
             self._contents(value, path, source, depth)
 

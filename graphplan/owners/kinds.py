@@ -27,6 +27,9 @@ TOO_DEEP = Unseen(
     f"which lies more than {MAX_DEPTH} attributes deep; what is there", "Give something on the way there to owners="
 )
 TOO_MANY = Unseen(f"of which there are more than {MAX_ITEMS}; what they hold", "Hold numbers in a tensor")
+WEAKLY_HELD = Unseen(
+    "which something weakly referenced holds; what is in it", "Refer to that strongly, or hold numbers in a tensor"
+)
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
 """Dictionaries first: asking an abstract class takes long."""

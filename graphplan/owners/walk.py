@@ -167,6 +167,12 @@ class _Walker(Values):
                 if name is not None:
                     values[path] = replace(scalar, name=name)
 
+    def take_weakly_held(self) -> None:
+        """What weakly referenced objects hold and nobody else: the walk does not go there."""
+        for path, thing, scalar in self._weakly_held:
+            if id(thing) not in self._seen:
+                self.walk.objects[path] = scalar
+
     def take_numbers(self) -> None:
         """Hyper-parameters of optimizers that no owner is, but the step's code can come to."""
         for path, optimizer in self._named:
@@ -219,6 +225,7 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
         else:
             walker.enter(owner, name)
     walker.take_numbers()
+    walker.take_weakly_held()
     walker.take_names()
     return walker.walk
 
