@@ -43,7 +43,8 @@ CHANGES = sorted(EVENTS.keys() - FINAL - IDLE)
 
 KEYS = 8 * RUN.max_graphs
 LIMITS = {"Entries._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS + 1, "Stats.reasons": TEXTS + 1}
-LIMITS |= {"Library.entries": 256, "Library._known": 256, "Hooks._places": 256, "Hooks._empty": 256}
+LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "codes")}
+LIMITS |= {"Hooks._places": 256, "Hooks._empty": 256}
 """Tables that may go on filling up to here."""
 PARTS_OF_A_KEY = 80
 """Other objects that a remembered key consists of, roughly."""
