@@ -75,6 +75,29 @@ class Rates(Protocol):
         """Follow optimizers whose groups were replaced."""
 
 
+@dataclass(frozen=True, slots=True)
+class UsedNames:
+    """Names in the code that a step runs.
+
+    Attributes:
+        asked: attributes that need not exist, for which the code asks.
+        named: attributes that the user's code names, those that it calls too.
+        dynamic: whether user code takes attributes by names that it does not spell out.
+        methods: the user's methods.
+        called: what the user's code calls, of whatever it has.
+        called_by_torch: methods that torch's own code calls.
+        ran: methods of libraries' classes, with the classes.
+    """
+
+    asked: tuple[str, ...]
+    named: frozenset[str]
+    dynamic: bool
+    methods: frozenset[str]
+    called: frozenset[str]
+    called_by_torch: frozenset[str]
+    ran: frozenset[tuple[type, str]]
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
@@ -97,13 +120,7 @@ class Plan:
         footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
-        asked: attributes that the step's code asks for although they may not exist
-        named: attributes that the user's code names, those that it calls too.
-        dynamic: whether user code takes attributes by names that it does not spell out.
-        methods: names of the user's methods that the step calls
-        called: names that the user's code calls, of whatever it has.
-        called_by_torch: names of methods that torch's own code calls
-        ran: methods of libraries' classes that the step calls
+        names: what the code that a step runs calls things by.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
@@ -132,13 +149,7 @@ class Plan:
     reads: tuple[str, ...]
     functions: tuple[str, ...]
     shared: frozenset[int]
-    asked: tuple[str, ...]
-    named: frozenset[str]
-    dynamic: bool
-    methods: frozenset[str]
-    called: frozenset[str]
-    called_by_torch: frozenset[str]
-    ran: frozenset[tuple[type, str]]
+    names: UsedNames
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]

@@ -19,7 +19,7 @@ from graphplan.containers import Literals, flatten_plain
 from graphplan.dtensors import is_sharded
 from graphplan.errors import DeviceError, FeedError
 from graphplan.marks import PLAIN_KINDS, has_own_operators, marks_of
-from graphplan.trees import close_records, is_record, open_records, with_paths
+from graphplan.trees import close_records, has_attributes, is_record, open_records, with_paths
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
@@ -108,15 +108,19 @@ def leaf_key(leaf: Any) -> Hashable:
             "torch.utils._pytree"
         )
     if not callable(leaf) and not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
-        names = ", ".join(sorted(vars(leaf)))
-        raise FeedError(
-            f"a {type(leaf).__name__} is fed that has attributes of its own ({names}), and a replay could not tell "
-            "when they change; expected a plain value: feed what they hold as arguments of their own"
-        )
+        raise _with_attributes(leaf)
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
     if isinstance(leaf, complex):
         return (type(leaf), (leaf.real.hex(), leaf.imag.hex()))
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
+
+
+def _with_attributes(leaf: Any) -> FeedError:
+    names = ", ".join(sorted(vars(leaf)))
+    return FeedError(
+        f"an argument of type {type(leaf).__name__} is fed that has attributes of its own ({names}), and a replay "
+        "could not tell when they change; expected a plain one: feed what they hold as arguments of their own"
+    )
 
 
 def is_literal(value: Any) -> bool:
@@ -142,7 +146,10 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
         return Feed(leaves, structure, (sketch, *map(leaf_key, leaves)))
     except TypeError:
         pass
-    leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
+    for leaf in leaves:
+        if has_attributes(leaf):
+            raise _with_attributes(leaf)
     if any(map(is_record, leaves)):
         leaves, structure = pytree.tree_flatten(open_records((args, dict(kwargs))))
     return Feed(leaves, structure, (structure, *map(leaf_key, leaves)))

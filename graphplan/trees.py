@@ -5,6 +5,7 @@ pytree takes both for leaves. What a step is called with and what it returns are
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -101,6 +102,14 @@ def close_records(tree: Any) -> Any:
         return record
 
     return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, _Record))
+
+
+def has_attributes(node: Any) -> bool:
+    """Whether ``node`` is a container that is taken apart and put together again, and attributes that somebody has set
+    on it would be lost by that.
+    """
+    is_rebuilt = type(node) is OrderedDict or (isinstance(node, tuple) and hasattr(node, "_fields"))
+    return is_rebuilt and bool(getattr(node, "__dict__", None))
 
 
 def with_paths(tree: Any) -> list[tuple[Any, Any]]:

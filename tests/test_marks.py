@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -177,6 +178,22 @@ def _leaf(value: float, of: type[Tensor] = Tensor) -> Tensor:
     return x
 
 
+class Pair(namedtuple("Pair", "x")):
+    """Has room for attributes beside its fields."""
+
+
+def _ordered() -> Any:
+    batch = OrderedDict(x=X.clone())
+    batch.factor = 2.0  # type: ignore[attr-defined]
+    return batch
+
+
+def _named() -> Any:
+    batch = Pair(X.clone())
+    batch.factor = 2.0
+    return batch
+
+
 @pytest.mark.parametrize(
     ("function", "make", "message"),
     [
@@ -184,7 +201,17 @@ def _leaf(value: float, of: type[Tensor] = Tensor) -> Tensor:
         (lambda x: x * x.factor, lambda: fed(torch.ones(4)), r"args\[0\]\.factor, a Tensor .*Feed it as an argument"),
         (_asking, lambda: _leaf(2.0), r"args\[0\]\.factor, which hangs on a tensor that asks for gradients"),
         (_asking, lambda: _leaf(2.0, Bare), r"args\[0\] is a Bare that asks for gradients.*as_subclass\(torch\.Tensor"),
-        (lambda x: x * 2, lambda: [Number(2), X], r"a Number is fed that has attributes of its own \(factor\)"),
+        (lambda x: x * 2, lambda: [Number(2), X], r"of type Number is fed that has attributes of its own \(factor\)"),
+        (
+            lambda x: x["x"] * x.factor,
+            _ordered,
+            r"of type OrderedDict is fed that has attributes of its own \(factor\)",
+        ),
+        (
+            lambda x: x[0].x * x[0].factor,
+            lambda: [_named()],
+            r"of type Pair is fed that has attributes of its own \(factor\)",
+        ),
         (lambda x: x * 2, lambda: Wrapped(X), r"args\[0\] is a Wrapped, whose __torch_dispatch__ decides"),
     ],
 )

@@ -21,11 +21,12 @@ from graphplan.compiler.effects import (
 from graphplan.compiler.marked import check_marks
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Library, Scalar, Walk, walk_owners
-from graphplan.plan import Output, Plan, Rates, frozen
+from graphplan.plan import Output, Plan, Rates, UsedNames, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
 from graphplan.tracer import Trace, is_collective
 from graphplan.tracer.changes import place_of, same_value
+from graphplan.tracer.profile import Reads
 from graphplan.tracer.records import OutputTensor
 
 _LAST = 8
@@ -58,9 +59,7 @@ def build_plan(
     Raises:
         RefusalError: a subclass for every way in which a replay could differ from the step.
     """
-    check_difference(first, second)
-    check_marks(feed, first, second)
-    check_draws(first, second, allow)
+    _check(feed, first, second, allow)
     walk = walk_owners(owners())
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends = find_appends(first, second, allow)
@@ -93,13 +92,7 @@ def build_plan(
         reads=tuple(path for path in reads if path not in functions),
         functions=functions,
         shared=_shared_with_owners(second, externals),
-        asked=tuple(sorted(first.reads.asked | second.reads.asked)),
-        named=frozenset().union(*(trace.reads.anywhere | trace.reads.called for trace in (first, second))),
-        dynamic=first.reads.dynamic or second.reads.dynamic,
-        methods=frozenset(first.reads.methods | second.reads.methods),
-        called=frozenset(first.reads.called | second.reads.called),
-        called_by_torch=frozenset(first.reads.called_by_torch | second.reads.called_by_torch),
-        ran=frozenset([*first.reads.ran, *second.reads.ran]),
+        names=_names_used(first.reads, second.reads),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
@@ -108,6 +101,25 @@ def build_plan(
         rates=rates,
         owners=owners,
         function=function,
+    )
+
+
+def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
+    """Refuse what two traces alone tell."""
+    check_difference(first, second)
+    check_marks(feed, first, second)
+    check_draws(first, second, allow)
+
+
+def _names_used(first: Reads, second: Reads) -> UsedNames:
+    return UsedNames(
+        asked=tuple(sorted(first.asked | second.asked)),
+        named=frozenset().union(*(reads.anywhere | reads.called for reads in (first, second))),
+        dynamic=first.dynamic or second.dynamic,
+        methods=frozenset(first.methods | second.methods),
+        called=frozenset(first.called | second.called),
+        called_by_torch=frozenset(first.called_by_torch | second.called_by_torch),
+        ran=frozenset([*first.ran, *second.ran]),
     )
 
 

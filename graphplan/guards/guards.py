@@ -64,7 +64,7 @@ class Guards:
         things = [thing for thing, _ in walk.attributes]
         absent = list(absent_names(walk, plan))
         # Code that asks whether a tensor has an attribute may find one where there was none, or its class's.
-        asks = plan.asked or plan.dynamic
+        asks = plan.names.asked or plan.names.dynamic
         self._marked = [(path, inner) for path, inner, kind in walk.marks if asks or kind not in PLAIN_KINDS]
         self._marks = [len(inner) for _, inner in self._marked]
         self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]

@@ -24,9 +24,9 @@ _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
 def methods_called(walk: Walk, plan: Plan) -> Iterable[Place]:
     """Methods of tensors', layers' and libraries' classes that the step may call: one replaced there is heeded."""
     kinds = [Tensor, Parameter, *map(type, walk.modules)]
-    asked = [(kind, name) for kind in kinds for name in (*_CALLS, *sorted(plan.called))]
-    asked += [(kind, name) for kind in (Tensor, Parameter) for name in sorted(plan.called_by_torch)]
-    asked += sorted(plan.ran, key=lambda method: (method[0].__module__, method[0].__qualname__, method[1]))
+    asked = [(kind, name) for kind in kinds for name in (*_CALLS, *sorted(plan.names.called))]
+    asked += [(kind, name) for kind in (Tensor, Parameter) for name in sorted(plan.names.called_by_torch)]
+    asked += sorted(plan.names.ran, key=lambda method: (method[0].__module__, method[0].__qualname__, method[1]))
     for kind, name in dict.fromkeys(asked):
         method = getattr(kind, name, None)
         # Of some, each look makes another object.
@@ -42,7 +42,7 @@ def _absent_methods(walk: Walk, plan: Plan) -> Iterable[tuple[dict[str, Any], st
     names = {
         kind: [
             name
-            for base, name in plan.ran
+            for base, name in plan.names.ran
             if issubclass(kind, base) and not name.startswith("__") and name not in _IN_THE_KEY
         ]
         for kind in map(type, things)
@@ -65,7 +65,11 @@ def absent_names(walk: Walk, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]
     for thing, inner in walk.attributes:
         kind = type(thing)
         if kind not in looked_up:
-            looked_up[kind] = [*plan.asked, *_methods_of(kind, plan.methods), *_found_behind(kind, plan.named)]
+            looked_up[kind] = [
+                *plan.names.asked,
+                *_methods_of(kind, plan.names.methods),
+                *_found_behind(kind, plan.names.named),
+            ]
         yield from ((inner, name) for name in looked_up[kind] if name not in inner)
     yield from ((space, name) for space, name in walk.lacking if name not in space)
     yield from _absent_methods(walk, plan)
