@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def loaded(module: str, name: str) -> Any:
@@ -18,14 +18,18 @@ def loaded(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, ())
 
 
+_DENSE = frozenset({Tensor, nn.Parameter})
+"""What most tensors are."""
+
+
 def is_sharded(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    return isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
+    return type(tensor) not in _DENSE and isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
 
 
 def local(tensor: Tensor) -> Tensor:
     """The tensor that has ``tensor``'s memory: a DTensor's shard in this process, any other tensor itself."""
-    if type(tensor) is Tensor or not is_sharded(tensor):
+    if not is_sharded(tensor):
         return tensor
     shard: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return shard

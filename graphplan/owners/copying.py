@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ comparison needs two more copies of what is compared together.
 """
 _COPIED = 2**28
 """Bytes of the copies that are one piece of memory."""
-_WITHOUT_LAUNCHES = frozenset({"cpu"})
+_DENSE = frozenset({Tensor, nn.Parameter})
+_is_on_host = attrgetter("is_cpu")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -41,7 +43,7 @@ _flat = torch._C._nn.flatten_dense_tensors
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` can lie beside others in a flat one, and had better: on the host there are no launches."""
-    if tensor.device.type in _WITHOUT_LAUNCHES or type(tensor) not in (Tensor, nn.Parameter):
+    if _is_on_host(tensor) or type(tensor) not in _DENSE:
         return False
     return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
@@ -78,7 +80,7 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
     copies: list[Tensor] = list(tensors)
     # What goes elsewhere is put together first, which takes room here.
     for are_plain, members in _groups(tensors, map(_home, tensors), _COPIED if device is None else _TOGETHER):
-        originals = [tensors[index].detach() for index in members]
+        originals = [tensors[index] for index in members]
         if not are_plain or len(members) == 1:
             copies[members[0]] = originals[0].clone() if device is None else originals[0].to(device, copy=True)
             continue
@@ -94,9 +96,9 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes."""
     for are_plain, members in _groups(targets, map(_home, targets), _COPIED):
         if are_plain:
-            torch._foreach_copy_([targets[i].detach() for i in members], [values[i] for i in members])
+            torch._foreach_copy_([targets[i] for i in members], [values[i] for i in members])
         else:
-            targets[members[0]].detach().copy_(values[members[0]])
+            targets[members[0]].copy_(values[members[0]])
 
 
 @torch.no_grad()
@@ -130,9 +132,9 @@ def _flag(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) ->
 def _mark(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
     """Which elements have other bits, those of several tensors one after the other."""
     if len(members) == 1:
-        one, two = ones[members[0]], twos[members[0]].detach()
+        one, two = ones[members[0]], twos[members[0]]
     else:
-        one, two = (_flat([side[index].detach() for index in members]) for side in (ones, twos))
+        one, two = (_flat([side[index] for index in members]) for side in (ones, twos))
     mark = bits(one) != bits(two.to(one.device))
     return mark.any(-1) if one.is_complex() else mark
 

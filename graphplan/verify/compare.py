@@ -17,7 +17,7 @@ from graphplan.tracer.changes import same_value
 
 SPREADS = 8.0
 """A difference may be this many times the distance between replays: a few runs are a small sample of a spread."""
-_RESPONSES = 1.5
+RESPONSES = 1.5
 """The same for what a step makes of rounded parameters. Noise may be so seldom that a few replays show next to none,
 but it is no larger: an addition out of order changes a last bit somewhere, and from there on goes through less of the
 step. (A GPT of 124M parameters in bfloat16, on an H200: gradients of runs from one state lie up to 0.4 % apart, or not
@@ -44,14 +44,15 @@ class Difference:
         return f"{self.path}: {self.text}"
 
 
-def _fits(first: Tensor, second: Tensor) -> bool:
+def fits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors can be compared element by element."""
     return first.shape == second.shape and first.dtype == second.dtype and first.layout == second.layout
 
 
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
     """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has."""
     shared = [path for path in second if path in first]
-    fitting = [path for path in shared if _fits(first[path], second[path])]
+    fitting = [path for path in shared if fits(first[path], second[path])]
     places = unequal([first[path] for path in fitting], [second[path] for path in fitting])
     found = {fitting[place] for place in places} | (set(shared) - set(fitting)) | (first.keys() ^ second.keys())
     return [path for path in [*second, *first.keys() - second.keys()] if path in found]
@@ -61,46 +62,53 @@ def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     """Euclidean distances in float64; NaN in the same places counts as equal, NaN in one of the two as far. Each device
     is waited for once.
     """
-    return _norms(
-        [(one.detach(), two.detach().to(one.device)) for one, two in pairs], torch._foreach_sub, _plain, _careful
-    )
+    return _norms([(one.detach(), two.detach().to(one.device)) for one, two in pairs])
 
 
 def lengths(tensors: Sequence[Tensor]) -> list[float]:
     """Euclidean norms of the finite elements in float64."""
-    return _norms([(_real(tensor.detach()),) for tensor in tensors], lambda own: own, _finite, _finite)
+    return _norms([(_real(tensor.detach()),) for tensor in tensors])
 
 
-def _norms(
-    rows: Sequence[tuple[Tensor, ...]],
-    together: Callable[..., Any],
-    alone: Callable[..., Tensor],
-    careful: Callable[..., Tensor],
-) -> list[float]:
-    """For each row of tensors the norm of what ``together`` makes of it, if it is given many rows at once, as lists of
-    tensors; or the root of the sum of ``alone``, where types cannot be subtracted like that; or of ``careful``, where
-    the norm is infinite or no number.
+def moves(
+    paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> tuple[list[float], list[float]]:
+    """How far ``one`` and ``other`` lie apart at ``paths``, where they are alike, and how far from ``old`` one of them
+    is, or how large, if nothing was there before. Each device is waited for once.
     """
+    rows: list[tuple[Tensor, ...]] = [(_real(one[path]), _real(other[path])) for path in paths]
+    for path in paths:
+        before = old.get(path)
+        is_there = before is not None and fits(before, one[path])
+        rows.append((_real(one[path]), _real(before)) if before is not None and is_there else (_real(one[path]),))
+    found = _norms([tuple(tensor.detach().to(row[0].device) for tensor in row) for row in rows])
+    return found[: len(paths)], found[len(paths) :]
+
+
+def _norms(rows: Sequence[tuple[Tensor, ...]]) -> list[float]:
+    """The distance between each row's two tensors, or its only one's length."""
     found = [torch.empty(0)] * len(rows)
     norms: Sequence[Tensor]
-    for members in _by_dtype([first for first, *_ in rows]):
-        if rows[members[0]][0].dtype in _SUBTRACTED:
-            columns = map(list, zip(*(rows[index] for index in members), strict=True))
-            norms = torch._foreach_norm(together(*columns), 2, dtype=torch.float64)
+    for members in _alike(rows):
+        one, *others = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
+        if one[0].dtype in _SUBTRACTED:
+            apart = torch._foreach_sub(one, *others) if others else one
+            norms = torch._foreach_norm(apart, 2, dtype=torch.float64)
         else:
-            norms = [_sum(alone, *rows[index]).sqrt() for index in members]
+            norms = [_sum(_plain if others else _finite, *rows[index]).sqrt() for index in members]
         for index, norm in zip(members, norms, strict=True):
             found[index] = norm
     numbers = zip(values_of(found), rows, strict=True)
-    return [number if math.isfinite(number) else math.sqrt(_sum(careful, *row).item()) for number, row in numbers]
+    # An infinite norm, or one that is no number, says nothing of where.
+    return [n if math.isfinite(n) else math.sqrt(_sum(_CAREFUL[len(row)], *row).item()) for n, row in numbers]
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of tensors of one device and dtype, of a few bytes at a time: a difference takes as many."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
-    for index, tensor in enumerate(tensors):
-        key = tensor.device, tensor.dtype
+def _alike(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[int]]:
+    """Positions of rows of one length, device and dtype, of a few bytes at a time: a difference takes as many."""
+    groups: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
+    sizes: Counter[tuple[int, torch.device, torch.dtype]] = Counter()
+    for index, (tensor, *others) in enumerate(rows):
+        key = len(others), tensor.device, tensor.dtype
         if key in groups and sizes[key] + tensor.nbytes > _SIDE:
             yield groups.pop(key)
             sizes[key] = 0
@@ -127,6 +135,10 @@ def _careful(one: Tensor, two: Tensor) -> Tensor:
 
 def _finite(one: Tensor) -> Tensor:
     return torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0).square()
+
+
+_CAREFUL: dict[int, Callable[..., Tensor]] = {1: _finite, 2: _careful}
+"""What is summed, by how many tensors there are, where not all elements are finite numbers."""
 
 
 def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]], likely: Iterable[str] = ()) -> bool:
@@ -161,7 +173,7 @@ def unexplained(
     """
     paths = list(paths)
     sides = [one, eager, *again]
-    alike = [path for path in paths if all(path in side and _fits(one[path], side[path]) for side in sides)]
+    alike = [path for path in paths if all(path in side and fits(one[path], side[path]) for side in sides)]
     spreads = [distances(alike, one, other) for other in again]
     spread = dict(zip(alike, map(max, zip(*spreads, strict=True)), strict=True))
     found = {path: spread.get(path, 0.0) for path in paths}
@@ -172,14 +184,14 @@ def unexplained(
     responses = [0.0] * len(alike) if nudged is None else distances(alike, one, nudged)
     sizes = lengths([one[path] for path in alike])
     for path, distance, response, rounding, size in zip(alike, apart, responses, roundings, sizes, strict=True):
-        if distance <= SPREADS * spread[path] + _RESPONSES * response + rounding * size:
+        if distance <= SPREADS * spread[path] + RESPONSES * response + rounding * size:
             del found[path]
     return found
 
 
 def distances(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
     """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
-    alike = [path for path in paths if path in other and _fits(one[path], other[path])]
+    alike = [path for path in paths if path in other and fits(one[path], other[path])]
     found = dict(zip(alike, _distances([(_real(one[path]), _real(other[path])) for path in alike]), strict=True))
     return [found.get(path, 0.0) for path in paths]
 
@@ -204,7 +216,7 @@ def describe(
 def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spread: float) -> str:
     if one is None or eager is None:
         return "a tensor after one of the two and none after the other"
-    if not _fits(one, eager):
+    if not fits(one, eager):
         return f"{TensorSpec.of(one)} after the replay, {TensorSpec.of(eager)} after the eager step"
     if one.is_complex():
         one, eager, before = _real(one), _real(eager), None
@@ -214,7 +226,7 @@ def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spre
         (distance,) = _distances([(one, eager)])
         count = int((bits(one) != bits(eager.detach().to(one.device))).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
-    if before is not None and _fits(before, one):
+    if before is not None and fits(before, one):
         own, other = _distances([(before, one), (before, eager)])
         text += f"; the replay's update is {own:.3g} long, the eager step's {other:.3g}"
     return f"{text}; two replays differ by {spread:.3g}"

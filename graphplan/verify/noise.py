@@ -8,11 +8,11 @@ enough to know noise by; what is larger is measured anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from graphplan.verify.compare import SPREADS, differing, distances, lengths
+from graphplan.verify.compare import RESPONSES, SPREADS, differing, fits, moves
 
 _MEASURED = 2
 """Checks that have to measure the noise first."""
@@ -25,45 +25,57 @@ class Noise:
         self._shares: dict[str, float] = {}
         self._measured = 0
 
+    @property
+    def is_known(self) -> bool:
+        """Whether enough checks have measured it."""
+        return self._measured >= _MEASURED
+
     def learn(
         self,
         old: Mapping[str, Tensor],
         one: Mapping[str, Tensor],
         again: Sequence[Mapping[str, Tensor]],
         eager: Mapping[str, Tensor],
+        nudged: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take in what replays from one state, ``old``, left: ``one``, and others, at least one. What the eager step
-        left was found to be as good by the check: as far away it may be again, and no further.
+        """Take in what replays from one state, ``old``, left: ``one``, and others, at least one; and as ``nudged`` one
+        from rounded parameters. What the eager step left was found to be as good by the check: as far away it may be
+        again, and no further.
         """
         self._measured += 1
         for other in again:
             self._widen(old, one, other, 1.0)
         self._widen(old, one, eager, 1 / SPREADS)
+        if nudged is not None:
+            self._widen(old, one, nudged, RESPONSES / SPREADS)
 
     def _widen(
         self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], part: float
     ) -> None:
-        paths = [path for path in differing(one, other) if path in one and path in other]
-        for path, far, change in zip(paths, distances(paths, one, other), _changes(paths, old, one), strict=True):
+        for path, far, change in self._moves(old, one, other):
             if change > 0 and math.isfinite(far) and math.isfinite(change):
                 self._shares[path] = max(self._shares.get(path, 0.0), part * far / change)
 
-    def beyond(
-        self, paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]
-    ) -> list[str]:
-        """Those of ``paths`` at which ``one``, what a replay left, and what the eager step left differ by more."""
-        if self._measured < _MEASURED or any(path not in one or path not in eager for path in paths):
-            return list(paths)
-        apart, changes = distances(paths, one, eager), _changes(paths, old, eager)
-        known = [SPREADS * self._shares.get(path, 0.0) * change for path, change in zip(paths, changes, strict=True)]
-        rows = zip(paths, apart, known, strict=True)
-        return [path for path, far, bound in rows if not (0 < far <= bound and math.isfinite(bound))]
+    def _moves(
+        self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, float, float]]:
+        """For each path with numbers, how far ``one`` and ``other`` lie apart, and how far the step has moved it."""
+        paths = [path for path in one if _is_near(path, one, other)]
+        return zip(paths, *moves(paths, old, one, other), strict=True)
+
+    def beyond(self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[str]:
+        """Paths at which ``one``, what a replay left, and what the eager step left differ by more than noise."""
+        found = [
+            path
+            for path, far, change in self._moves(old, one, eager)
+            if far > 0 and not far <= SPREADS * self._shares.get(path, 0.0) * change < math.inf
+        ]
+        exact = [{path: t for path, t in side.items() if not _is_near(path, one, eager)} for side in (one, eager)]
+        return found + differing(*exact)
 
 
-def _changes(paths: Sequence[str], old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> list[float]:
-    """How far a step has moved each of them; how large it is, if nothing was there before."""
-    there = [path for path in paths if path in old]
-    found = dict(zip(there, distances(there, old, new), strict=True))
-    others = [path for path in paths if path not in old]
-    found.update(zip(others, lengths([new[path] for path in others]), strict=True))
-    return [found[path] for path in paths]
+def _is_near(path: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether two tensors can be nearly the same: integers are, or they are not."""
+    if path not in one or path not in other or not fits(one[path], other[path]):
+        return False
+    return one[path].is_floating_point() or one[path].is_complex()
