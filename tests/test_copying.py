@@ -53,6 +53,15 @@ def test_copies_have_the_same_bits_and_memory_of_their_own(device: torch.device 
     assert changed == [i for i, (a, b) in enumerate(zip(copies, dense(), strict=True)) if a.numel() and not _ones(b)]
 
 
+def test_what_lies_on_the_host_stays_there() -> None:
+    """A meta device has no memory to copy anything to."""
+    state = torch.default_generator.get_state()
+    (copy,) = copy_all([state], torch.device("meta"))
+    assert copy.is_cpu
+    assert torch.equal(copy, state)
+    assert copy.data_ptr() != state.data_ptr()
+
+
 def _ones(tensor: Tensor) -> bool:
     return bool((tensor == 1).all())
 

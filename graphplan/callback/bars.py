@@ -6,6 +6,7 @@ more time than a small replay takes. While steps are that fast, a bar is drawn s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -52,6 +53,17 @@ class ThrottledBar(StandsIn):
         self._drawn, self._is_behind = now, False
         return True
 
+    def rests(self, batch_idx: int) -> bool:
+        """Whether there is nothing to draw after this batch, as is sure without asking the bar."""
+        if self._asked <= _SLOW_START or perf_counter() - self._drawn >= _INTERVAL:
+            return False
+        bar, current = self._bar, batch_idx + 1
+        if bar is None or current == bar.train_progress_bar.total:
+            return False
+        if not self._is_behind and bar.refresh_rate > 0 and current % bar.refresh_rate == 0:
+            self._is_behind = True
+        return True
+
     def catch_up(self) -> None:
         """At the end of an epoch, which may have ended early: show how far it went."""
         if self._is_behind and self._bar is not None:
@@ -59,6 +71,20 @@ class ThrottledBar(StandsIn):
             bar = self._bar.train_progress_bar
             bar.n = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             bar.refresh()
+
+
+_AFTER_BATCH = {"train_progress_bar", "_should_update", "total", "_update_n", "set_postfix", "get_metrics"}
+"""All that Lightning's bar names after a batch: it does nothing where it is not to update."""
+
+
+def resting(callback: Any) -> Callable[[int], bool] | None:
+    """What says after which batches ``callback`` has nothing to do, if it is a bar that stays silent now and then."""
+    hook: Any = getattr(type(callback), "on_train_batch_end", None)
+    asked = vars(callback).get("_should_update")
+    bar = getattr(getattr(asked, "func", None), "__self__", None)
+    if not isinstance(bar, ThrottledBar) or hook is not TQDMProgressBar.on_train_batch_end:
+        return None
+    return bar.rests if _AFTER_BATCH.issuperset(hook.__code__.co_names) else None
 
 
 def stand_ins_of_bars(trainer: Trainer) -> list[StandsIn]:

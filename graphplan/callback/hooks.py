@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
 
+from graphplan.callback.bars import resting
 from graphplan.callback.gates import has_hook, members_of, own_of
 from graphplan.callback.loop_gates import END, START, hands_out_batch, switches_of
 from graphplan.native.comparing import Checks
@@ -35,11 +36,14 @@ class BatchHooks:
         # Those that do nothing now may be given something to do by those that come before them.
         self._idle = {number for number, names in switches.items() if names}
         self.ends = hooked[END] if len(self._idle) < len(switches) else []
+        silent = {id(callback): resting(callback) for callback in hooked[END] if END not in vars(callback)}
+        self._resting = {number: rests for number, rests in silent.items() if rests is not None}
         self.module_ends = has_hook(self._module, END, LightningModule)
         self._hand_out = self.module_ends or any(hands_out_batch(c) for c in chain(*hooked.values()))
         places = [(vars(self._module), END), *((vars(c), name) for c in callbacks for name in (START, END))]
         # A hook that does nothing does so while what switches it off stays as it is.
         places += [(vars(callback), name) for callback in hooked[END] for name in switches[id(callback)]]
+        places += [(vars(callback), "_should_update") for callback in hooked[END] if id(callback) in self._resting]
         self.hold = Checks([*members_of(self._trainer, "callbacks"), own_of(places)]).hold
 
     def hand_out(self) -> bool:
@@ -48,6 +52,12 @@ class BatchHooks:
             self.look()
         return self._hand_out
 
+    def _passes(self, number: int, batch_idx: int) -> bool:
+        """Whether a callback has nothing to do after this batch."""
+        if number in self._idle:
+            return bool(self.hold())
+        return number in self._resting and self._resting[number](batch_idx) and self.hold()
+
     def call(self, hook: str, hooked: list[Any], *args: Any) -> None:
         """Lightning's way to call callbacks, of which only some have the hook."""
         inner, known = vars(self._module), self._known
@@ -55,7 +65,7 @@ class BatchHooks:
         before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
         # Whom a hook adds to the Trainer's callbacks has its turn at once.
         for callback in chain(hooked, islice(self._trainer.callbacks, known, None)):
-            if hook is END and id(callback) in self._idle and self.hold():
+            if hook is END and self._passes(id(callback), args[2]):
                 continue
             getattr(callback, hook)(self._trainer, self._module, *args)
         inner["_current_fx_name"] = before

@@ -28,7 +28,7 @@ from graphplan.callback.late import LOSS, LateCopies
 from graphplan.callback.noting import NotingResults
 from graphplan.callback.sums import Sums, Usual
 from graphplan.errors import HostSyncError
-from graphplan.program import apart
+from graphplan.native.moving import apart
 from graphplan.tracer import find_source, refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)

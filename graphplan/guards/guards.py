@@ -19,7 +19,7 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.guards.lookups import Place, absent_names, methods_called
 from graphplan.marks import PLAIN_KINDS
 from graphplan.native.comparing import Checks, Row, contents_of, facts_of
-from graphplan.owners import Slot, Walk, home, present, tensor_leaves
+from graphplan.owners import Numbers, Slot, Walk, home, present, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Geometries, geometry
@@ -36,7 +36,7 @@ class Guards:
         walk: the walk they come from; its links are checked too.
         plan: says what gradients must be on entry and which Python values the step reads.
         extra: unowned tensors that the plan keeps.
-        values: what those Python values were at capture; by default what they are now.
+        values: what those Python values were at capture, by path; by default what they are now.
         entry_grads: by path, the gradients that the step accumulates into.
     """
 
@@ -46,7 +46,7 @@ class Guards:
         walk: Walk,
         plan: Plan,
         extra: Sequence[Tensor] = (),
-        values: list[Any] | None = None,
+        values: Mapping[str, Any] | None = None,
         *,
         entry_grads: Mapping[str, Tensor | None],
     ) -> None:
@@ -54,6 +54,9 @@ class Guards:
         self._links = walk.links
         self._missing = _missing_parts(walk)
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
+        # What is shown as attributes comes first: it is looked up there, without a detour.
+        read.sort(key=lambda pair: type(pair[1].container) is not Numbers)
+        shown = [value.container for _, value in read if type(value.container) is Numbers]
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
         places += _used_links(walk, plan, [slot.container for slot in slots], [value.container for _, value in read])
         places += [(parts, name, None) for parts, name in self._missing]
@@ -78,10 +81,12 @@ class Guards:
         self._sharded, self._shards = sharded, list(map(local, sharded))
         self._kinds, self._called, self._methods = _columns(methods_called(walk, plan))
         called = [(path, value) for path in plan.functions if (value := walk.value(path)) is not None]
-        values = values if values is not None else [value.get() for _, value in [*read, *called]]
         self._labels = [path for path, _ in [*read, *called]]
-        self._values, self._functions = values[: len(read)], values[len(read) :]
-        spaces, names = [present(value.container) for _, value in read], [value.key for _, value in read]
+        known = values or {}
+        now = [known[path] if path in known else value.get() for path, value in [*read, *called]]
+        self._shown, self._values, self._functions = now[: len(shown)], now[len(shown) : len(read)], now[len(read) :]
+        objects, names = [space.thing for space in shown], [value.key for _, value in read]
+        spaces = [present(value.container) for _, value in read[len(shown) :]]
         homes, labels = [value.container for _, value in called], [value.key for _, value in called]
         self.rows: list[Row] = [
             *contents_of(whole),
@@ -90,7 +95,8 @@ class Guards:
             ("none_there", self._lacking, self._absent),
             ("same_lengths", [inner for _, inner in self._marked], self._marks),
             ("same_types", self._things, self._types),
-            ("equal_items", spaces, names, self._values, same_value),
+            ("equal_attributes", objects, names[: len(shown)], self._shown, same_value),
+            ("equal_items", spaces, names[len(shown) :], self._values, same_value),
             ("same_values", homes, labels, self._functions),
             ("same_methods", self._kinds, self._called, self._methods),
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
@@ -167,13 +173,13 @@ class Guards:
         return None
 
     @property
-    def values(self) -> list[Any]:
-        """The Python values that the program was captured with."""
-        return [*self._values, *self._functions]
+    def values(self) -> dict[str, Any]:
+        """The Python values that the program was captured with, by path."""
+        return dict(zip(self._labels, [*self._shown, *self._values, *self._functions], strict=True))
 
     def changed_value(self, walk: Walk) -> str | None:
         """The first Python value that is no longer what it was, described. ``walk`` knows where it lies now."""
-        for label, old in zip(self._labels, self.values, strict=True):
+        for label, old in self.values.items():
             place = walk.value(label)
             if place is None:
                 return f"{label} was {old!r} and is gone"

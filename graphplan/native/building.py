@@ -27,7 +27,7 @@ from graphplan.errors import BackendError
 
 _NAME = "graphplan_guards"
 _SUFFIXES = (".so", ".pyd")
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("guards.cpp", "tensors.h"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("guards.cpp", "tensors.h", "moves.h"))
 
 
 def _folder() -> Path:

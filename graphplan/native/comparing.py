@@ -29,7 +29,17 @@ def _equal_items(
     containers: Sequence[Any], keys: Sequence[Any], values: list[Any], equal: Callable[[Any, Any], bool]
 ) -> bool:
     """Whether ``container[key]`` is still as good as the value, everywhere; ``values`` are then what was found."""
-    now = list(map(getitem, containers, keys))
+    return _are_equal(list(map(getitem, containers, keys)), values, equal)
+
+
+def _equal_attributes(
+    things: Sequence[Any], names: Sequence[str], values: list[Any], equal: Callable[[Any, Any], bool]
+) -> bool:
+    """:func:`_equal_items` of attributes."""
+    return _are_equal(list(map(getattr, things, names)), values, equal)
+
+
+def _are_equal(now: list[Any], values: list[Any], equal: Callable[[Any, Any], bool]) -> bool:
     if any(map(is_not, now, values)):
         if not all(map(equal, now, values)):
             return False
@@ -107,8 +117,8 @@ def _fit(tensors: Sequence[Any], facts: Any) -> bool:
 _KINDS: dict[str, Callable[..., bool]] = {
     function.__name__.removeprefix("_"): function
     for function in (
-        _same_items, _equal_items, _same_attributes, _same_methods, _same_values, _none_there, _same_types,
-        _same_lengths, _same_dicts, _same_lists, _same_results, _fit,
+        _same_items, _equal_items, _same_attributes, _equal_attributes, _same_methods, _same_values, _none_there,
+        _same_types, _same_lengths, _same_dicts, _same_lists, _same_results, _fit,
     )
 }  # fmt: skip
 

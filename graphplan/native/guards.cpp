@@ -3,6 +3,7 @@
 // `Checks(rows).hold()` is exactly the class of that name in graphplan/native/comparing.py, and each kind of row the
 // function of that name there.
 
+#include "moves.h"
 #include "tensors.h"
 
 #include <algorithm>
@@ -83,9 +84,9 @@ int same_items(const Row& row) {
   return yes;
 }
 
-int equal_items(const Row& row) {
+int are_equal(const Row& row, PyObject* (*look_up)(const Row&, Py_ssize_t)) {
   for (Py_ssize_t i = 0; i < row.size(); i++) {
-    PyObject* found = item_of(row, i);
+    PyObject* found = look_up(row, i);
     if (found == nullptr) {
       return -1;
     }
@@ -108,10 +109,16 @@ int equal_items(const Row& row) {
   return 1;
 }
 
+PyObject* attribute_of(const Row& row, Py_ssize_t i) { return PyObject_GetAttr(row.at(0, i), row.at(1, i)); }
+
+int equal_items(const Row& row) { return are_equal(row, item_of); }
+
+int equal_attributes(const Row& row) { return are_equal(row, attribute_of); }
+
 int same_attributes(const Row& row) {
   int yes = 1;
   for (Py_ssize_t i = 0; yes == 1 && i < row.size(); i++) {
-    yes = is_same(PyObject_GetAttr(row.at(0, i), row.at(1, i)), row.list(2), i);
+    yes = is_same(attribute_of(row, i), row.list(2), i);
   }
   return yes;
 }
@@ -275,6 +282,7 @@ struct Named {
 const Named kKinds[] = {
     {"same_items", same_items, 3, 3, 3},
     {"equal_items", equal_items, 3, 3, 4},
+    {"equal_attributes", equal_attributes, 3, 3, 4},
     {"same_attributes", same_attributes, 3, 3, 3},
     {"same_methods", same_methods, 3, 3, 3},
     {"same_values", same_values, 3, 3, 3},
@@ -428,7 +436,12 @@ PyObject* lie(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef functions[] = {{"lie", lie, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+PyMethodDef functions[] = {
+    {"lie", lie, METH_VARARGS, nullptr},
+    {"copy_in", graphplan::copy_in, METH_VARARGS, nullptr},
+    {"hand_out", graphplan::hand_out, METH_O, nullptr},
+    {"fill", graphplan::fill, METH_VARARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
 PyMethodDef checks_methods[] = {{"hold", checks_hold, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
 PyType_Slot checks_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(checks_new)},

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.native.moving import fill
 from graphplan.optimizers.preparation import Preparation, device_of, with_closure
 from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.unchanged import register_own
@@ -52,8 +53,7 @@ class Shadow:
                 self.tensor.copy_(value)
             self.last = None
         elif value != self.last:
-            # Neither asks for a gradient.
-            self.tensor.fill_(value)
+            fill(self.tensor, value)
             self.last = value
 
     def enter(self) -> None:

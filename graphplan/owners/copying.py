@@ -76,13 +76,17 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
-    """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other."""
+    """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other.
+
+    What lies on the host stays there: on its way to a device it would have everybody wait for that.
+    """
     copies: list[Tensor] = list(tensors)
     # What goes elsewhere is put together first, which takes room here.
     for are_plain, members in _groups(tensors, map(_home, tensors), _COPIED if device is None else _TOGETHER):
         originals = [tensors[index] for index in members]
         if not are_plain or len(members) == 1:
-            copies[members[0]] = originals[0].clone() if device is None else originals[0].to(device, copy=True)
+            stays = device is None or originals[0].is_cpu
+            copies[members[0]] = originals[0].clone() if stays else originals[0].to(device, copy=True)
             continue
         flat = _flat(originals)
         parts = torch._C._nn.unflatten_dense_tensors(flat if device is None else flat.to(device), originals)

@@ -5,7 +5,6 @@ from graphplan.program.capture import is_recorded as is_recorded
 from graphplan.program.leases import Lease as Lease
 from graphplan.program.leases import StaticOutput as StaticOutput
 from graphplan.program.leases import plain as plain
-from graphplan.program.outputs import apart as apart
 from graphplan.program.program import NO_CHECK as NO_CHECK
 from graphplan.program.program import Program as Program
 from graphplan.program.watching import WATCHERS as WATCHERS

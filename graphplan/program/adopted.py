@@ -73,7 +73,7 @@ class Adopted:
         """Take the owners' tensors as they lie now; the Python values of the capture are still those that count."""
         self.guards = self._guard(walk, self.guards.values)
 
-    def _guard(self, walk: Walk, values: list[Any] | None) -> Guards:
+    def _guard(self, walk: Walk, values: Mapping[str, Any] | None) -> Guards:
         paths = {e.path for e in self._plan.externals if e.path is not None}
         adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
         # Tied weights have several names, of which a plan lists one: the others must go on holding the same tensor.

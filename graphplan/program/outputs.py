@@ -11,15 +11,13 @@ from torch import Tensor
 from graphplan.containers import rebuilder
 from graphplan.dtensors import is_sharded
 from graphplan.errors import CaptureError
+from graphplan.native.moving import hand_out
 from graphplan.owners import Walk, storage_id
 from graphplan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
 from graphplan.roles import TensorSpec
 from graphplan.tracer import place_of
 from graphplan.trees import close_records, flatten_result
-
-_BELOW_VIEWS: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
-"""Where operators do not note of what their results are views."""
 
 
 class Outputs:
@@ -104,7 +102,7 @@ class Outputs:
         for number, is_conj, is_neg in self._bits:
             built[number] = _seen(built[number], is_conj, is_neg)
         for pack, numbers in self._packs:
-            for number, part in zip(numbers, apart(pack.clone()), strict=True):
+            for number, part in zip(numbers, hand_out(pack), strict=True):
                 built[number] = part
         for number, first in self._shared:
             built[number] = built[first]
@@ -133,17 +131,6 @@ def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
             runs.append([number])
         end = storage, offset + 1
     return runs
-
-
-def apart(vector: Tensor) -> Sequence[Tensor]:
-    """The elements of a vector that nobody else has, each a tensor of its own: a view among several would refuse to be
-    written to with something that asks for gradients.
-    """
-    if _BELOW_VIEWS is None:
-        return list(map(Tensor.detach, vector.unbind()))
-    # Half the time that detaching takes.
-    with _BELOW_VIEWS():
-        return vector.unbind()
 
 
 def lend_outputs(plan: Plan) -> dict[int, Lease]:

@@ -15,6 +15,7 @@ from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
 from graphplan.marks import dressed
 from graphplan.native.comparing import Row
+from graphplan.native.moving import copy_in
 from graphplan.nodes import Nodes
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -134,8 +135,6 @@ class Program:
         if self._shared:
             pairs = zip(sources, self._indices, strict=True)
             sources = [distinct(source) if index in self._shared else source for source, index in pairs]
-        if any(map(_wants_grad, sources)):
-            sources = [source.detach() for source in sources]
         if self._staging is None:
             self._copy(sources)
             return
@@ -143,11 +142,12 @@ class Program:
         self._staging.give_back()
 
     def _copy(self, sources: list[Tensor]) -> None:
-        if len(sources) > _FEW:
-            torch._foreach_copy_(self._targets, sources, non_blocking=True)
+        if len(sources) <= _FEW:
+            copy_in(self._targets, sources)
             return
-        for target, source in zip(self._targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+        if any(map(_wants_grad, sources)):
+            sources = [source.detach() for source in sources]
+        torch._foreach_copy_(self._targets, sources, non_blocking=True)
 
     def stage_inputs(self) -> None:
         """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""

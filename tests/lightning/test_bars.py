@@ -36,6 +36,13 @@ class CountingBar(TQDMProgressBar):
         super().on_train_end(*args)
 
 
+class AskedBar(CountingBar):
+    """Has a hook of its own."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+
+
 class DecidingBar(CountingBar):
     """Has an opinion of its own on when to be drawn."""
 
@@ -71,6 +78,27 @@ def test_a_bar_is_drawn_now_and_then(end: dict[str, Any], tmp_path: Path) -> Non
     assert eager.last == graphed.last
     assert graphed.last[0] == steps
     assert_same_fits(expected, found)
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.parametrize("kind", [CountingBar, AskedBar])
+def test_a_bar_that_rests_is_not_asked(
+    kind: type[CountingBar], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Lightning's own hook is not called while there is nothing to draw; one that somebody has overridden is."""
+    asked = []
+    own = TQDMProgressBar._should_update
+
+    def should_update(self: Any, current: int, total: int) -> bool:
+        asked.append(current)
+        return own(self, current, total)
+
+    monkeypatch.setattr(TQDMProgressBar, "_should_update", should_update)
+    bar = kind()
+    run(tmp_path, bar, tape(), limit_val_batches=0)
+    assert len(bar.shown) <= 64 + 3
+    assert bar.last[0] == STEPS
+    assert len(asked) >= STEPS if kind is AskedBar else len(asked) <= 64 + 3
 
 
 def test_a_bar_goes_on_as_time_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
