@@ -20,6 +20,7 @@ class BatchHooks:
         hold: says whether all that was found is still so; where it is not, :meth:`look` is due.
         starts, ends: callbacks that have something to do before and after a batch.
         module_ends: whether the module has something to do after one.
+        hand_out: whether anybody is given the batch, and is not known to leave it alone.
     """
 
     def __init__(self, trainer: Any, module: LightningModule) -> None:
@@ -39,33 +40,27 @@ class BatchHooks:
         silent = {id(callback): resting(callback) for callback in hooked[END] if END not in vars(callback)}
         self._resting = {number: rests for number, rests in silent.items() if rests is not None}
         self.module_ends = has_hook(self._module, END, LightningModule)
-        self._hand_out = self.module_ends or any(hands_out_batch(c) for c in chain(*hooked.values()))
+        self.hand_out = self.module_ends or any(hands_out_batch(c) for c in chain(*hooked.values()))
         places = [(vars(self._module), END), *((vars(c), name) for c in callbacks for name in (START, END))]
         # A hook that does nothing does so while what switches it off stays as it is.
         places += [(vars(callback), name) for callback in hooked[END] for name in switches[id(callback)]]
         places += [(vars(callback), "_should_update") for callback in hooked[END] if id(callback) in self._resting]
         self.hold = Checks([*members_of(self._trainer, "callbacks"), own_of(places)]).hold
 
-    def hand_out(self) -> bool:
-        """Whether anybody is given the batch, and is not known to leave it alone."""
-        if not self.hold():
-            self.look()
-        return self._hand_out
-
     def _passes(self, number: int, batch_idx: int) -> bool:
-        """Whether a callback has nothing to do after this batch."""
-        if number in self._idle:
-            return bool(self.hold())
-        return number in self._resting and self._resting[number](batch_idx) and self.hold()
+        """Whether a callback has nothing to do after this batch, as things were when somebody looked last."""
+        return number in self._idle or (number in self._resting and self._resting[number](batch_idx))
 
     def call(self, hook: str, hooked: list[Any], *args: Any) -> None:
-        """Lightning's way to call callbacks, of which only some have the hook."""
+        """Lightning's way to call callbacks, of which only some have the hook; :attr:`hold` was asked right before."""
         inner, known = vars(self._module), self._known
         # A module's own __setattr__ takes longer than most hooks.
         before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
+        is_sure = True
         # Whom a hook adds to the Trainer's callbacks has its turn at once.
         for callback in chain(hooked, islice(self._trainer.callbacks, known, None)):
-            if hook is END and self._passes(id(callback), args[2]):
+            if hook is END and self._passes(id(callback), args[2]) and (is_sure or self.hold()):
                 continue
             getattr(callback, hook)(self._trainer, self._module, *args)
+            is_sure = False
         inner["_current_fx_name"] = before

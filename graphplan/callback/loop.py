@@ -218,7 +218,7 @@ class LoopSeam(StandsIn):
 
     def _moved(self, batch: Any) -> Any:
         """The batch on the device, unless it is there, or nobody but the step looks at it and that moves it itself."""
-        if self._is_cpu or (self._direct and not self._hooks.hand_out()):
+        if self._is_cpu or (self._direct and not self._hooks.hand_out):
             kind = type(batch)
             tensors = batch if kind is list or kind is tuple else (batch,)
             if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
@@ -229,6 +229,8 @@ class LoopSeam(StandsIn):
     def _train(self, batch: Any, progress: Any) -> None:
         """One batch, from its hooks before to its hooks after."""
         loop, trainer, hooks, connector = self._loop, self._trainer, self._hooks, self._connector
+        if not hooks.hold():
+            hooks.look()
         batch = self._moved(batch)
         total, current = progress.total, progress.current
         total.ready += 1
@@ -238,8 +240,6 @@ class LoopSeam(StandsIn):
         results = loop._results
         connector._first_loop_iter = connector._first_loop_iter is None
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
-        if not hooks.hold():
-            hooks.look()
         if hooks.starts:
             hooks.call(START, hooks.starts, batch, batch_idx)
         total.started += 1
