@@ -22,6 +22,7 @@ from graphplan.optimizers import Preparation
 from graphplan.program import Program
 from graphplan.step import CompiledModules
 from graphplan.verify import Trials
+from graphplan.verify.speed import timed
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
 
@@ -58,15 +59,32 @@ def test_the_mean_of_pairs() -> None:
     assert trials().speedup == 1.0
 
 
-def test_the_device_is_waited_for_until_there_are_enough_pairs() -> None:
-    _, _, step = graphed(verify=1)
-    waits: list[int] = []
-    with patch("graphplan.verify.speed._wait_for", side_effect=waits.append):
+@pytest.mark.parametrize(
+    ("speedups", "bound", "more"),
+    [
+        ([0.1] + [2.0] * 5, 1.0, True),
+        ([0.1] + [2.0] * 6, 1.0, False),
+        ([0.1] + [2.0] * 6, 0.0, False),
+        ([0.1, 0.9, 1.2, 1.0, 1.1, 0.95, 1.05], 1.0, True),
+        ([0.1, 0.9, 1.2, 1.0, 1.1, 0.95, 1.05, 1.0, 1.1, 0.9], 1.0, False),
+    ],
+    ids=["too few", "surely pays", "pays in any case", "not clear", "never clear"],
+)
+def test_pairs_are_timed_until_they_have_decided(speedups: list[float], bound: float, more: bool) -> None:
+    assert trials(*speedups).want_more(bound) is more
+
+
+def test_checks_are_timed_until_their_pairs_have_decided() -> None:
+    _, _, step = graphed(verify=1, min_speedup=1e-3)
+    eager: list[bool] = []
+    with patch(
+        "graphplan.verify.check.timed", side_effect=lambda *a, alone: (eager.append(alone), timed(*a, alone=alone))[1]
+    ):
         for index in range(40):
             step(torch.full((4, 6), float(index)))
     assert step.stats.verified > 20
-    # Twice for the replay and twice for the eager step of ten pairs, of which the first does not count.
-    assert len(waits) == 40
+    # The replay and the eager step of seven pairs, of which the first does not count.
+    assert eager == [False, True] * 7
 
 
 def make(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Optimizer, Callable[[Tensor], Tensor]]:

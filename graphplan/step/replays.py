@@ -69,7 +69,7 @@ class Replays:
                     allow=self._options.allow,
                     device=room,
                     wants_again=again,
-                    is_timed=trials.want_more,
+                    is_timed=trials.want_more(self._options.least_speedup(device)),
                     noise=self._noises.setdefault(program, Noise()),
                 )
         except torch.OutOfMemoryError as error:

@@ -24,7 +24,7 @@ from graphplan.program import Program
 from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, unexplained
 from graphplan.verify.noise import Noise
-from graphplan.verify.speed import timed
+from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.state import State, collect, tensors_of
 
 Result = TypeVar("Result")
@@ -100,12 +100,12 @@ class _Check:
         drawn = self._program.plan.generators
         return collect(walk, result, self._extra, drawn, allowed, copy=copy, device=self._device)
 
-    def run(self, call: Callable[[], Result]) -> tuple[Result, float]:
-        """The result of ``call``, and the seconds that it took, if somebody wants to know."""
-        return timed(call, self._program.plan.device) if self._is_timed else (call(), 0.0)
+    def run(self, call: Callable[[], Result], *, alone: bool = False) -> tuple[Result, Seconds]:
+        """The result of ``call``, and what tells the seconds that it took, if somebody wants to know."""
+        return timed(call, self._program.plan.device, alone=alone) if self._is_timed else (call(), float)
 
-    def replay(self, walk: Walk) -> tuple[State, float]:
-        """What a replay leaves, and the seconds that it took. ``walk`` is from before it."""
+    def replay(self, walk: Walk) -> tuple[State, Seconds]:
+        """What a replay leaves, and what tells the seconds that it took. ``walk`` is from before it."""
         result, seconds = self.run(lambda: self._program.run(self._feed))
         walk = walk if self._program.keeps_places(walk) else self.walk()
         return self.state(walk, result, copy=True), seconds
@@ -213,7 +213,7 @@ def check_replay(
     finally:
         start.snapshot.restore()
     try:
-        result, alone = check.run(eager)
+        result, alone = check.run(eager, alone=True)
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
         start.snapshot.restore()
@@ -231,4 +231,4 @@ def check_replay(
         reason = first_line(error)
     # As after every replay: what the caller gets back leads to no autograd graph.
     result = map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
-    return Verdict(result, found, reason, (taken, alone) if is_timed else None)
+    return Verdict(result, found, reason, (taken(), alone()) if is_timed else None)

@@ -62,12 +62,12 @@ def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
     """Euclidean distances in float64; NaN in the same places counts as equal, NaN in one of the two as far. Each device
     is waited for once.
     """
-    return _norms([(one.detach(), two.detach().to(one.device)) for one, two in pairs])
+    return _norms(pairs)
 
 
 def lengths(tensors: Sequence[Tensor]) -> list[float]:
     """Euclidean norms of the finite elements in float64."""
-    return _norms([(_real(tensor.detach()),) for tensor in tensors])
+    return _norms([(_real(tensor),) for tensor in tensors])
 
 
 def moves(
@@ -76,31 +76,39 @@ def moves(
     """How far ``one`` and ``other`` lie apart at ``paths``, where they are alike, and how far from ``old`` one of them
     is, or how large, if nothing was there before. Each device is waited for once.
     """
-    rows: list[tuple[Tensor, ...]] = [(_real(one[path]), _real(other[path])) for path in paths]
-    for path in paths:
+    ones = [_real(one[path]) for path in paths]
+    rows: list[tuple[Tensor, ...]] = [(tensor, _real(other[path])) for tensor, path in zip(ones, paths, strict=True)]
+    for tensor, path in zip(ones, paths, strict=True):
         before = old.get(path)
-        is_there = before is not None and fits(before, one[path])
-        rows.append((_real(one[path]), _real(before)) if before is not None and is_there else (_real(one[path]),))
-    found = _norms([tuple(tensor.detach().to(row[0].device) for tensor in row) for row in rows])
+        rows.append((tensor,) if before is None or not fits(before, one[path]) else (tensor, _real(before)))
+    found = _norms(rows)
     return found[: len(paths)], found[len(paths) :]
 
 
+@torch.no_grad()
 def _norms(rows: Sequence[tuple[Tensor, ...]]) -> list[float]:
     """The distance between each row's two tensors, or its only one's length."""
     found = [torch.empty(0)] * len(rows)
     norms: Sequence[Tensor]
     for members in _alike(rows):
         one, *others = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
+        home = one[0].device
+        others = [[t if t.device == home else t.to(home) for t in column] for column in others]
         if one[0].dtype in _SUBTRACTED:
             apart = torch._foreach_sub(one, *others) if others else one
             norms = torch._foreach_norm(apart, 2, dtype=torch.float64)
         else:
-            norms = [_sum(_plain if others else _finite, *rows[index]).sqrt() for index in members]
+            term = _plain if others else _finite
+            norms = [_sum(term, *row).sqrt() for row in zip(one, *others, strict=True)]
         for index, norm in zip(members, norms, strict=True):
             found[index] = norm
     numbers = zip(values_of(found), rows, strict=True)
     # An infinite norm, or one that is no number, says nothing of where.
-    return [n if math.isfinite(n) else math.sqrt(_sum(_CAREFUL[len(row)], *row).item()) for n, row in numbers]
+    return [n if math.isfinite(n) else _careful_norm(*row) for n, row in numbers]
+
+
+def _careful_norm(one: Tensor, *others: Tensor) -> float:
+    return math.sqrt(_sum(_careful if others else _finite, one, *(other.to(one.device) for other in others)).item())
 
 
 def _alike(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[int]]:
@@ -119,7 +127,7 @@ def _alike(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[int]]:
 
 def _sum(term: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """The sum of a function of corresponding elements, a few at a time in double precision."""
-    parts = zip(*(tensor.detach().reshape(-1).split(_TOGETHER) for tensor in tensors), strict=True)
+    parts = zip(*(tensor.reshape(-1).split(_TOGETHER) for tensor in tensors), strict=True)
     sums = [term(*(part.double() for part in some)).sum() for some in parts]
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
@@ -135,10 +143,6 @@ def _careful(one: Tensor, two: Tensor) -> Tensor:
 
 def _finite(one: Tensor) -> Tensor:
     return torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0).square()
-
-
-_CAREFUL: dict[int, Callable[..., Tensor]] = {1: _finite, 2: _careful}
-"""What is summed, by how many tensors there are, where not all elements are finite numbers."""
 
 
 def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]], likely: Iterable[str] = ()) -> bool:
@@ -197,7 +201,7 @@ def distances(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[st
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.dtype.is_complex else tensor
 
 
 def _last_place(tensor: Tensor) -> float:

@@ -78,4 +78,5 @@ def _is_near(path: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) 
     """Whether two tensors can be nearly the same: integers are, or they are not."""
     if path not in one or path not in other or not fits(one[path], other[path]):
         return False
-    return one[path].is_floating_point() or one[path].is_complex()
+    dtype = one[path].dtype
+    return dtype.is_floating_point or dtype.is_complex

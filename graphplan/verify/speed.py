@@ -1,8 +1,8 @@
 """Does a program pay? Every check runs one batch both ways, from the same state: the times of these pairs say.
 
-A pair's eager step runs alone, with the device waited for before and after it, which is the worst that an eager step
-can be: a program that loses all the same would lose in a busy loop too. Waiting costs what the device has queued, so
-once there are pairs enough checks are not timed any more.
+A pair's eager step begins when the device has nothing left to do, which is the worst that an eager step can be: a
+program that loses all the same would lose in a busy loop too. Waiting costs what the device has queued, so once the
+pairs have decided checks are not timed any more.
 """
 
 from __future__ import annotations
@@ -21,21 +21,34 @@ _ENOUGH = 9
 """Checks of a geometric schedule until replay 512, but the first."""
 _QUANTILE = 4.03
 """Student's t for five degrees of freedom that one sample in 200 exceeds; with more pairs it is less."""
+_LEAST = 1e-3
+"""A speed-up that any program has."""
 Result = TypeVar("Result")
+Seconds = Callable[[], float]
 
 
-def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """The result of ``call``, and how many seconds it took until ``device`` had done it."""
-    _wait_for(device)
-    start = perf_counter()
-    result = call()
-    _wait_for(device)
-    return result, perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
+def timed(call: Callable[[], Result], device: torch.device, *, alone: bool) -> tuple[Result, Seconds]:
+    """The result of ``call``, and what tells how many seconds it took until ``device`` had done it. That waits for the
+    device; if ``alone``, so does this, before the call.
+    """
+    if device.type != "cuda":
+        start = perf_counter()
+        result = call()
+        taken = perf_counter() - start
+        return result, lambda: taken
+    if alone:
         torch.cuda.synchronize(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
+    result = call()
+    end.record(stream)
+
+    def seconds() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    return result, seconds
 
 
 class Trials:
@@ -56,10 +69,11 @@ class Trials:
         """How often a replay fits into an eager step: the geometric mean of the pairs, 1 without any."""
         return math.exp(fmean(self._logs)) if self._logs else 1.0
 
-    @property
-    def want_more(self) -> bool:
-        """Whether another pair is worth waiting for the device."""
-        return len(self._logs) < _ENOUGH
+    def want_more(self, bound: float) -> bool:
+        """Whether another pair is worth waiting for the device: the speed-up may be less than ``bound``, or not."""
+        if not self.are_enough:
+            return True
+        return len(self._logs) < _ENOUGH and fmean(self._logs) - self._error < math.log(max(bound, _LEAST))
 
     @property
     def are_enough(self) -> bool:
@@ -70,5 +84,8 @@ class Trials:
         """Whether the speed-up is less than ``bound`` even at the upper end of its confidence interval."""
         if not self.are_enough or bound <= 0:
             return False
-        error = stdev(self._logs) / math.sqrt(len(self._logs))
-        return fmean(self._logs) + _QUANTILE * error < math.log(bound)
+        return fmean(self._logs) + self._error < math.log(bound)
+
+    @property
+    def _error(self) -> float:
+        return _QUANTILE * stdev(self._logs) / math.sqrt(len(self._logs))
