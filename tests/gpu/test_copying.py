@@ -1,5 +1,6 @@
 """The same on the device as on the host, where small tensors are handled together only in tests."""
 
+import pytest
 import torch
 
 from graphplan.owners import copy_all
@@ -7,14 +8,15 @@ from graphplan.owners.copying import write_all
 from tests.test_copying import *  # noqa: F403
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nobody_waits_for_copies() -> None:
     """Of the device's tensors and the host's, large and small, together."""
     device = torch.device("cuda")
     tensors = [torch.randn(3, device=device), torch.randn(5, device=device), torch.randn(2**21, device=device)]
     tensors.append(torch.cuda.get_rng_state())
     copy_all(tensors, device)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         copies = copy_all(tensors, device)
         write_all(tensors, copies)
     finally:
