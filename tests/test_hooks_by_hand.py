@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from graphplan import graph_step
+from tests.zoo import assert_losses_as_eager
 
 X = torch.arange(8.0).reshape(2, 4) / 8
 
@@ -149,28 +150,6 @@ class Descent(torch.optim.Optimizer):
     ],
 )
 def test_what_an_optimizer_of_the_users_holds(change: Callable[[Any], Any]) -> None:
-    def run(*, replays: bool) -> tuple[list[float], Any]:
-        torch.manual_seed(0)
-        model = nn.Linear(4, 4)
-        optimizer = Descent(model.parameters())
-
-        def step(x: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        owners = {"model": model, "optimizer": optimizer}
-        call: Any = graph_step(step, owners=owners, backend="tape", warmup_steps=1, verify="off") if replays else step
-        losses = []
-        for number in range(20):
-            if number == 10:
-                change(optimizer)
-            losses.append(call(X).item())
-        return losses, call
-
-    (replayed, call), (eager, _) = run(replays=True), run(replays=False)
-    assert replayed == eager
+    call = assert_losses_as_eager(lambda model: Descent(model.parameters()), {10: change})
     assert call.stats.captured == 2
     assert call.stats.replayed > 8

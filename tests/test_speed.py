@@ -25,6 +25,7 @@ from graphplan.verify import Trials
 from graphplan.verify.speed import timed
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
+from tests.zoo import descent
 
 CHECKS = 7
 """Six pairs that count, and the first, which does not."""
@@ -91,15 +92,7 @@ def make(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Optimizer, 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = kind(model.parameters(), lr=0.01)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return model, optimizer, step
+    return model, optimizer, descent(model, optimizer, lambda x: model(x).square().mean())
 
 
 def graphed(**options: Any) -> tuple[nn.Module, Optimizer, GraphedStep]:

@@ -25,6 +25,7 @@ from graphplan import (
     graph_step,
     graphed,
 )
+from tests.zoo import descent
 
 X = torch.arange(8.0).reshape(2, 4) / 8
 
@@ -66,16 +67,7 @@ def _training() -> Callable[[Tensor], Tensor]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step.owners = {"model": model, "optimizer": optimizer}  # type: ignore[attr-defined]
-    return step
+    return descent(model, optimizer, lambda x: model(x).square().sum())
 
 
 @pytest.fixture

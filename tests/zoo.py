@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from graphplan import graph_step
 from tests.twins import Rig
 
 CLASSES = 4
@@ -137,6 +138,48 @@ def training_rig(
 
     owners = {"model": model, "optimizer": optimizer}
     return Rig(train_step, owners, list(calls), after=lambda index: scheduler.step())
+
+
+def descent(model: nn.Module, optimizer: Optimizer, loss_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A training step on ``loss_of`` a batch, which may use ``model``; its owners are the step's attribute."""
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(x)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step.owners = {"model": model, "optimizer": optimizer}  # type: ignore[attr-defined]
+    return step
+
+
+def assert_losses_as_eager(
+    make: Callable[[nn.Module], Optimizer], changes: Mapping[int, Callable[[Any], object]]
+) -> Any:
+    """Train a layer in twenty steps, eagerly and replayed, with ``changes`` to the optimizer that ``make(model)`` made
+    before calls of those numbers. Every loss has to be the same; the graphed step is handed out.
+    """
+
+    def run(*, replays: bool) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = make(model)
+        step: Any = descent(model, optimizer, lambda x: model(x).square().mean())
+        call = graph_step(step, owners=step.owners, backend="tape", warmup_steps=1, verify="off") if replays else step
+        losses = []
+        for number in range(20):
+            changes.get(number, _leave_alone)(optimizer)
+            losses.append(call(torch.arange(8.0).view(2, 4)).item())
+        return losses, call
+
+    (replayed, call), (eager, _) = run(replays=True), run(replays=False)
+    assert replayed == eager
+    return call
+
+
+def _leave_alone(optimizer: Optimizer) -> None:
+    """Changes nothing."""
 
 
 class Memory:

@@ -15,7 +15,7 @@ from graphplan import graph_step
 from graphplan.verify.compare import Difference, describe, differing, differing_values, unexplained
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.twins import BEFORE_REPLAY, build, drive, managed
-from tests.zoo import Box
+from tests.zoo import Box, descent
 
 NAN, INF = math.nan, math.inf
 Tensors = dict[str, Tensor]
@@ -257,20 +257,8 @@ def test_noise_that_few_replays_show(factor: float) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
     batches = [torch.randn(8, 32) for _ in range(12)]
 
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean() * hidden.item
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    graphed = graph_step(
-        step,
-        owners={"model": model, "optimizer": optimizer},
-        backend="tape",
-        verify=3,
-        allow=("hidden.item", "seldom", "SELDOM"),
-    )
+    step: Any = descent(model, optimizer, lambda x: model(x).square().mean() * hidden.item)
+    graphed = graph_step(step, owners=step.owners, backend="tape", verify=3, allow=("hidden.item", "seldom", "SELDOM"))
     for x in batches[:8]:
         graphed(x)
     assert graphed.stats.replayed == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from graphplan import graph_step
 from graphplan.verify import Noise
-from tests.zoo import Box
+from tests.zoo import Box, descent
 
 Tensors = dict[str, Tensor]
 OLD = {"a": torch.zeros(4), "b": torch.ones(3)}
@@ -124,20 +125,8 @@ def test_a_check_replays_once_when_the_noise_is_known() -> None:
     model = torch.nn.Linear(32, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
 
-    def step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = shaky(model(x)).square().mean() * hidden.item
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    graphed = graph_step(
-        step,
-        owners={"model": model, "optimizer": optimizer},
-        backend="tape",
-        verify=1,
-        allow=("hidden.item", "NOISE", "RUNS"),
-    )
+    step: Any = descent(model, optimizer, lambda x: shaky(model(x)).square().mean() * hidden.item)
+    graphed = graph_step(step, owners=step.owners, backend="tape", verify=1, allow=("hidden.item", "NOISE", "RUNS"))
     runs = []
     for _ in range(16):
         before = RUNS.item
