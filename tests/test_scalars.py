@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan import capture, compile_plan
-from graphplan.program import apart
+from graphplan.native.moving import apart
 
 
 def _separate(x: Tensor) -> Any:

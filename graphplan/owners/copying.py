@@ -98,6 +98,8 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
 @torch.no_grad()
 def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes."""
+    # Tensors from inference mode may not be written to outside of it, other tensors on their memory may.
+    targets = [target.detach() if target.is_inference() else target for target in targets]
     for are_plain, members in _groups(targets, map(_home, targets), _COPIED):
         if are_plain:
             torch._foreach_copy_([targets[i] for i in members], [values[i] for i in members])

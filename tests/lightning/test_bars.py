@@ -81,6 +81,7 @@ def test_a_bar_is_drawn_now_and_then(end: dict[str, Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("still")
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
 @pytest.mark.parametrize("kind", [CountingBar, AskedBar])
 def test_a_bar_that_rests_is_not_asked(
     kind: type[CountingBar], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
