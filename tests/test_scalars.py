@@ -58,7 +58,7 @@ def test_scalars_are_handed_out_as_they_were_returned(step: Any, stacks: int) ->
 def test_what_was_one_vector_is_as_good_as_tensors_of_their_own(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They can be written to, with what asks for gradients too, and nothing else changes."""
     if way == "detached":
-        monkeypatch.setattr("graphplan.program.outputs._BELOW_VIEWS", None)
+        monkeypatch.setattr("graphplan.native.moving._BELOW_VIEWS", None)
     one, two = apart(torch.tensor([1.0, 2.0]))
     weight = torch.tensor(3.0, requires_grad=True)
     one.mul_(weight)
