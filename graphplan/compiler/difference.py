@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -40,6 +41,23 @@ def check_difference(first: Trace, second: Trace) -> None:
             _check_numbers(a, b)
             _check_operands(a, b, number, kept)
     _check_externals(first, second)
+
+
+def is_reordered(first: Trace, second: Trace) -> bool:
+    """Whether two traces differ from where autograd's engine ran the same operators in another order.
+
+    Nodes that are ready are run in the order in which they were made, as counted by the thread that made them. Those of
+    a derivative of a derivative are made by the engine's own threads, whose counts lie anywhere beside the step's at
+    first, and move apart from step to step.
+    """
+    names = [Counter(operator.name for operator in trace.operators) for trace in (first, second)]
+    pairs = zip(first.operators, second.operators, strict=False)
+    differing = next((pair for pair in pairs if _facts(pair[0]) != _facts(pair[1])), None)
+    return names[0] == names[1] and differing is not None and all(operator.threaded for operator in differing)
+
+
+def _facts(operator: Operator) -> Any:
+    return operator.name, operator.operands, repr(operator.scalars)
 
 
 def _refuse_length(extra: Operator, number: int, first: Trace, second: Trace) -> NoReturn:

@@ -16,7 +16,7 @@ import torch
 
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
-from graphplan.compiler import build_plan, is_allowed
+from graphplan.compiler import build_plan, is_allowed, is_reordered
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
@@ -34,6 +34,8 @@ from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
 from graphplan.trees import flatten_result
 
+_REORDERED = 5
+"""As often traces may differ in the order of autograd's engine, after 4, 8, ... 64 further steps."""
 MEMORY_IS_FED = "memory that the step changes is fed, or fed twice"
 
 
@@ -210,12 +212,8 @@ class Stages:
                     rates=self._managed.rates,
                 )
         except RefusalError:
-            moved = second.moved_since(first)
-            if moved is None or line.traced_anew:
+            if not self._may_trace_anew(entry, line, first, second):
                 raise
-            # A checkpoint was loaded, say: the two steps differ by what happened between them.
-            line.traced_anew = True
-            self._stats.note(f"traced anew: {moved} is not what it was one step before")
             return
         if second.prints and not is_allowed("print", self._options.allow):
             self._refusals.warn(
@@ -235,6 +233,22 @@ class Stages:
         needed = self._runner.backend.needs(line.plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
+
+    def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace) -> bool:
+        """Whether two traces that differ say nothing of the step, which then has others."""
+        moved = second.moved_since(first)
+        if moved is not None and not line.traced_anew:
+            # A checkpoint was loaded, say: the two steps differ by what happened between them.
+            line.traced_anew = True
+            self._stats.note(f"traced anew: {moved} is not what it was one step before")
+            return True
+        # Ranks that trace have to do so in the same steps.
+        if self._peers is None and line.reordered < _REORDERED and is_reordered(first, second):
+            line.reordered += 1
+            entry.warm = self._options.warmup_steps - 2 ** (line.reordered + 1)
+            self._stats.note("traced anew: autograd's engine ran the same operators in another order one step before")
+            return True
+        return False
 
     def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> Any:
         plan, backend = line.plan, self._runner.backend

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class TraceMode(TorchDispatchMode):
         self._external: dict[int, int] = {}
         self._weak: list[StorageWeakRef] = []
         self._allocations = Allocations()
+        self._thread = get_ident()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
         self.writes: Counter[int | None] = Counter()
         """How often each storage was written to."""
@@ -124,7 +126,10 @@ class TraceMode(TorchDispatchMode):
         fresh = [self._birth(tensor) for tensor in made]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(scalars_of(schema, args, kwargs))
-        self._trace.operators.append(Operator(name, operands, offsets, scalars, source, launches, constant, random))
+        threaded = get_ident() != self._thread
+        self._trace.operators.append(
+            Operator(name, operands, offsets, scalars, source, launches, constant, random, threaded)
+        )
         return out
 
     def finish(self) -> None:

@@ -22,7 +22,8 @@ from graphplan.tracer.spaces import Ran
 class Operator:
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are theirs within their storages; ``scalars`` are the other arguments by name;
-    ``launches`` is False for views and allocations.
+    ``launches`` is False for views and allocations. ``threaded``: another thread than the step's ran it, as autograd's
+    engine does on devices.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Operator:
     launches: bool
     constant: Tensor | None = None
     random: bool = False
+    threaded: bool = False
 
 
 @dataclass(slots=True)

@@ -1,0 +1,96 @@
+"""Operators that another thread runs in an order of its own, as autograd's engine does on devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from graphplan import ControlFlowError, graph_step
+from tests.zoo import Box
+
+X = torch.arange(4.0)
+
+
+def elsewhere(body: Callable[[], Any]) -> Any:
+    """What ``body`` returns in another thread, with the modes of this one, as the engine's threads have them."""
+    modes, found = _get_current_dispatch_mode_stack(), []
+
+    def run() -> None:
+        for mode in modes:
+            mode.__enter__()
+        try:
+            with torch.no_grad():
+                found.append(body())
+        finally:
+            for mode in reversed(modes):
+                mode.__exit__(None, None, None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+class Work(nn.Module):
+    """Two products that do not depend on each other, in an order that changes every other step up to step ``until``."""
+
+    def __init__(self, until: int, *, threaded: bool) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(4))
+        self.steps, self.until, self.threaded = Box(0), until, threaded
+
+    def body(self, x: Tensor) -> Tensor:
+        """The products, and their sum."""
+        swap = self.steps.item % 2 == 1 and self.steps.item < self.until
+        if swap:
+            b = x.sinh()
+            a = x.cosh()
+        else:
+            a = x.cosh()
+            b = x.sinh()
+        return a * 2 + b
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Adds what it computes to its total."""
+        found = elsewhere(lambda: self.body(x)) if self.threaded else self.body(x)
+        self.total.add_(found)
+        return found
+
+
+def run(until: int, *, threaded: bool, calls: int) -> tuple[list[Tensor], Tensor, Any]:
+    work = Work(until, threaded=threaded)
+    step = graph_step(work, backend="tape", allow=("work.steps*", "*steps.item"), verify=1)
+    outputs = []
+    for _ in range(calls):
+        with torch.no_grad():
+            outputs.append(step(X))
+        work.steps.item += 1
+    return outputs, work.total, step
+
+
+def test_an_order_that_settles_is_waited_for() -> None:
+    """Each time twice as long; every call is a step all the same."""
+    outputs, total, step = run(12, threaded=True, calls=40)
+    assert step.stats.captured == 1
+    assert step.stats.replayed > 10
+    assert step.stats.verified == step.stats.replayed
+    assert "traced anew: autograd's engine ran the same operators in another order" in step.report()
+    expected = X.cosh() * 2 + X.sinh()
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert torch.equal(total, sum(outputs[1:], outputs[0].clone()))
+
+
+def test_an_order_that_never_settles_is_refused() -> None:
+    with pytest.raises(ControlFlowError, match=r"operator \d+ is aten\.(sinh|cosh)\.default .* on one step and aten\."):
+        run(10**6, threaded=True, calls=200)
+
+
+def test_an_order_that_the_steps_own_code_changes_is_refused_at_once() -> None:
+    with pytest.raises(ControlFlowError, match=r"operator \d+ is aten\.(sinh|cosh)\.default .* on one step and aten\."):
+        run(10**6, threaded=False, calls=6)
