@@ -19,7 +19,7 @@ from torch import Tensor
 from graphplan.backend import first_line
 from graphplan.compiler import is_allowed
 from graphplan.dtensors import local
-from graphplan.owners import Snapshot, Walk, host_generators, is_freed, walk_owners
+from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, walk_owners
 from graphplan.program import Program
 from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, unexplained
@@ -122,11 +122,20 @@ class _Check:
             beyond = differing(replayed.tensors, after.tensors)
         if self._wants_again(bool(beyond)):
             end = self.snapshot(walk, self.tensors(walk).values())
+            # More replays write where the eager step has.
+            eager = self.kept(end, after.tensors)
             try:
-                found = self._beyond_spread(start, beyond, old, replayed.tensors, after.tensors)
+                found = self._beyond_spread(start, beyond, old, replayed.tensors, eager)
             finally:
                 end.restore()
         return found + differing_values(replayed.values, after.values)
+
+    def kept(self, end: Snapshot, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of ``tensors``, of which ``end`` has most."""
+        copies = {path: copy for path, tensor in tensors.items() if (copy := end.value(tensor)) is not None}
+        others = [path for path in tensors if path not in copies]
+        copies.update(zip(others, copy_all([tensors[path] for path in others], self._device), strict=True))
+        return copies
 
     def _beyond_spread(
         self,
