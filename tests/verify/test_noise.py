@@ -140,10 +140,14 @@ def test_a_check_replays_once_when_the_noise_is_known() -> None:
         graphed(torch.randn(8, 32))
 
 
-@pytest.mark.parametrize("noise", [1.0, 0.0], ids=["noise", "no noise"])
-def test_a_fault_in_what_the_step_writes_to_is_found(noise: float) -> None:
+@pytest.mark.parametrize(
+    ("noise", "coarse"),
+    [(True, False), (False, False), (True, True)],
+    ids=["noise", "no noise", "noise, and updates that are smaller than rounding"],
+)
+def test_a_fault_in_what_the_step_writes_to_is_found(noise: bool, coarse: bool) -> None:
     """More replays write where the eager step has written, and what that left must not be lost: updates that are no
-    longer made show in the parameters alone.
+    longer made show in the parameters alone. What rounds these is no excuse.
     """
     torch.manual_seed(0)
     NOISE.item, hidden = np.random.default_rng(3), Box(1.0)
@@ -151,7 +155,9 @@ def test_a_fault_in_what_the_step_writes_to_is_found(noise: float) -> None:
 
     def step(x: Tensor) -> Tensor:
         model.zero_grad()
-        loss = (shaky(model(x)) if noise else model(x)).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=coarse):
+            out = model(x).float()
+        loss = (shaky(out) if noise else out).square().mean()
         loss.backward()
         with torch.no_grad():
             for param in model.parameters():
