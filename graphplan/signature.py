@@ -147,11 +147,11 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     except TypeError:
         pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
+    if any(map(is_record, leaves)):
+        leaves, structure = pytree.tree_flatten(open_records((args, dict(kwargs))), is_leaf=has_attributes)
     for leaf in leaves:
         if has_attributes(leaf):
             raise _with_attributes(leaf)
-    if any(map(is_record, leaves)):
-        leaves, structure = pytree.tree_flatten(open_records((args, dict(kwargs))))
     return Feed(leaves, structure, (structure, *map(leaf_key, leaves)))
 
 

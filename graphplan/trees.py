@@ -54,8 +54,18 @@ def _names_in(record: Any) -> Iterable[str]:
     return dict.fromkeys([*(field.name for field in fields(record)), *getattr(record, "__dict__", ())])
 
 
+def has_attributes(node: Any) -> bool:
+    """Whether ``node`` is a container that is taken apart and put together again, and attributes that somebody has set
+    on it would be lost by that.
+    """
+    is_rebuilt = type(node) is OrderedDict or (isinstance(node, tuple) and hasattr(node, "_fields"))
+    return is_rebuilt and bool(getattr(node, "__dict__", None))
+
+
 def open_records(tree: Any) -> Any:
-    """``tree`` with dataclass instances and partial functions as nodes, so that the tensors in them are leaves."""
+    """``tree`` with dataclass instances and partial functions as nodes, so that the tensors in them are leaves. What
+    :func:`has_attributes` stays a leaf.
+    """
 
     def opened(leaf: Any) -> Any:
         if not is_record(leaf):
@@ -63,7 +73,7 @@ def open_records(tree: Any) -> Any:
         names = _names_in(leaf)
         return _Record(type(leaf), {name: open_records(getattr(leaf, name)) for name in names})
 
-    return pytree.tree_map(opened, tree)
+    return pytree.tree_map(opened, tree, is_leaf=has_attributes)
 
 
 def _holds_tensors(leaf: Any) -> bool:
@@ -82,7 +92,8 @@ def _leads_to_tensors(value: Any) -> bool:
 
 def _open_tensors(tree: Any) -> Any:
     """:func:`open_records` for what a step returns: a record without tensors stays the object that it is."""
-    return pytree.tree_map(lambda leaf: open_records(leaf) if _holds_tensors(leaf) else leaf, tree)
+    opened = lambda leaf: open_records(leaf) if _holds_tensors(leaf) else leaf  # noqa: E731
+    return pytree.tree_map(opened, tree, is_leaf=has_attributes)
 
 
 def close_records(tree: Any) -> Any:
@@ -104,30 +115,23 @@ def close_records(tree: Any) -> Any:
     return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, _Record))
 
 
-def has_attributes(node: Any) -> bool:
-    """Whether ``node`` is a container that is taken apart and put together again, and attributes that somebody has set
-    on it would be lost by that.
-    """
-    is_rebuilt = type(node) is OrderedDict or (isinstance(node, tuple) and hasattr(node, "_fields"))
-    return is_rebuilt and bool(getattr(node, "__dict__", None))
-
-
 def with_paths(tree: Any) -> list[tuple[Any, Any]]:
     """The leaves of ``tree`` with their paths; with their numbers where a container's type tells no keys."""
     try:
-        return pytree.tree_flatten_with_path(tree)[0]
+        return pytree.tree_flatten_with_path(tree, is_leaf=has_attributes)[0]
     except ValueError:
-        return [((pytree.SequenceKey(number),), leaf) for number, leaf in enumerate(pytree.tree_leaves(tree))]
+        leaves = pytree.tree_leaves(tree, is_leaf=has_attributes)
+        return [((pytree.SequenceKey(number),), leaf) for number, leaf in enumerate(leaves)]
 
 
 def flatten_result(result: Any) -> tuple[list[tuple[str, Any]], Any]:
     """Flatten what a step returns, dataclass instances with tensors too: named leaves, and the structure to rebuild it
-    with.
+    with. What :func:`has_attributes` is a leaf.
     """
-    leaves, structure = pytree.tree_flatten(result)
+    leaves, structure = pytree.tree_flatten(result, is_leaf=has_attributes)
     if any(map(_holds_tensors, leaves)):
         result = _open_tensors(result)
-        structure = pytree.tree_structure(result)
+        structure = pytree.tree_structure(result, is_leaf=has_attributes)
     return [("result" + pytree.keystr(path), leaf) for path, leaf in with_paths(result)], structure
 
 

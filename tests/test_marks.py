@@ -212,6 +212,11 @@ def _named() -> Any:
             lambda: [_named()],
             r"of type Pair is fed that has attributes of its own \(factor\)",
         ),
+        (
+            lambda batch: batch.x["x"] * batch.x.factor,
+            lambda: Batch(_ordered()),
+            r"of type OrderedDict is fed that has attributes of its own \(factor\)",
+        ),
         (lambda x: x * 2, lambda: Wrapped(X), r"args\[0\] is a Wrapped, whose __torch_dispatch__ decides"),
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,10 @@ class Odd:
         raise LookupError("no")
 
     __hash__ = object.__hash__
+
+
+class Pair(namedtuple("Pair", "x")):
+    """Has room for attributes beside its field."""
 
 
 class OddNumber(int):
@@ -117,6 +123,29 @@ def test_what_hangs_on_results() -> None:
     with pytest.raises(OutputError, match=r"kind hangs on result\[1\], which the step returns, and is no plain value"):
         for _ in range(8):
             refused(X)
+
+
+@dataclass
+class Record:
+    """Holds a result."""
+
+    result: Any
+
+
+@pytest.mark.parametrize("wrap", [lambda result: result, lambda result: [result], Record])
+@pytest.mark.parametrize("kind", ["OrderedDict", "Pair"])
+def test_attributes_of_containers_that_are_returned(kind: str, wrap: Callable[[Any], Any]) -> None:
+    """A replay puts containers together anew."""
+
+    def step(x: Tensor) -> Any:
+        result: Any = OrderedDict(x=x * 2) if kind == "OrderedDict" else Pair(x * 2)
+        result.factor = 2.0
+        return wrap(result)
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off")
+    with pytest.raises(OutputError, match=rf"which the step returns, is of type {kind} and .* of its own \(factor\)"):
+        for _ in range(8):
+            call(X)
 
 
 def test_what_the_caller_hangs_on_a_static_result() -> None:

@@ -28,6 +28,7 @@ from graphplan.tracer import Trace, is_collective
 from graphplan.tracer.changes import place_of, same_value
 from graphplan.tracer.profile import Reads
 from graphplan.tracer.records import OutputTensor
+from graphplan.trees import has_attributes
 
 _LAST = 8
 """Operators that an error of the device lists."""
@@ -153,6 +154,12 @@ def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
             path = new.path if owned else None
             marks = _marks(old, new, second.output_names[number])
             outputs.append(Output(kind, index=new.leaf, path=path, spec=new.spec, marks=marks))
+        elif has_attributes(new):
+            raise OutputError(
+                f"{second.output_names[number]}, which the step returns, is of type {type(new).__name__} and has "
+                f"attributes of its own ({', '.join(sorted(vars(new)))}), and a replay puts its own together without "
+                "them: return what they hold beside it"
+            )
         elif not same_value(old, new):
             raise OutputError(
                 f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "

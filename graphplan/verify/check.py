@@ -19,10 +19,10 @@ from torch import Tensor
 from graphplan.backend import first_line
 from graphplan.compiler import is_allowed
 from graphplan.dtensors import local
-from graphplan.owners import Snapshot, Walk, host_generators, is_freed, walk_owners
+from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, walk_owners
 from graphplan.program import Program
 from graphplan.trees import map_result
-from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, unexplained
+from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, fits, unexplained
 from graphplan.verify.noise import Noise
 from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.state import State, collect, tensors_of
@@ -122,11 +122,20 @@ class _Check:
             beyond = differing(replayed.tensors, after.tensors)
         if self._wants_again(bool(beyond)):
             end = self.snapshot(walk, self.tensors(walk).values())
+            # More replays write where the eager step has.
+            eager = self.kept(end, after.tensors)
             try:
-                found = self._beyond_spread(start, beyond, old, replayed.tensors, after.tensors)
+                found = self._beyond_spread(start, beyond, old, replayed.tensors, eager)
             finally:
                 end.restore()
         return found + differing_values(replayed.values, after.values)
+
+    def kept(self, end: Snapshot, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of ``tensors``, of which ``end`` has most."""
+        copies = {path: copy for path, tensor in tensors.items() if (copy := end.value(tensor)) is not None}
+        others = [path for path in tensors if path not in copies]
+        copies.update(zip(others, copy_all([tensors[path] for path in others], self._device), strict=True))
+        return copies
 
     def _beyond_spread(
         self,
@@ -155,24 +164,44 @@ class _Check:
         return describe(found, old, replayed, eager)
 
     def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:
-        """What one more replay leaves; with ``nudge``, from parameters that are other in their last bits."""
+        """What one more replay leaves; with ``nudge``, what it makes of parameters with other last bits."""
         start.snapshot.restore()
-        if nudge:
-            _nudge((param for _, param in start.walk.parameters.values()), self._program.plan.rounding)
-        return self.replay(start.walk)[0].tensors
+        if not nudge:
+            return self.replay(start.walk)[0].tensors
+        params = {path: local(param) for path, param in start.walk.parameters.values() if _can_be_nudged(local(param))}
+        rounding = self._program.plan.rounding
+        for param in params.values():
+            _nudge(param, rounding)
+        left = self.replay(start.walk)[0].tensors
+        for path, param in params.items():
+            old = start.snapshot.value(param)
+            if old is not None and path in left and fits(old, left[path]):
+                _take_back(left[path], old, rounding)
+        return left
+
+
+def _can_be_nudged(tensor: Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and 0 not in tensor.stride()
+    return is_dense and tensor.dtype in _ROUNDED and not (is_freed(tensor) or tensor.is_inference())
 
 
 @torch.no_grad()
-def _nudge(params: Iterable[Tensor], rounding: float) -> None:
-    """Change each element of ``params`` by turns up and down: by ``rounding``, or what its own type can tell apart."""
-    for param in params:
-        tensor = local(param.detach())
-        if tensor.dtype not in _ROUNDED or 0 in tensor.stride() or is_freed(tensor) or tensor.is_inference():
-            continue
-        part = max(torch.finfo(tensor.dtype).eps, rounding)
-        row = tensor if tensor.dim() else tensor.view(1)
-        row[..., ::2].mul_(1 + part)
-        row[..., 1::2].mul_(1 - part)
+def _nudge(tensor: Tensor, rounding: float) -> None:
+    """Change the elements of ``tensor`` by turns up and down: by ``rounding``, or what its own type can tell apart."""
+    part = max(torch.finfo(tensor.dtype).eps, rounding)
+    row = tensor.detach() if tensor.dim() else tensor.detach().view(1)
+    row[..., ::2].mul_(1 + part)
+    row[..., 1::2].mul_(1 - part)
+
+
+@torch.no_grad()
+def _take_back(left: Tensor, old: Tensor, rounding: float) -> None:
+    """Take out of what a replay made of ``old``, nudged, the nudge itself: it may be larger than the step's update, and
+    noise is in the update only.
+    """
+    nudge = old.clone()
+    _nudge(nudge, rounding)
+    left.sub_(nudge.sub_(old))
 
 
 def check_replay(

@@ -138,3 +138,42 @@ def test_a_check_replays_once_when_the_noise_is_known() -> None:
     hidden.item = 1.001
     with pytest.warns(UserWarning, match=r"replay 11 of .* is not what the eager step does: .*result: "):
         graphed(torch.randn(8, 32))
+
+
+@pytest.mark.parametrize(
+    ("noise", "coarse"),
+    [(True, False), (False, False), (True, True)],
+    ids=["noise", "no noise", "noise, and updates that are smaller than rounding"],
+)
+def test_a_fault_in_what_the_step_writes_to_is_found(noise: bool, coarse: bool) -> None:
+    """More replays write where the eager step has written, and what that left must not be lost: updates that are no
+    longer made show in the parameters alone. What rounds these is no excuse.
+    """
+    torch.manual_seed(0)
+    NOISE.item, hidden = np.random.default_rng(3), Box(1.0)
+    model = torch.nn.Linear(32, 32)
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=coarse):
+            out = model(x).float()
+        loss = (shaky(out) if noise else out).square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(param.grad * (0.01 * hidden.item))
+        return loss.detach()
+
+    graphed = graph_step(
+        step, owners={"model": model}, backend="tape", verify=1, allow=("hidden.item", "NOISE", "RUNS")
+    )
+    for _ in range(16):
+        graphed(torch.randn(8, 32))
+    assert graphed.stats.verified == graphed.stats.replayed == 10
+    hidden.item, before = 0.0, model.weight.detach().clone()
+    match = (
+        r"replay 11 of .* model\.weight: \d+ of 1024 .* the replay's update is 0\.\d+ long, the eager step's 0; .*bias"
+    )
+    with pytest.warns(UserWarning, match=match):
+        graphed(torch.randn(8, 32))
+    assert torch.equal(model.weight, before)
