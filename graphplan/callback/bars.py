@@ -60,14 +60,14 @@ class ThrottledBar(StandsIn):
         bar, current = self._bar, batch_idx + 1
         if bar is None or current == bar.train_progress_bar.total:
             return False
-        if not self._is_behind and bar.refresh_rate > 0 and current % bar.refresh_rate == 0:
+        if not self._is_behind and bar.is_enabled and current % bar.refresh_rate == 0:
             self._is_behind = True
         return True
 
     def catch_up(self) -> None:
         """At the end of an epoch, which may have ended early: show how far it went."""
-        if self._is_behind and self._bar is not None:
-            self._is_behind = False
+        is_behind, self._is_behind = self._is_behind, False
+        if is_behind and self._bar is not None and self._bar.is_enabled:
             bar = self._bar.train_progress_bar
             bar.n = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
             bar.refresh()

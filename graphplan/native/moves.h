@@ -57,9 +57,11 @@ inline PyObject* hand_out(PyObject*, PyObject* vector) {
     return nullptr;
   }
   std::vector<at::Tensor> parts;
+  const at::Tensor whole = THPVariable_Unpack(vector);
   {
+    pybind11::gil_scoped_release released;
     at::AutoDispatchBelowADInplaceOrView below;
-    parts = THPVariable_Unpack(vector).clone().unbind();
+    parts = whole.clone().unbind();
   }
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(parts.size()));
   for (size_t i = 0; list != nullptr && i < parts.size(); i++) {
@@ -80,8 +82,12 @@ inline PyObject* fill(PyObject*, PyObject* args) {
     PyErr_SetString(PyExc_TypeError, "expected a tensor");
     return nullptr;
   }
-  at::AutoDispatchBelowADInplaceOrView below;
-  at::Tensor(THPVariable_Unpack(tensor)).fill_(number);
+  at::Tensor filled = THPVariable_Unpack(tensor);
+  {
+    pybind11::gil_scoped_release released;
+    at::AutoDispatchBelowADInplaceOrView below;
+    filled.fill_(number);
+  }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
