@@ -87,7 +87,11 @@ def same_moments(bench: Bench, number: int) -> None:
 @event
 def saved_moments(bench: Bench, number: int) -> None:
     for optimizer, state in zip(bench.optimizers, bench.moments, strict=True):
-        if len(state["param_groups"]) == len(optimizer.param_groups):
+        sizes = [
+            [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+        ]
+        # Groups may have come, and parameters may have left theirs.
+        if sizes[0] == sizes[1]:
             optimizer.load_state_dict(copy.deepcopy(state))
 
 
