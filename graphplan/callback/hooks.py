@@ -18,7 +18,7 @@ class BatchHooks:
 
     Attributes:
         hold: says whether all that was found is still so; where it is not, :meth:`look` is due.
-        starts, ends: callbacks that have something to do before and after a batch.
+        starts, ends: callbacks that have something to do before and after a batch, and their places among all.
         module_ends: whether the module has something to do after one.
         hand_out: whether anybody is given the batch, and is not known to leave it alone.
     """
@@ -30,13 +30,14 @@ class BatchHooks:
     def look(self) -> None:
         """Find out who has hooks."""
         callbacks = self._trainer.callbacks
-        self._known = len(callbacks)
         hooked = {name: [c for c in callbacks if has_hook(c, name, Callback)] for name in (START, END)}
         switches = {id(callback): switches_of(callback) for callback in hooked[END]}
-        self.starts = hooked[START]
+        self.starts, ends = (
+            [pair for pair in enumerate(callbacks) if has_hook(pair[1], name, Callback)] for name in (START, END)
+        )
         # Those that do nothing now may be given something to do by those that come before them.
         self._idle = {number for number, names in switches.items() if names}
-        self.ends = hooked[END] if len(self._idle) < len(switches) else []
+        self.ends = ends if len(self._idle) < len(switches) else []
         silent = {id(callback): resting(callback) for callback in hooked[END] if END not in vars(callback)}
         self._resting = {number: rests for number, rests in silent.items() if rests is not None}
         self.module_ends = has_hook(self._module, END, LightningModule)
@@ -51,16 +52,19 @@ class BatchHooks:
         """Whether a callback has nothing to do after this batch, as things were when somebody looked last."""
         return number in self._idle or (number in self._resting and self._resting[number](batch_idx))
 
-    def call(self, hook: str, hooked: list[Any], *args: Any) -> None:
+    def call(self, hook: str, hooked: list[tuple[int, Any]], *args: Any) -> None:
         """Lightning's way to call callbacks, of which only some have the hook; :attr:`hold` was asked right before."""
-        inner, known = vars(self._module), self._known
+        inner, callbacks = vars(self._module), self._trainer.callbacks
         # A module's own __setattr__ takes longer than most hooks.
         before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
-        is_sure = True
-        # Whom a hook adds to the Trainer's callbacks has its turn at once.
-        for callback in chain(hooked, islice(self._trainer.callbacks, known, None)):
-            if hook is END and self._passes(id(callback), args[2]) and (is_sure or self.hold()):
+        for place, callback in hooked:
+            if hook is END and self._passes(id(callback), args[2]):
                 continue
             getattr(callback, hook)(self._trainer, self._module, *args)
-            is_sure = False
+            if not self.hold():
+                # Lightning goes on in its list as that is by now, with the hooks that there are by now.
+                for later in islice(callbacks, place + 1, None):
+                    getattr(later, hook)(self._trainer, self._module, *args)
+                self.look()
+                break
         inner["_current_fx_name"] = before

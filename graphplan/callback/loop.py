@@ -57,7 +57,7 @@ class LoopSeam(StandsIn):
         super().__init__(*(StandIn(self._loop, name, method) for name, method in methods.items()))
         self._rows = LateRows(trainer)
         self._hooks = BatchHooks(trainer, module)
-        self._own_schedule = not module.automatic_optimization or is_overridden(_SCHEDULE, module)
+        self._own_schedule = is_overridden(_SCHEDULE, module)
         self._unchanged: Any = None
         self._takes_index: bool | None = None
         self._step: Any = None
@@ -191,19 +191,24 @@ class LoopSeam(StandsIn):
 
     def _schedules_wait(self) -> bool:
         """Whether Lightning may have schedulers to step after a batch was logged."""
-        if self._own_schedule or _SCHEDULE in vars(self._module):
+        if self._schedules_are_its_own():
             return True
         for config in self._strategy.lr_scheduler_configs:  # noqa: SIM110
             if config.reduce_on_plateau:
                 return True
         return False
 
+    def _schedules_are_its_own(self) -> bool:
+        """Whether the module steps schedulers, or has a say in how; it may take over in the middle of a fit."""
+        module = self._module
+        return self._own_schedule or not module.automatic_optimization or _SCHEDULE in vars(module)
+
     def _step_schedulers(self) -> None:
         """Lightning's ``update_lr_schedulers("step", update_plateau_schedulers=False)`` after a step that is no part of
         an accumulation, without what looks for the module's hook.
         """
         loop = self._loop
-        if self._own_schedule or _SCHEDULE in vars(self._module):
+        if self._schedules_are_its_own():
             loop.update_lr_schedulers("step", update_plateau_schedulers=False)
             return
         ready, progress = loop.batch_progress.current.ready, loop.scheduler_progress

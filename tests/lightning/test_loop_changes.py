@@ -193,3 +193,78 @@ def test_checkpoints_after_batches(kind: type[ModelCheckpoint], every: int | Non
         notes.append((sets.notes, sorted(path.name for path in folder.glob("*.ckpt"))))
     assert notes[0] == notes[1]
     assert bool(switches_of(saves)) is (kind is ModelCheckpoint and every is None)
+
+
+class _Acts(_Notes):
+    """Changes who has hooks, from within its own hook, and notes which batches it was told of itself."""
+
+    def __init__(self, name: str, act: Callable[..., None]) -> None:
+        super().__init__()
+        setattr(self, name, lambda trainer, module, *args: self._tell(act, trainer, module, args[-1]))
+
+    def _tell(self, act: Callable[..., None], trainer: Any, module: Any, batch_idx: int) -> None:
+        self.batches.append(batch_idx)
+        if (trainer.current_epoch, batch_idx) == (1, 3):
+            act(trainer, module, self)
+
+
+class _Told(_Notes):
+    """Notes starts of batches as well."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches.append(-batch_idx)
+
+
+def _gives_module_a_hook(trainer: Any, module: Any, owner: _Acts) -> None:
+    module.on_train_batch_end = lambda outputs, batch, batch_idx: owner.batches.append(100 + batch_idx)
+
+
+def _gives_next_a_hook(trainer: Any, module: Any, owner: _Acts) -> None:
+    following = trainer.callbacks[trainer.callbacks.index(owner) + 1]
+    hook = lambda *args: owner.batches.append(100 + args[-1])  # noqa: E731
+    following.on_train_batch_start = following.on_train_batch_end = hook
+
+
+ACTS: dict[str, Callable[..., None]] = {
+    "takes the next one away": lambda trainer, module, owner: trainer.callbacks.pop(trainer.callbacks.index(owner) + 1),
+    "takes itself away": lambda trainer, module, owner: trainer.callbacks.remove(owner),
+    "gives the next one a hook": _gives_next_a_hook,
+    "gives the module a hook": _gives_module_a_hook,
+}
+
+
+@pytest.mark.parametrize("name", ["on_train_batch_start", "on_train_batch_end"])
+@pytest.mark.parametrize("act", ACTS)
+def test_hooks_that_change_while_hooks_are_called(act: str, name: str, tmp_path: Path) -> None:
+    """Whoever is told of the batch by Lightning, which goes through its list as it is by then, is told of it."""
+    told = []
+    for callback in (None, tape()):
+        more = [_Acts(name, ACTS[act]), Callback() if act == "gives the next one a hook" else _Told(), _Told()]
+        fit(LitDigits, tmp_path / str(len(told)), callback, more=more)
+        told.append([getattr(one, "batches", None) for one in more])
+    assert told[0] == told[1]
+
+
+class _Switches(LitDigits):
+    """Steps its optimizer itself from the middle of the second epoch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+
+def test_optimization_that_becomes_manual(tmp_path: Path) -> None:
+    """From then on Lightning leaves schedulers to the module."""
+
+    def more() -> list[Callback]:
+        return [_Sets(lambda trainer: setattr(trainer.lightning_module, "automatic_optimization", False))]
+
+    expected = fit(_Switches, tmp_path / "eager", more=more())
+    found = fit(_Switches, tmp_path / "graphed", tape(), more=more())
+    assert found.callback.stats.replayed
+    assert_same_fits(expected, found)
