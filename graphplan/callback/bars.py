@@ -26,7 +26,6 @@ class ThrottledBar(StandsIn):
     """Stands where a Trainer's bar asks whether to draw itself, unless the bar has an opinion of its own."""
 
     def __init__(self, trainer: Trainer, numbers: LazyNumbers) -> None:
-        self._trainer = trainer
         self._numbers = numbers
         bar: Any = trainer.progress_bar_callback
         known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
@@ -34,7 +33,8 @@ class ThrottledBar(StandsIn):
         super().__init__(*([StandIn(bar, "_should_update", self._should_update)] if known else []))
         self._asked = 0
         self._drawn = 0.0
-        self._is_behind = False
+        self._due = 0
+        """The latest update that was due and not drawn; 0 if there is none."""
 
     def _should_update(self, current: int, total: int | None) -> bool:
         assert self._bar is not None
@@ -48,9 +48,9 @@ class ThrottledBar(StandsIn):
             and not is_last
             and (now - self._drawn < _INTERVAL or not self._numbers.are_here())
         ):
-            self._is_behind = True
+            self._due = current
             return False
-        self._drawn, self._is_behind = now, False
+        self._drawn, self._due = now, 0
         return True
 
     def rests(self, batch_idx: int) -> bool:
@@ -60,16 +60,16 @@ class ThrottledBar(StandsIn):
         bar, current = self._bar, batch_idx + 1
         if bar is None or current == bar.train_progress_bar.total:
             return False
-        if not self._is_behind and bar.is_enabled and current % bar.refresh_rate == 0:
-            self._is_behind = True
+        if bar.is_enabled and current % bar.refresh_rate == 0:
+            self._due = current
         return True
 
     def catch_up(self) -> None:
         """At the end of an epoch, which may have ended early: show how far it went."""
-        is_behind, self._is_behind = self._is_behind, False
-        if is_behind and self._bar is not None and self._bar.is_enabled:
+        due, self._due = self._due, 0
+        if due and self._bar is not None:
             bar = self._bar.train_progress_bar
-            bar.n = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            bar.n = due
             bar.refresh()
 
 

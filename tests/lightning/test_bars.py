@@ -23,8 +23,8 @@ STEPS = len(digits()[0]) // BATCH
 class CountingBar(TQDMProgressBar):
     """Counts how often it shows metrics."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, refresh_rate: int = 1) -> None:
+        super().__init__(refresh_rate)
         self.shown: list[int] = []
 
     def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
@@ -78,6 +78,29 @@ def test_a_bar_is_drawn_now_and_then(end: dict[str, Any], tmp_path: Path) -> Non
     assert eager.last == graphed.last
     assert graphed.last[0] == steps
     assert_same_fits(expected, found)
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_bar_that_is_drawn_seldom_ends_where_lightnings_does(
+    disabled: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At its last update that was due, or where somebody has turned it off."""
+
+    class Off(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if disabled and batch_idx == 75:
+                trainer.progress_bar_callback.disable()
+
+    monkeypatch.setattr(bars, "_SLOW_START", 4)
+    ends = []
+    for name, callback in (("eager", None), ("graphed", tape())):
+        bar = CountingBar(10)
+        options: dict[str, Any] = {"enable_progress_bar": True, "num_sanity_val_steps": 0, "max_steps": 103}
+        fit(LitDigits, tmp_path / name, callback, batch=BATCH, more=[bar, Off()], max_epochs=1, **options)
+        ends.append(bar.last[0])
+    assert ends == [70 if disabled else 100] * 2
 
 
 @pytest.mark.usefixtures("still")
