@@ -8,6 +8,7 @@ memory lies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from operator import is_not
 from typing import Any
 
@@ -19,11 +20,12 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.guards.lookups import Place, absent_names, methods_called
 from graphplan.marks import PLAIN_KINDS
 from graphplan.native.comparing import Checks, Row, contents_of, facts_of
-from graphplan.owners import Numbers, Slot, Walk, home, present, tensor_leaves
+from graphplan.owners import Numbers, Scalar, Slot, Walk, home, present, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Geometries, geometry
 
+_Scalars = Sequence[tuple[str, Scalar]]
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 """One call for all addresses, in torch's CUDA builds."""
 
@@ -54,9 +56,6 @@ class Guards:
         self._links = walk.links
         self._missing = _missing_parts(walk)
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
-        # What is shown as attributes comes first: it is looked up there, without a detour.
-        read.sort(key=lambda pair: type(pair[1].container) is not Numbers)
-        shown = [value.container for _, value in read if type(value.container) is Numbers]
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
         places += _used_links(walk, plan, [slot.container for slot in slots], [value.container for _, value in read])
         places += [(parts, name, None) for parts, name in self._missing]
@@ -81,13 +80,6 @@ class Guards:
         self._sharded, self._shards = sharded, list(map(local, sharded))
         self._kinds, self._called, self._methods = _columns(methods_called(walk, plan))
         called = [(path, value) for path in plan.functions if (value := walk.value(path)) is not None]
-        self._labels = [path for path, _ in [*read, *called]]
-        known = values or {}
-        now = [known[path] if path in known else value.get() for path, value in [*read, *called]]
-        self._shown, self._values, self._functions = now[: len(shown)], now[len(shown) : len(read)], now[len(read) :]
-        objects, names = [space.thing for space in shown], [value.key for _, value in read]
-        spaces = [present(value.container) for _, value in read[len(shown) :]]
-        homes, labels = [value.container for _, value in called], [value.key for _, value in called]
         self.rows: list[Row] = [
             *contents_of(whole),
             ("same_values", *in_dicts),
@@ -95,14 +87,27 @@ class Guards:
             ("none_there", self._lacking, self._absent),
             ("same_lengths", [inner for _, inner in self._marked], self._marks),
             ("same_types", self._things, self._types),
-            ("equal_attributes", objects, names[: len(shown)], self._shown, same_value),
-            ("equal_items", spaces, names[len(shown) :], self._values, same_value),
-            ("same_values", homes, labels, self._functions),
+            *self._rows_of_values(read, called, values or {}),
             ("same_methods", self._kinds, self._called, self._methods),
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
         ]
         self._checks = Checks(self.rows)
+
+    def _rows_of_values(self, read: _Scalars, called: _Scalars, known: Mapping[str, Any]) -> list[Row]:
+        """Python values that the step's code reads, and the functions that it finds; ``known``: what they were."""
+        # What an object shows as attributes is looked up there, without a detour.
+        shown = [pair for pair in read if type(pair[1].container) is Numbers]
+        items = [pair for pair in read if type(pair[1].container) is not Numbers]
+        groups = (shown, items, called)
+        self._labels = [path for group in groups for path, _ in group]
+        self._values = [[known[path] if path in known else value.get() for path, value in group] for group in groups]
+        keys = [[value.key for _, value in group] for group in groups]
+        return [
+            ("equal_attributes", [v.container.thing for _, v in shown], keys[0], self._values[0], same_value),
+            ("equal_items", [present(v.container) for _, v in items], keys[1], self._values[1], same_value),
+            ("same_values", [v.container for _, v in called], keys[2], self._values[2]),
+        ]
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
         """Where tensors lie, and what they are like."""
@@ -175,7 +180,7 @@ class Guards:
     @property
     def values(self) -> dict[str, Any]:
         """The Python values that the program was captured with, by path."""
-        return dict(zip(self._labels, [*self._shown, *self._values, *self._functions], strict=True))
+        return dict(zip(self._labels, chain(*self._values), strict=True))
 
     def changed_value(self, walk: Walk) -> str | None:
         """The first Python value that is no longer what it was, described. ``walk`` knows where it lies now."""
