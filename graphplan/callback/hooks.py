@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -30,22 +30,22 @@ class BatchHooks:
     def look(self) -> None:
         """Find out who has hooks."""
         callbacks = self._trainer.callbacks
-        hooked = {name: [c for c in callbacks if has_hook(c, name, Callback)] for name in (START, END)}
-        switches = {id(callback): switches_of(callback) for callback in hooked[END]}
         self.starts, ends = (
             [pair for pair in enumerate(callbacks) if has_hook(pair[1], name, Callback)] for name in (START, END)
         )
+        starting, ending = ([callback for _, callback in pairs] for pairs in (self.starts, ends))
+        switches = {id(callback): switches_of(callback) for callback in ending}
         # Those that do nothing now may be given something to do by those that come before them.
         self._idle = {number for number, names in switches.items() if names}
         self.ends = ends if len(self._idle) < len(switches) else []
-        silent = {id(callback): resting(callback) for callback in hooked[END] if END not in vars(callback)}
+        silent = {id(callback): resting(callback) for callback in ending if END not in vars(callback)}
         self._resting = {number: rests for number, rests in silent.items() if rests is not None}
         self.module_ends = has_hook(self._module, END, LightningModule)
-        self.hand_out = self.module_ends or any(hands_out_batch(c) for c in chain(*hooked.values()))
+        self.hand_out = self.module_ends or any(map(hands_out_batch, [*starting, *ending]))
         places = [(vars(self._module), END), *((vars(c), name) for c in callbacks for name in (START, END))]
         # A hook that does nothing does so while what switches it off stays as it is.
-        places += [(vars(callback), name) for callback in hooked[END] for name in switches[id(callback)]]
-        places += [(vars(callback), "_should_update") for callback in hooked[END] if id(callback) in self._resting]
+        places += [(vars(callback), name) for callback in ending for name in switches[id(callback)]]
+        places += [(vars(callback), "_should_update") for callback in ending if id(callback) in self._resting]
         self.hold = Checks([*members_of(self._trainer, "callbacks"), own_of(places)]).hold
 
     def _passes(self, number: int, batch_idx: int) -> bool:
