@@ -12,7 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from graphplan.marks import PLAIN_KINDS
 
 _SMALL, _TOGETHER = 2**22, 2**24
 """Bytes of a tensor that is compared with others, and of all of those: the others take longer than their launch, and a
@@ -20,7 +22,6 @@ comparison needs two more copies of what is compared together.
 """
 _COPIED = 2**28
 """Bytes of the copies that are one piece of memory."""
-_DENSE = frozenset({Tensor, nn.Parameter})
 _is_on_host = attrgetter("is_cpu")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +44,7 @@ _flat = torch._C._nn.flatten_dense_tensors
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` can lie beside others in a flat one, and had better: on the host there are no launches."""
-    if _is_on_host(tensor) or type(tensor) not in _DENSE:
+    if _is_on_host(tensor) or type(tensor) not in PLAIN_KINDS:
         return False
     return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 

@@ -58,13 +58,6 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
     return [path for path in [*second, *first.keys() - second.keys()] if path in found]
 
 
-def _distances(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[float]:
-    """Euclidean distances in float64; NaN in the same places counts as equal, NaN in one of the two as far. Each device
-    is waited for once.
-    """
-    return _norms(pairs)
-
-
 def lengths(tensors: Sequence[Tensor]) -> list[float]:
     """Euclidean norms of the finite elements in float64."""
     return _norms([(_real(tensor),) for tensor in tensors])
@@ -87,7 +80,9 @@ def moves(
 
 @torch.no_grad()
 def _norms(rows: Sequence[tuple[Tensor, ...]]) -> list[float]:
-    """The distance between each row's two tensors, or its only one's length."""
+    """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
+    places counts as equal, NaN in one of the two as far. Each device is waited for once.
+    """
     found = [torch.empty(0)] * len(rows)
     norms: Sequence[Tensor]
     for members in _alike(rows):
@@ -196,7 +191,7 @@ def unexplained(
 def distances(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
     """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
     alike = [path for path in paths if path in other and fits(one[path], other[path])]
-    found = dict(zip(alike, _distances([(_real(one[path]), _real(other[path])) for path in alike]), strict=True))
+    found = dict(zip(alike, _norms([(_real(one[path]), _real(other[path])) for path in alike]), strict=True))
     return [found.get(path, 0.0) for path in paths]
 
 
@@ -227,11 +222,11 @@ def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spre
     if one.numel() == 1:
         text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
     else:
-        (distance,) = _distances([(one, eager)])
+        (distance,) = _norms([(one, eager)])
         count = int((bits(one) != bits(eager.detach().to(one.device))).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
     if before is not None and fits(before, one):
-        own, other = _distances([(before, one), (before, eager)])
+        own, other = _norms([(before, one), (before, eager)])
         text += f"; the replay's update is {own:.3g} long, the eager step's {other:.3g}"
     return f"{text}; two replays differ by {spread:.3g}"
 

@@ -1,8 +1,8 @@
 """What earlier checks of a program have shown of its noise.
 
 Where kernels are not deterministic, a check replays once more to see how far replays lie apart. That takes as long as a
-step, and copies of all that the step changes. How far it was in earlier checks, as a share of what the step changes, is
-enough to know noise by; what is larger is measured anew.
+step, and copies of all that the step changes. How far it was in earlier checks, and what rounding did in these, as a
+share of what the step changes, is enough to know noise by; what is larger is measured anew.
 """
 
 from __future__ import annotations
