@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -27,13 +27,24 @@ _PARTS = (
 )
 """Not those that watch or compile: what they call changes without changing what a step computes."""
 _FAMILIAR = ("lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics")
-_LIBRARIES = (*(f"{os.sep}{name}{os.sep}" for name in _FAMILIAR), f"{os.sep}typing_extensions.py")
+_HOMEPAGE = "https://github.com/Lightning-AI/"
+"""What all of them say of themselves, wherever they are installed. A package of the user's own may have such a name."""
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
 _INSTALLED = f"{os.sep}site-packages{os.sep}"
 
 
+def _is_familiar(package: ModuleType | None) -> bool:
+    return str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE)
+
+
+@cache
 def _in_library(filename: str) -> bool:
-    return _INSTALLED in filename and any(part in filename for part in _LIBRARIES)
+    """Asked about files whose code runs: the packages that they belong to are loaded."""
+    packages = filter(_is_familiar, map(sys.modules.get, _FAMILIAR))
+    files = (getattr(package, "__file__", None) for package in packages)
+    homes = tuple(os.path.dirname(file) + os.sep for file in files if file)
+    extensions = getattr(sys.modules.get("typing_extensions"), "__file__", None)
+    return filename == extensions or filename.startswith(homes)
 
 
 @dataclass(frozen=True, slots=True)
