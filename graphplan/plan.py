@@ -129,6 +129,8 @@ class Plan:
         last_operators: the last ones that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
         rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
+        may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
+            apart in :func:`graphplan.compiler.is_reordered`.
     """
 
     name: str
@@ -156,6 +158,7 @@ class Plan:
     last_operators: tuple[str, ...]
     communicates: bool
     rounding: float
+    may_reorder: bool
     rates: Rates
     owners: Callable[[], Mapping[str, Any]]
     function: Callable[[], Callable[..., Any]]

@@ -98,6 +98,7 @@ def build_plan(
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
+        may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         last_operators=_last_operators(second),
         rates=rates,
         owners=owners,

@@ -127,6 +127,7 @@ class TraceMode(TorchDispatchMode):
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(scalars_of(schema, args, kwargs))
         threaded = get_ident() != self._thread
+        self._trace.graph_elsewhere |= threaded and torch.is_grad_enabled()
         self._trace.operators.append(
             Operator(name, operands, offsets, scalars, source, launches, constant, random, threaded)
         )

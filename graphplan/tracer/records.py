@@ -58,7 +58,11 @@ class TracedExternal:
 
 @dataclass(slots=True)
 class Trace:
-    """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index."""
+    """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
+
+    ``graph_elsewhere``: whether another thread than the step's worked with gradients enabled, as autograd's engine does
+    where a derivative is derived again, or an activation recomputed.
+    """
 
     operators: list[Operator] = field(default_factory=list)
     externals: dict[int, TracedExternal] = field(default_factory=dict)
@@ -83,6 +87,7 @@ class Trace:
     dtypes: set[torch.dtype] = field(default_factory=set)
     footprint: Footprint = field(default_factory=Footprint)
     device_constants: list[Tensor] = field(default_factory=list)
+    graph_elsewhere: bool = False
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 

@@ -148,17 +148,19 @@ class _Check:
         """What more replays from the same state do not explain: noise may be so seldom that several show none."""
         again: list[Mapping[str, Tensor]] = []
         found = dict.fromkeys(paths, 0.0)
+        # Replays keep to the order in which sums were added up, and eager steps may not.
+        noisy = self._program.plan.may_reorder
         for _ in range(_REPLAYS):
             again.append(self._repeat(start))
-            found = unexplained(found, replayed, again, eager)
-            noisy = are_noisy(replayed, again, paths)
+            noisy = noisy or are_noisy(replayed, again, paths)
+            found = unexplained(found, replayed, again, eager, noisy=noisy)
             if not self._wants_again(bool(found) and not noisy):
                 break
         nudged = None
         # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
         if self._wants_again(noisy and (bool(found) or not self._noise.is_known)):
             nudged = self._repeat(start, nudge=True)
-            found = unexplained(found, replayed, again, eager, nudged)
+            found = unexplained(found, replayed, again, eager, nudged, noisy=True)
         if not found and noisy:
             self._noise.learn(old, replayed, again, eager, nudged)
         return describe(found, old, replayed, eager)

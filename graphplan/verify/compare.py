@@ -154,11 +154,13 @@ def unexplained(
     again: Sequence[Mapping[str, Tensor]],
     eager: Mapping[str, Tensor],
     nudged: Mapping[str, Tensor] | None = None,
+    *,
+    noisy: bool,
 ) -> dict[str, float]:
     """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other.
 
-    Where replays agree in everything, so must eager. Where they do not (atomic additions), rounding is let pass too,
-    since a few replays may agree in one place by chance, and what rounding does to the step.
+    Unless the step is ``noisy``, eager must agree. Where it is, rounding is let pass too, since a few replays may agree
+    in one place by chance, and what rounding does to the step.
 
     Args:
         paths: where ``one`` and ``eager`` differ.
@@ -166,6 +168,7 @@ def unexplained(
         again: what more replays from the same state left, at least one.
         eager: what the eager step left.
         nudged: what a replay left whose parameters had been off by what rounding does to them.
+        noisy: whether replays differ in anything (atomic additions), or eager steps in the order of their additions.
 
     Returns:
         How far replays lie apart, by path; 0 where there is nothing to compare.
@@ -176,7 +179,7 @@ def unexplained(
     spreads = [distances(alike, one, other) for other in again]
     spread = dict(zip(alike, map(max, zip(*spreads, strict=True)), strict=True))
     found = {path: spread.get(path, 0.0) for path in paths}
-    if not alike or not are_noisy(one, again, alike):
+    if not alike or not noisy:
         return found
     apart = distances(alike, one, eager)
     roundings = [2 * _last_place(one[path]) for path in alike]

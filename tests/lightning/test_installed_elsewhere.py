@@ -1,4 +1,4 @@
-"""Lightning's own code is known as Lightning's wherever it is installed, and a package of the user's is not by its name."""
+"""Lightning's code is known as Lightning's wherever it is installed, and nobody else's is for its name."""
 
 from __future__ import annotations
 

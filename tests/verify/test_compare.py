@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.verify.compare import Difference, describe, differing, differing_values, unexplained
+from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, unexplained
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.twins import BEFORE_REPLAY, build, drive, managed
 from tests.zoo import Box, descent
@@ -24,7 +24,8 @@ Tensors = dict[str, Tensor]
 def beyond_spread(
     paths: list[str], old: Tensors, one: Tensors, again: list[Tensors], eager: Tensors
 ) -> list[Difference]:
-    return describe(unexplained(paths, one, again, eager), old, one, eager)
+    noisy = are_noisy(one, again, paths)
+    return describe(unexplained(paths, one, again, eager, noisy=noisy), old, one, eager)
 
 
 SAME: dict[str, Callable[[], Tensor]] = {
