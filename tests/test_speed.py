@@ -75,6 +75,44 @@ def test_pairs_are_timed_until_they_have_decided(speedups: list[float], bound: f
     assert trials(*speedups).want_more(bound) is more
 
 
+def queued(*speedups: float) -> Trials:
+    found = Trials()
+    for speedup in speedups:
+        found.add(1.0, speedup, alone=False)
+    return found
+
+
+def test_a_gain_behind_other_work_is_a_gain_anywhere() -> None:
+    """Nobody has to wait for the device as long as eager steps that are at their fastest are slower than replays."""
+    found = queued(0.1, *[1.02, 1.03] * 3)
+    assert not found.want_alone(1.0)
+    assert not found.want_more(1.0)
+    assert found.want_alone(1.5)
+    assert found.want_more(1.5)
+    assert found.speedup == pytest.approx((1.02 * 1.03) ** 0.5)
+
+
+def test_a_loss_behind_other_work_has_to_be_shown_without_it() -> None:
+    found = queued(9.0, *[0.9] * 12)
+    assert found.want_alone(1.0)
+    assert not found.surely_below(1.0)
+    for _ in range(6):
+        assert found.want_more(1.0)
+        found.add(1.0, 0.95)
+    assert found.surely_below(1.0)
+    assert found.speedup == pytest.approx(0.95)
+
+
+def test_a_gain_that_only_a_device_at_rest_shows_is_a_gain() -> None:
+    """Launches that a queue hides are what a Trainer waits for otherwise."""
+    found = queued(9.0, 0.9)
+    for _ in range(6):
+        found.add(1.0, 1.5)
+    assert found.want_alone(1.0)
+    assert not found.want_more(1.0)
+    assert not found.surely_below(1.0)
+
+
 def test_checks_are_timed_until_their_pairs_have_decided() -> None:
     _, _, step = graphed(verify=1, min_speedup=1e-3)
     eager: list[bool] = []

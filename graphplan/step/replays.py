@@ -58,6 +58,9 @@ class Replays:
         if room is None or reason:
             return self._unchecked(program, feed, reason)
         trials = self._trials.setdefault(program, Trials())
+        bound = self._options.least_speedup(device)
+        # On the CPU nothing is queued.
+        alone = device.type != "cuda" or trials.want_alone(bound)
         try:
             with self._stats.timed("verify"):
                 eager = lambda: self._runner.run(lambda: self._runner.call(feed))  # noqa: E731
@@ -69,7 +72,8 @@ class Replays:
                     allow=self._options.allow,
                     device=room,
                     wants_again=again,
-                    is_timed=trials.want_more(self._options.least_speedup(device)),
+                    is_timed=trials.want_more(bound),
+                    alone=alone,
                     noise=self._noises.setdefault(program, Noise()),
                 )
         except torch.OutOfMemoryError as error:
@@ -78,7 +82,7 @@ class Replays:
             return verdict.result, _disagreement(program, number, verdict)
         program.next_check = self._options.schedule.after(number)
         if verdict.seconds is not None:
-            trials.add(*verdict.seconds)
+            trials.add(*verdict.seconds, alone=alone)
         program.replays += 1
         self._stats.replayed += 1
         self._stats.launches_replayed += 1

@@ -215,6 +215,7 @@ def check_replay(
     device: torch.device,
     wants_again: Callable[[bool], bool] = bool,
     is_timed: bool = True,
+    alone: bool = True,
     noise: Noise | None = None,
 ) -> Verdict:
     """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
@@ -227,7 +228,8 @@ def check_replay(
         device: where copies go.
         wants_again: whether the replay is to be run once more, told whether this rank wants that: where ranks
             communicate in the step, all of them have to run it as often.
-        is_timed: whether the device is waited for, to tell what the replay and the eager step take.
+        is_timed: whether the device's clock is read, to tell what the replay and the eager step take.
+        alone: whether the device is waited for before the eager step, if that is timed.
         noise: what earlier checks of ``program`` have shown of it, to which this one adds.
 
     Raises:
@@ -244,7 +246,7 @@ def check_replay(
     finally:
         start.snapshot.restore()
     try:
-        result, alone = check.run(eager, alone=True)
+        result, needed = check.run(eager, alone=alone)
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
         start.snapshot.restore()
@@ -262,4 +264,4 @@ def check_replay(
         reason = first_line(error)
     # As after every replay: what the caller gets back leads to no autograd graph.
     result = map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
-    return Verdict(result, found, reason, (taken(), alone()) if is_timed else None)
+    return Verdict(result, found, reason, (taken(), needed()) if is_timed else None)
