@@ -23,7 +23,7 @@ from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed
 from graphplan.program import Program
 from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, fits, unexplained
-from graphplan.verify.noise import Noise
+from graphplan.verify.noise import Moves, Noise
 from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.state import State, collect, tensors_of
 
@@ -49,10 +49,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where everything lies before the replay and after each ``snapshot.restore()``: places, and tensors by path."""
+    """Where everything lies before the replay and after each ``snapshot.restore()``: places, and ``old``, what tensors
+    held, by path.
+    """
 
     walk: Walk
-    tensors: dict[str, Tensor]
+    old: dict[str, Tensor]
     snapshot: Snapshot
 
 
@@ -93,7 +95,9 @@ class _Check:
         """What is there before the replay."""
         walk = self.walk()
         tensors = self.tensors(walk)
-        return _Start(walk, tensors, self.snapshot(walk, tensors.values()))
+        snapshot = self.snapshot(walk, tensors.values())
+        old = {path: value for path, t in tensors.items() if (value := snapshot.value(t)) is not None}
+        return _Start(walk, old, snapshot)
 
     def state(self, walk: Walk, result: Any, *, copy: bool) -> State:
         allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731
@@ -110,14 +114,19 @@ class _Check:
         walk = walk if self._program.keeps_places(walk) else self.walk()
         return self.state(walk, result, copy=True), seconds
 
-    def compare(self, start: _Start, replayed: State, result: Any) -> list[Difference]:
+    def moves(self, start: _Start, replayed: State) -> Moves | None:
+        """How far the replay has moved everything, where that tells noise; while the eager step is launched, the device
+        has time to measure it.
+        """
+        return Moves.of(start.old, replayed.tensors) if self._noise.is_known else None
+
+    def compare(self, start: _Start, replayed: State, moves: Moves | None, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
         walk = self.walk()
         after = self.state(walk, result, copy=False)
         found: list[Difference] = []
-        old = {path: old for path, t in start.tensors.items() if (old := start.snapshot.value(t)) is not None}
-        if self._noise.is_known:
-            beyond = self._noise.beyond(old, replayed.tensors, after.tensors)
+        if moves is not None:
+            beyond = self._noise.beyond(moves, replayed.tensors, after.tensors)
         else:
             beyond = differing(replayed.tensors, after.tensors)
         if self._wants_again(bool(beyond)):
@@ -125,7 +134,7 @@ class _Check:
             # More replays write where the eager step has.
             eager = self.kept(end, after.tensors)
             try:
-                found = self._beyond_spread(start, beyond, old, replayed.tensors, eager)
+                found = self._beyond_spread(start, beyond, replayed.tensors, eager)
             finally:
                 end.restore()
         return found + differing_values(replayed.values, after.values)
@@ -141,7 +150,6 @@ class _Check:
         self,
         start: _Start,
         paths: list[str],
-        old: Mapping[str, Tensor],
         replayed: Mapping[str, Tensor],
         eager: Mapping[str, Tensor],
     ) -> list[Difference]:
@@ -162,8 +170,8 @@ class _Check:
             nudged = self._repeat(start, nudge=True)
             found = unexplained(found, replayed, again, eager, nudged, noisy=True)
         if not found and noisy:
-            self._noise.learn(old, replayed, again, eager, nudged)
-        return describe(found, old, replayed, eager)
+            self._noise.learn(start.old, replayed, again, eager, nudged)
+        return describe(found, start.old, replayed, eager)
 
     def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:
         """What one more replay leaves; with ``nudge``, what it makes of parameters with other last bits."""
@@ -243,6 +251,7 @@ def check_replay(
     hosts = host_generators()
     try:
         replayed, taken = check.replay(start.walk)
+        moves = check.moves(start, replayed)
     finally:
         start.snapshot.restore()
     try:
@@ -258,7 +267,7 @@ def check_replay(
     ]
     reason = ""
     try:
-        found += check.compare(start, replayed, result)
+        found += check.compare(start, replayed, moves, result)
     except torch.OutOfMemoryError as error:
         # The batch has been trained on: the caller must not go on as if it had not.
         reason = first_line(error)

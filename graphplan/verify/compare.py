@@ -60,46 +60,59 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 def lengths(tensors: Sequence[Tensor]) -> list[float]:
     """Euclidean norms of the finite elements in float64."""
-    return _norms([(_real(tensor),) for tensor in tensors])
+    return next(numbers(Norms([(_real(tensor),) for tensor in tensors])))
 
 
-def moves(
-    paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
-) -> tuple[list[float], list[float]]:
-    """How far ``one`` and ``other`` lie apart at ``paths``, where they are alike, and how far from ``old`` one of them
-    is, or how large, if nothing was there before. Each device is waited for once.
-    """
-    ones = [_real(one[path]) for path in paths]
-    rows: list[tuple[Tensor, ...]] = [(tensor, _real(other[path])) for tensor, path in zip(ones, paths, strict=True)]
-    for tensor, path in zip(ones, paths, strict=True):
-        before = old.get(path)
-        rows.append((tensor,) if before is None or not fits(before, one[path]) else (tensor, _real(before)))
-    found = _norms(rows)
-    return found[: len(paths)], found[len(paths) :]
-
-
-@torch.no_grad()
-def _norms(rows: Sequence[tuple[Tensor, ...]]) -> list[float]:
+class Norms:
     """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
-    places counts as equal, NaN in one of the two as far. Each device is waited for once.
+    places counts as equal, NaN in one of the two as far. A device may still compute them: see :func:`numbers`.
     """
-    found = [torch.empty(0)] * len(rows)
-    norms: Sequence[Tensor]
-    for members in _alike(rows):
-        one, *others = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
-        home = one[0].device
-        others = [[t if t.device == home else t.to(home) for t in column] for column in others]
-        if one[0].dtype in _SUBTRACTED:
-            apart = torch._foreach_sub(one, *others) if others else one
-            norms = torch._foreach_norm(apart, 2, dtype=torch.float64)
-        else:
-            term = _plain if others else _finite
-            norms = [_sum(term, *row).sqrt() for row in zip(one, *others, strict=True)]
-        for index, norm in zip(members, norms, strict=True):
-            found[index] = norm
-    numbers = zip(values_of(found), rows, strict=True)
-    # An infinite norm, or one that is no number, says nothing of where.
-    return [n if math.isfinite(n) else _careful_norm(*row) for n, row in numbers]
+
+    @torch.no_grad()
+    def __init__(self, rows: Sequence[tuple[Tensor, ...]]) -> None:
+        self.rows = rows
+        self.vectors: list[Tensor] = []
+        self.order: list[int] = []
+        """To which rows the elements of the vectors belong."""
+        for members in _alike(rows):
+            one, *others = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
+            home = one[0].device
+            others = [[t if t.device == home else t.to(home) for t in column] for column in others]
+            self.order += members
+            self.vectors.append(torch.stack(_norms_of(one, *others)))
+
+
+def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
+    if one[0].dtype in _SUBTRACTED:
+        apart = torch._foreach_sub(one, *others) if others else one
+        return list(torch._foreach_norm(apart, 2, dtype=torch.float64))
+    term = _plain if others else _finite
+    return [_sum(term, *row).sqrt() for row in zip(one, *others, strict=True)]
+
+
+def numbers(*several: Norms) -> Iterator[list[float]]:
+    """The norms of each, in the order of its rows. Each device is waited for once."""
+    vectors = iter(values_of([vector for norms in several for vector in norms.vectors]))
+    for norms in several:
+        values = [value for _ in norms.vectors for value in next(vectors)]
+        found = dict(zip(norms.order, values, strict=True))
+        # An infinite norm, or one that is no number, says nothing of where.
+        yield [n if math.isfinite(n := found[index]) else _careful_norm(*row) for index, row in enumerate(norms.rows)]
+
+
+def apart(paths: Iterable[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Norms:
+    """How far ``one`` and ``other`` lie apart at ``paths``, where they are alike."""
+    return Norms([(_real(one[path]), _real(other[path])) for path in paths])
+
+
+def moved(paths: Iterable[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> Norms:
+    """How far ``one`` is from ``old`` at ``paths``, or how large, if nothing was there before."""
+    rows: list[tuple[Tensor, ...]] = []
+    for path in paths:
+        before, tensor = old.get(path), one[path]
+        fit = before is not None and fits(before, tensor)
+        rows.append((_real(tensor), _real(before)) if fit and before is not None else (_real(tensor),))
+    return Norms(rows)
 
 
 def _careful_norm(one: Tensor, *others: Tensor) -> float:
@@ -181,11 +194,11 @@ def unexplained(
     found = {path: spread.get(path, 0.0) for path in paths}
     if not alike or not noisy:
         return found
-    apart = distances(alike, one, eager)
+    differences = distances(alike, one, eager)
     roundings = [2 * _last_place(one[path]) for path in alike]
     responses = [0.0] * len(alike) if nudged is None else distances(alike, one, nudged)
     sizes = lengths([one[path] for path in alike])
-    for path, distance, response, rounding, size in zip(alike, apart, responses, roundings, sizes, strict=True):
+    for path, distance, response, rounding, size in zip(alike, differences, responses, roundings, sizes, strict=True):
         if distance <= SPREADS * spread[path] + RESPONSES * response + rounding * size:
             del found[path]
     return found
@@ -194,7 +207,7 @@ def unexplained(
 def distances(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
     """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
     alike = [path for path in paths if path in other and fits(one[path], other[path])]
-    found = dict(zip(alike, _norms([(_real(one[path]), _real(other[path])) for path in alike]), strict=True))
+    found = dict(zip(alike, next(numbers(apart(alike, one, other))), strict=True))
     return [found.get(path, 0.0) for path in paths]
 
 
@@ -225,11 +238,11 @@ def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spre
     if one.numel() == 1:
         text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
     else:
-        (distance,) = _norms([(one, eager)])
+        (distance,) = next(numbers(Norms([(one, eager)])))
         count = int((bits(one) != bits(eager.detach().to(one.device))).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
     if before is not None and fits(before, one):
-        own, other = _norms([(before, one), (before, eager)])
+        own, other = next(numbers(Norms([(before, one), (before, eager)])))
         text += f"; the replay's update is {own:.3g} long, the eager step's {other:.3g}"
     return f"{text}; two replays differ by {spread:.3g}"
 

@@ -8,14 +8,29 @@ share of what the step changes, is enough to know noise by; what is larger is me
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from graphplan.verify.compare import RESPONSES, SPREADS, differing, fits, moves
+from graphplan.verify.compare import RESPONSES, SPREADS, Norms, apart, differing, fits, moved, numbers
 
 _MEASURED = 2
 """Checks that have to measure the noise first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """How far a replay has moved each tensor with numbers, by path."""
+
+    paths: list[str]
+    norms: Norms
+
+    @classmethod
+    def of(cls, old: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> Moves:
+        """Have the device measure how far ``one`` is from ``old``."""
+        paths = [path for path in one if _has_numbers(one[path])]
+        return cls(paths, moved(paths, old, one))
 
 
 class Noise:
@@ -43,40 +58,40 @@ class Noise:
         again, and no further.
         """
         self._measured += 1
+        moves = Moves.of(old, one)
         for other in again:
-            self._widen(old, one, other, 1.0)
-        self._widen(old, one, eager, 1 / SPREADS)
+            self._widen(moves, one, other, 1.0)
+        self._widen(moves, one, eager, 1 / SPREADS)
         if nudged is not None:
-            self._widen(old, one, nudged, RESPONSES / SPREADS)
+            self._widen(moves, one, nudged, RESPONSES / SPREADS)
 
-    def _widen(
-        self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor], part: float
-    ) -> None:
-        for path, far, change in self._moves(old, one, other):
+    def _widen(self, moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor], part: float) -> None:
+        for path, (far, change) in _distances(moves, one, other).items():
             if change > 0 and math.isfinite(far) and math.isfinite(change):
                 self._shares[path] = max(self._shares.get(path, 0.0), part * far / change)
 
-    def _moves(
-        self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], other: Mapping[str, Tensor]
-    ) -> Iterator[tuple[str, float, float]]:
-        """For each path with numbers, how far ``one`` and ``other`` lie apart, and how far the step has moved it."""
-        paths = [path for path in one if _is_near(path, one, other)]
-        return zip(paths, *moves(paths, old, one, other), strict=True)
-
-    def beyond(self, old: Mapping[str, Tensor], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[str]:
-        """Paths at which ``one``, what a replay left, and what the eager step left differ by more than noise."""
+    def beyond(self, moves: Moves, one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[str]:
+        """Paths at which ``one``, what a replay left after ``moves``, and what the eager step left differ by more than
+        noise.
+        """
+        near = _distances(moves, one, eager)
         found = [
             path
-            for path, far, change in self._moves(old, one, eager)
+            for path, (far, change) in near.items()
             if far > 0 and not far <= SPREADS * self._shares.get(path, 0.0) * change < math.inf
         ]
-        exact = [{path: t for path, t in side.items() if not _is_near(path, one, eager)} for side in (one, eager)]
-        return found + differing(*exact)
+        return found + differing(*({path: t for path, t in side.items() if path not in near} for side in (one, eager)))
 
 
-def _is_near(path: str, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether two tensors can be nearly the same: integers are, or they are not."""
-    if path not in one or path not in other or not fits(one[path], other[path]):
-        return False
-    dtype = one[path].dtype
-    return dtype.is_floating_point or dtype.is_complex
+def _distances(moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """How far ``one`` and ``other`` lie apart, and how far the replay has moved it, where they can nearly be the same:
+    integers are, or they are not.
+    """
+    paths = [path for path in moves.paths if path in other and fits(one[path], other[path])]
+    far, changes = numbers(apart(paths, one, other), moves.norms)
+    by_path = dict(zip(moves.paths, changes, strict=True))
+    return {path: (distance, by_path[path]) for path, distance in zip(paths, far, strict=True)}
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
