@@ -16,6 +16,7 @@ from graphplan.buffers import Buffers
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.program import Program
 from graphplan.signature import Feed, asks_for_gradients, flatten
+from graphplan.step.collector import no_collections
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
 from graphplan.step.lookup import Lookup
@@ -151,11 +152,13 @@ class GraphedStep(Exclusive, Told):
                 return self._runner.eager(self._lookup.moved(feed), SkipReason.FEED, MEMORY_IS_FED)
             self._tell(program)
             if program.replays + 1 == program.next_check:
-                return self._check(entry, program, self._lookup.moved(feed))
+                with no_collections():
+                    return self._check(entry, program, self._lookup.moved(feed))
             if not kwargs and self._options.eager_if is None:
                 self._short.remember(args, feed, entry, program)
             return self._replays.replay(program, feed.leaves)
-        return self._advance(entry, self._lookup.moved(feed))
+        with no_collections():
+            return self._advance(entry, self._lookup.moved(feed))
 
     def _tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
         """Before anything runs: ``program`` will, or Python; that comes to no program if there is a ``reason``."""
