@@ -1,8 +1,8 @@
 """Python's garbage collector, put off while a step is traced, captured or checked.
 
-What these make, hundreds of thousands of small objects, is mostly gone when they end, without the collector's help. If it
-runs meanwhile, it takes them for long-lived and soon goes through everything that the process has: a quarter of a second
-with torch and Lightning loaded, while the device has nothing to do.
+What these make, hundreds of thousands of small objects, is mostly gone when they end, without the collector's help. If
+it runs meanwhile, it takes them for long-lived and soon goes through everything that the process has: a quarter of a
+second with torch and Lightning loaded, while the device has nothing to do.
 """
 
 from __future__ import annotations
