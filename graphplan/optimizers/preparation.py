@@ -33,8 +33,6 @@ _FUSED_ON_CUDA = (torch.optim.SGD,)
 _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels that take DTensors."""
 _FUSED_IF_WANTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-_LITTLE = 2**30
-"""Bytes of cached memory that are given back and asked for again in some milliseconds."""
 _WARNED = "_warned_capturable_if_run_uncaptured"
 
 
@@ -89,21 +87,6 @@ def with_closure(
     return (args, {**kwargs, "closure": wrapped}) if named else ((args[0], wrapped, *args[2:]), kwargs)
 
 
-def _give_back_activations(optimizer: torch.optim.Optimizer) -> None:
-    """Free what the first backward pass has left cached. The optimizer is about to make its state, which otherwise lies
-    here and there in the segments of 20 MiB that torch has for tensors of 1 to 10, and keeps all of these for as long
-    as it lives, beside a program that has activations of its own.
-
-    Where much is cached there is no point: tensors are larger, and large ones have segments of their own.
-    """
-    devices = {param.device for group in optimizer.param_groups for param in group["params"]}
-    for device in devices:
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            if cached <= _LITTLE:
-                torch.cuda.empty_cache()
-
-
 class Preparation:
     """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them.
 
@@ -119,7 +102,6 @@ class Preparation:
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
-        self._is_new = not optimizer.state
         self._had_warned = vars(optimizer).get(_WARNED)
         self.enter()
         self._handles = [
@@ -167,20 +149,13 @@ class Preparation:
 
         def checked(closure: Callable[[], Any]) -> Any:
             loss = closure()
-            self._ready()
+            self._check_gradients()
             return loss
 
         changed = with_closure(args, kwargs, checked) if self._entered else None
         if changed is None:
-            self._ready()
+            self._check_gradients()
         return changed
-
-    def _ready(self) -> None:
-        """Before an update, with the gradients there."""
-        self._check_gradients()
-        if self._is_new:
-            self._is_new = False
-            _give_back_activations(self.optimizer)
 
     def _check_gradients(self) -> None:
         """Leave a group as it was where only the stock kernels take it: from now on if it turns out to have sparse

@@ -224,32 +224,3 @@ def test_checks_under_a_budget_keep_nothing() -> None:
         step.close()
         del rig, step
     assert kept[1] <= kept[0] - 256 * MIB, kept
-
-
-def many_rig() -> Rig:
-    """A step whose tensors are of a few MiB each, state and activations alike."""
-    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(1024, 1024), nn.GELU())))
-    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
-
-    def train_step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Rig(train_step, {"model": model, "optimizer": optimizer}, [(torch.randn(1024, 1024),) for _ in range(CALLS)])
-
-
-@needs_cuda
-def test_state_does_not_hold_what_activations_lay_in() -> None:
-    """Beside the program torch keeps little more than the weights and their momentum."""
-    torch.cuda.empty_cache()
-    before = memory()[1]
-    rig = build(on_device(many_rig))
-    step = managed(rig, verify="off")
-    drive(rig, step)
-    assert step.stats.replayed > 0
-    state = 2 * sum(parameter.nbytes for parameter in rig.owners["model"].parameters())
-    held = memory()[1] - before - step.stats.bytes_static
-    assert held <= 1.35 * state, (held, state)
