@@ -143,7 +143,7 @@ class CUDAGraphBackend(Backend):
         for generator in self.generators:
             graph.register_generator_state(generator)
         collecting = gc.isenabled()
-        self._collect()
+        gc.collect()
         torch.cuda.synchronize(self.device)
         # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
         self.trim()
@@ -163,14 +163,6 @@ class CUDAGraphBackend(Backend):
         recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, kept=kept)
         self._living.add(recording)
         return recording, result
-
-    def _collect(self) -> None:
-        """Have memory freed that garbage holds: what eager steps have just left, and all there is where the device is
-        rather full. To look for that takes a quarter of a second with torch and Lightning loaded.
-        """
-        free, total = torch.cuda.mem_get_info(self.device)
-        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        gc.collect(1 if free + cached > total // 2 else 2)
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
         """What is alive at once, less what the pool has for it already."""
