@@ -21,10 +21,12 @@ import torch
 
 from graphplan.backend import Backend, first_line, is_out_of_memory
 from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
+from graphplan.dtensors import local
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.nodes import Nodes
 from graphplan.roles import Footprint
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
+from graphplan.trees import flatten_result
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
@@ -132,7 +134,20 @@ class CUDAGraphBackend(Backend):
         with torch.cuda.stream(self._stream):
             result = body()
         current.wait_stream(self._stream)
+        self._lend(result, current)
         return result
+
+    def _lend(self, result: Any, stream: torch.cuda.Stream) -> None:
+        """Have memory that ``result`` lies in not be used again, once it is free, before ``stream`` is done with it.
+
+        It is the capture stream's, whose next step waits for its own caller alone: another thread, most likely, with
+        another stream.
+        """
+        if stream == self._stream:
+            return
+        for _, leaf in flatten_result(result)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.device == self.device and leaf.layout is torch.strided:
+                local(leaf).detach().record_stream(stream)
 
     def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""

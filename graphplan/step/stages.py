@@ -139,9 +139,9 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
         rates = lambda: self._managed.rates.storages  # noqa: E731
-        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
+        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)[0]  # noqa: E731
         with self._stats.timed("trace"):
-            result, _ = self._run_traced(entry, line, body, undo, rehearses=rehearses)
+            result = self._run_traced(entry, line, body, undo, rehearses=rehearses)
             rehearsal = self._undo_rehearsal(result, facts, snapshot) if rehearses else None
             if rehearsal is not None:
                 result = self._runner.run(lambda: self._runner.call(feed))

@@ -279,6 +279,37 @@ def test_threads_and_streams() -> None:
     assert all(step.num_graphs == 4 for step in steps)
 
 
+@needs_cuda
+def test_results_of_eager_calls_are_read_before_their_memory_is_used_again() -> None:
+    """One stream still reads what a warm-up call gave it, when the next one, for another stream, needs memory."""
+    slow, other = torch.cuda.Stream(), torch.cuda.Stream()
+    given: list[Tensor] = []
+    read: list[Tensor] = []
+
+    def doubled(x: Tensor) -> Tensor:
+        if given:
+            # As another thread does in the middle of this call.
+            with torch.cuda.stream(slow):
+                torch.cuda._sleep(500_000_000)
+                read.append(given.pop().clone())
+        return x * 2
+
+    fast = fast_of(doubled, verify="off", capture_after=9)
+    x, y = torch.full((2**20,), 1.0, device=DEVICE), torch.full((2**20,), 5.0, device=DEVICE)
+    torch.cuda.synchronize()
+    with torch.inference_mode():
+        with torch.cuda.stream(slow):
+            first = fast(x)
+        given.append(first)
+        del first
+        with torch.cuda.stream(other):
+            second = fast(y)
+    torch.cuda.synchronize()
+    assert bool((second == 10).all())
+    assert len(read) == 1
+    assert bool((read[0] == 2).all())
+
+
 def _pick(x: Tensor) -> Tensor:
     """Reads a value on the host, which no graph can."""
     return x * (2 if x.sum().item() > 0 else 3)
