@@ -12,6 +12,15 @@ from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
 
+LONG = ("test_soak.py", "test_properties.py")
+"""Files with tests of a minute: begun first, so that at the end no process waits for another one's."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the long tests first."""
+    items.sort(key=lambda item: item.path.name not in LONG)
+
+
 def pytest_collection_finish() -> None:
     """Leave everything that was imported out of collections of garbage: many tests ask for one."""
     gc.collect()
@@ -26,7 +35,7 @@ def _installed() -> dict[str, object]:
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "profile function": sys.getprofile(),
-        "garbage collection": gc.isenabled(),
+        "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype(),
