@@ -11,7 +11,6 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
-
 LONG = ("test_soak.py", "test_properties.py")
 """Files with tests of a minute: begun first, so that at the end no process waits for another one's."""
 
