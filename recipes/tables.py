@@ -125,7 +125,7 @@ def draw(result: Row, path: Path) -> None:
         drawn = axis.barh([label(row) for row in mine], [row["us"] for row in mine], color=colors)
         axis.bar_label(drawn, fmt="%.0f", padding=3, fontsize=8)
         axis.tick_params(axis="y", labelsize=7)
-        axis.margins(x=0.18)
+        axis.margins(x=0.3)
         axis.set(title=panel, xlabel="µs per step")
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_axis_off()
