@@ -23,6 +23,7 @@ from graphplan.backend import Backend, first_line, is_out_of_memory
 from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.dtensors import local
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
+from graphplan.marks import PLAIN_KINDS
 from graphplan.nodes import Nodes
 from graphplan.roles import Footprint
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
@@ -145,9 +146,9 @@ class CUDAGraphBackend(Backend):
         """
         if stream == self._stream:
             return
-        for _, leaf in flatten_result(result)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.device == self.device and leaf.layout is torch.strided:
-                local(leaf).detach().record_stream(stream)
+        for tensor in (local(leaf) for _, leaf in flatten_result(result)[0] if isinstance(leaf, torch.Tensor)):
+            if type(tensor) in PLAIN_KINDS and tensor.device == self.device and tensor.layout is torch.strided:
+                tensor.detach().record_stream(stream)
 
     def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
