@@ -26,6 +26,7 @@ from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.marks import PLAIN_KINDS
 from graphplan.nodes import Nodes
 from graphplan.roles import Footprint
+from graphplan.surroundings import surroundings
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 from graphplan.trees import flatten_result
 
@@ -142,9 +143,9 @@ class CUDAGraphBackend(Backend):
         """Have memory that ``result`` lies in not be used again, once it is free, before ``stream`` is done with it.
 
         It is the capture stream's, whose next step waits for its own caller alone: another thread, most likely, with
-        another stream.
+        another stream. What a mode or a transform of the caller's gives is left alone: it would see this, or fail.
         """
-        if stream == self._stream:
+        if stream == self._stream or surroundings() is not None:
             return
         for tensor in (local(leaf) for _, leaf in flatten_result(result)[0] if isinstance(leaf, torch.Tensor)):
             if type(tensor) in PLAIN_KINDS and tensor.device == self.device and tensor.layout is torch.strided:
