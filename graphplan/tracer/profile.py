@@ -17,11 +17,9 @@ import gc
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -245,20 +243,6 @@ def _is_method(code: CodeType, thing: Any) -> bool:
     return getattr(found, "__code__", None) is code
 
 
-def is_native(func: Any) -> bool:
-    """Whether the operator ``func`` is one of torch's own, and nobody has implemented it in Python for a device."""
-    in_python: Collection[str] | None = getattr(torch.library, "_impls", None)
-    return in_python is not None and func.namespace == "aten" and _is_native(func.name(), len(in_python))
-
-
-@cache
-def _is_native(name: str, count: int) -> bool:
-    """``count``: of what is implemented in Python, which is looked through anew when that is more."""
-    prefix = name.replace("::", "/") + "/"
-    in_python: Collection[str] = torch.library._impls
-    return not any(known.startswith(prefix) and not known.endswith("/Meta") for known in in_python)
-
-
 class Aside:
     """Keeps graphplan's own work in the middle of a step from a :class:`Profile`, which would take as long as that work
     itself. :meth:`run` runs what belongs to the step.
@@ -280,13 +264,7 @@ class Aside:
             sys.setprofile(self._event)
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, watched if it can run Python.
-
-        From Python 3.12 on, to set a profile function takes time for each frame on the stack (25 µs in a Trainer), and
-        a trace would do it twice more for each of thousands of operators.
-        """
-        if self._event is None or is_native(func):
-            return func(*args, **kwargs)
+        """``func(*args, **kwargs)``, watched."""
         self.__exit__()
         try:
             return func(*args, **kwargs)
