@@ -149,7 +149,9 @@ class CUDAGraphBackend(Backend):
             return
         for tensor in (local(leaf) for _, leaf in flatten_result(result)[0] if isinstance(leaf, torch.Tensor)):
             if type(tensor) in PLAIN_KINDS and tensor.device == self.device and tensor.layout is torch.strided:
-                tensor.detach().record_stream(stream)
+                # Not the tensor itself: of one that is marked as conjugated torch would record a copy.
+                memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+                memory.set_(tensor.untyped_storage()).record_stream(stream)
 
     def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""

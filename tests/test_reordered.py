@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from graphplan import ControlFlowError, graph_step
 from tests.zoo import Box
@@ -101,15 +102,22 @@ def test_an_order_that_the_steps_own_code_changes_is_refused_at_once() -> None:
 class Sums(nn.Module):
     """A sum of three terms that is added up in one of two orders, which round differently."""
 
-    def __init__(self, order: Box, *, threaded: bool) -> None:
+    def __init__(self, order: Box, *, threaded: bool, recomputes: bool = False) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(64))
         torch.manual_seed(0)
         self.weight = nn.Parameter(torch.randn(64))
-        self.order, self.threaded = order, threaded
+        self.order, self.threaded, self.recomputes = order, threaded, recomputes
 
     def body(self, x: Tensor) -> Tensor:
         """The sum."""
+        if self.recomputes:
+            found: Tensor = checkpoint(self.add, x, use_reentrant=False)
+            return found
+        return self.add(x)
+
+    def add(self, x: Tensor) -> Tensor:
+        """The three terms, added up."""
         order, factor = self.order.item
         a, b, c = x * self.weight, (x.cos() * self.weight).sin(), x.sin() * factor
         return (a + b) + c if order == "first" else a + (b + c)
@@ -121,10 +129,10 @@ class Sums(nn.Module):
         return found.detach()
 
 
-def checked(factor: float, *, threaded: bool) -> Any:
+def checked(factor: float, **how: bool) -> Any:
     """A step, replayed once as it was recorded, and then checked beside eager steps of the other order."""
     order = Box(("first", 1.0))
-    step = graph_step(Sums(order, threaded=threaded), backend="tape", allow=("order.item",), verify="geometric")
+    step = graph_step(Sums(order, **how), backend="tape", allow=("order.item",), verify="geometric")
     x = torch.linspace(-3, 3, 64)
     for _ in range(7):
         step(x)
@@ -144,6 +152,11 @@ def test_an_order_that_changes_later_is_no_fault() -> None:
 def test_an_order_of_the_steps_own_that_changes_later_is_a_fault() -> None:
     with pytest.warns(UserWarning, match=r"replay 2 of Sums is not what the eager step does: .*total"):
         checked(1.0, threaded=False)
+
+
+def test_what_a_checkpoint_recomputes_is_in_no_order_of_the_engines() -> None:
+    with pytest.warns(UserWarning, match=r"replay 2 of Sums is not what the eager step does: .*total"):
+        checked(1.0, threaded=True, recomputes=True)
 
 
 def test_no_order_explains_another_sum() -> None:

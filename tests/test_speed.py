@@ -113,6 +113,17 @@ def test_a_gain_that_only_a_device_at_rest_shows_is_a_gain() -> None:
     assert not found.surely_below(1.0)
 
 
+def test_ranks_that_wait_for_the_device_and_ranks_that_do_not_are_ready_together() -> None:
+    """Each check gives either of them one pair more: from the seventh on they ask each other."""
+    waits, goes_on = Trials(), Trials()
+    for number in range(12):
+        waits.add(1.0, 0.99, alone=waits.want_alone(1.0))
+        goes_on.add(1.0, 1.05, alone=goes_on.want_alone(1.0))
+        assert waits.are_as_many is goes_on.are_as_many is (number >= 6)
+    assert waits.want_alone(1.0)
+    assert not goes_on.want_alone(1.0)
+
+
 def test_checks_are_timed_until_their_pairs_have_decided() -> None:
     _, _, step = graphed(verify=1, min_speedup=1e-3)
     eager: list[bool] = []

@@ -31,7 +31,7 @@ from graphplan.tracer.memory import MemoryWatch
 from graphplan.tracer.profile import Aside
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
-from graphplan.tracer.source import Source, find_source, optimizer_fix
+from graphplan.tracer.source import Source, find_source, is_recomputed, optimizer_fix
 
 _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
@@ -127,7 +127,8 @@ class TraceMode(TorchDispatchMode):
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(scalars_of(schema, args, kwargs))
         threaded = get_ident() != self._thread
-        self._trace.graph_elsewhere |= threaded and torch.is_grad_enabled()
+        if threaded and torch.is_grad_enabled() and not is_recomputed():
+            self._trace.graph_elsewhere = True
         self._trace.operators.append(
             Operator(name, operands, offsets, scalars, source, launches, constant, random, threaded)
         )

@@ -61,7 +61,7 @@ class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
 
     ``graph_elsewhere``: whether another thread than the step's worked with gradients enabled, as autograd's engine does
-    where a derivative is derived again, or an activation recomputed.
+    where a derivative is derived again. An activation that is recomputed does not count: nobody adds it to others.
     """
 
     operators: list[Operator] = field(default_factory=list)

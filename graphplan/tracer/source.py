@@ -26,7 +26,8 @@ _PARTS = (
     *(os.path.join(_TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
 )
 """Not those that watch or compile: what they call changes without changing what a step computes."""
-_FAMILIAR = ("lightning", "pytorch_lightning", "lightning_utilities", "torchmetrics")
+_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+_FAMILIAR = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
 _HOMEPAGE = "https://github.com/Lightning-AI/"
 """What all of them say of themselves, wherever they are installed. A package of the user's own may have such a name."""
 _STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
@@ -114,6 +115,14 @@ def find_raise(error: BaseException) -> Source | None:
             found = Source(code.co_filename, trace.tb_lineno, code.co_name, "step")
         trace = trace.tb_next
     return found
+
+
+def is_recomputed() -> bool:
+    """Whether activation checkpointing runs what calls this."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+        frame = frame.f_back
+    return frame is not None
 
 
 _Run = TypeVar("_Run", bound=Callable[..., Any])

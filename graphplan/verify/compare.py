@@ -199,7 +199,7 @@ def unexplained(
     responses = [0.0] * len(alike) if nudged is None else distances(alike, one, nudged)
     sizes = lengths([one[path] for path in alike])
     for path, distance, response, rounding, size in zip(alike, differences, responses, roundings, sizes, strict=True):
-        if distance <= SPREADS * spread[path] + RESPONSES * response + rounding * size:
+        if math.isfinite(distance) and distance <= SPREADS * spread[path] + RESPONSES * response + rounding * size:
             del found[path]
     return found
 

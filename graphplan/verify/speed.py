@@ -92,6 +92,13 @@ class Trials:
         return len(self._pairs) >= _PAIRS
 
     @property
+    def are_as_many(self) -> bool:
+        """Whether there were enough pairs of whatever kind: where ranks check together, so it is on all from one check
+        on.
+        """
+        return len(self._alone) + len(self._queued) >= _PAIRS
+
+    @property
     def _pairs(self) -> list[float]:
         """Those that began alone, if any did: queued ones did not show a gain."""
         return self._alone or self._queued

@@ -310,6 +310,21 @@ def test_results_of_eager_calls_are_read_before_their_memory_is_used_again() -> 
     assert bool((read[0] == 2).all())
 
 
+@needs_cuda
+def test_eager_calls_may_return_conjugates() -> None:
+    """Views that are only marked as conjugated, or as negative, on their way to a program and from it."""
+
+    def turned(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return x.conj(), x.mH, (x * 2).conj().imag
+
+    fast = fast_of(turned)
+    x = torch.view_as_complex(torch.randn(8, 8, 2, device=DEVICE))
+    with torch.inference_mode():
+        for _ in range(6):
+            for found, wanted in zip(fast(x), turned(x), strict=True):
+                assert torch.equal(found, wanted)
+
+
 def _pick(x: Tensor) -> Tensor:
     """Reads a value on the host, which no graph can."""
     return x * (2 if x.sum().item() > 0 else 3)
