@@ -20,15 +20,13 @@ from typing import Any
 import torch
 
 from graphplan.backend import Backend, first_line, is_out_of_memory
+from graphplan.collector import no_collections
 from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
-from graphplan.dtensors import local
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
-from graphplan.marks import PLAIN_KINDS
 from graphplan.nodes import Nodes
 from graphplan.roles import Footprint
-from graphplan.surroundings import surroundings
+from graphplan.streams import lend
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
-from graphplan.trees import flatten_result
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
@@ -136,22 +134,9 @@ class CUDAGraphBackend(Backend):
         with torch.cuda.stream(self._stream):
             result = body()
         current.wait_stream(self._stream)
-        self._lend(result, current)
+        if current != self._stream:
+            lend(result, current, self.device)
         return result
-
-    def _lend(self, result: Any, stream: torch.cuda.Stream) -> None:
-        """Have memory that ``result`` lies in not be used again, once it is free, before ``stream`` is done with it.
-
-        It is the capture stream's, whose next step waits for its own caller alone: another thread, most likely, with
-        another stream. What a mode or a transform of the caller's gives is left alone: it would see this, or fail.
-        """
-        if stream == self._stream or surroundings() is not None:
-            return
-        for tensor in (local(leaf) for _, leaf in flatten_result(result)[0] if isinstance(leaf, torch.Tensor)):
-            if type(tensor) in PLAIN_KINDS and tensor.device == self.device and tensor.layout is torch.strided:
-                # Not the tensor itself: of one that is marked as conjugated torch would record a copy.
-                memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-                memory.set_(tensor.untyped_storage()).record_stream(stream)
 
     def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
@@ -161,7 +146,6 @@ class CUDAGraphBackend(Backend):
         graph, kept = new_graph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        collecting = gc.isenabled()
         gc.collect()
         torch.cuda.synchronize(self.device)
         # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
@@ -170,12 +154,10 @@ class CUDAGraphBackend(Backend):
         forget_workspaces()
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
-            gc.disable()
-            result = self._capture(graph, body, kept=kept)
+            with no_collections():
+                result = self._capture(graph, body, kept=kept)
         finally:
             forget_workspaces()
-            if collecting:
-                gc.enable()
         upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from graphplan import graph_step
-from graphplan.step.collector import no_collections
+from graphplan.collector import no_collections
 from graphplan.step.replays import Replays
 from graphplan.step.stages import Stages
 from tests.zoo import descent

@@ -34,6 +34,8 @@ LAYERS = {
     "backend": 1,
     "cudanodes": 1,
     "nodes": 0,
+    "collector": 0,
+    "streams": 2,
     "unchanged": 2,
     "surroundings": 1,
     "native": 1,

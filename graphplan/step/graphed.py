@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 
 from graphplan.buffers import Buffers
+from graphplan.collector import no_collections
 from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
 from graphplan.program import Program
 from graphplan.signature import Feed, asks_for_gradients, flatten
-from graphplan.step.collector import no_collections
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
 from graphplan.step.lookup import Lookup

@@ -100,7 +100,7 @@ class Replays:
         """What is to be said if replays surely do not pay, on every rank if they communicate."""
         trials = self._trials.get(program, Trials())
         lost = trials.surely_below(self._options.least_speedup(program.plan.device))
-        if self._peers is not None and program.plan.communicates and trials.are_as_many:
+        if self._peers is not None and program.plan.communicates and trials.are_enough:
             # A rank that refuses meanwhile is heard of where the next thing would be a capture.
             with suppress(PeerError):
                 lost = all(self._peers.vote(f"speed {self._stats.calls}", lost) or [False])

@@ -13,9 +13,9 @@ counts only for its own ``self``: torch's modules read ``self.p``, but torch's m
 from __future__ import annotations
 
 import cProfile
-import gc
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from graphplan.collector import no_collections
 from graphplan.owners import Namespace, Scalar, is_known, is_user_object
 from graphplan.tracer.names import names_of
 from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
@@ -109,21 +110,19 @@ class Profile:
         self._owners: dict[int, str | None] = {}
         self._known: set[Any] = set()
         self._previous: Any = None
-        self._collects = False
+        self._collector = ExitStack()
         self._importing: FrameType | None = None
         self.ran = Ran()
 
     def __enter__(self) -> Profile:
-        self._collects = gc.isenabled()
-        gc.disable()
+        self._collector.enter_context(no_collections())
         self._previous = sys.getprofile()
         sys.setprofile(self._event)
         return self
 
     def __exit__(self, *exc: object) -> None:
         sys.setprofile(None)
-        if self._collects:
-            gc.enable()
+        self._collector.close()
         if isinstance(self._previous, cProfile.Profile):
             # cProfile shows as its object, which is no profile function.
             self._previous.enable()
