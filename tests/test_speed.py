@@ -119,7 +119,7 @@ def test_ranks_that_wait_for_the_device_and_ranks_that_do_not_are_ready_together
     for number in range(12):
         waits.add(1.0, 0.99, alone=waits.want_alone(1.0))
         goes_on.add(1.0, 1.05, alone=goes_on.want_alone(1.0))
-        assert waits.are_as_many is goes_on.are_as_many is (number >= 6)
+        assert waits.are_enough is goes_on.are_enough is (number >= 6)
     assert waits.want_alone(1.0)
     assert not goes_on.want_alone(1.0)
 

@@ -127,8 +127,8 @@ class TraceMode(TorchDispatchMode):
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(scalars_of(schema, args, kwargs))
         threaded = get_ident() != self._thread
-        if threaded and torch.is_grad_enabled() and not is_recomputed():
-            self._trace.graph_elsewhere = True
+        if threaded and not self._trace.graph_elsewhere:
+            self._trace.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
         self._trace.operators.append(
             Operator(name, operands, offsets, scalars, source, launches, constant, random, threaded)
         )

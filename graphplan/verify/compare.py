@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,7 +61,8 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
 
 def lengths(tensors: Sequence[Tensor]) -> list[float]:
     """Euclidean norms of the finite elements in float64."""
-    return next(numbers(Norms([(_real(tensor),) for tensor in tensors])))
+    (found,) = numbers(Norms([(_real(tensor),) for tensor in tensors]))
+    return found
 
 
 class Norms:
@@ -84,20 +86,21 @@ class Norms:
 
 def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
     if one[0].dtype in _SUBTRACTED:
-        apart = torch._foreach_sub(one, *others) if others else one
-        return list(torch._foreach_norm(apart, 2, dtype=torch.float64))
+        terms = torch._foreach_sub(one, *others) if others else one
+        return list(torch._foreach_norm(terms, 2, dtype=torch.float64))
     term = _plain if others else _finite
     return [_sum(term, *row).sqrt() for row in zip(one, *others, strict=True)]
 
 
-def numbers(*several: Norms) -> Iterator[list[float]]:
+def numbers(*several: Norms) -> list[list[float]]:
     """The norms of each, in the order of its rows. Each device is waited for once."""
-    vectors = iter(values_of([vector for norms in several for vector in norms.vectors]))
-    for norms in several:
-        values = [value for _ in norms.vectors for value in next(vectors)]
-        found = dict(zip(norms.order, values, strict=True))
-        # An infinite norm, or one that is no number, says nothing of where.
-        yield [n if math.isfinite(n := found[index]) else _careful_norm(*row) for index, row in enumerate(norms.rows)]
+    values = chain.from_iterable(values_of([vector for norms in several for vector in norms.vectors]))
+    numbered = [dict(zip(norms.order, values, strict=False)) for norms in several]
+    # An infinite norm, or one that is no number, says nothing of where.
+    return [
+        [n if math.isfinite(n := found[index]) else _careful_norm(*row) for index, row in enumerate(norms.rows)]
+        for norms, found in zip(several, numbered, strict=True)
+    ]
 
 
 def apart(paths: Iterable[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Norms:
@@ -207,7 +210,8 @@ def unexplained(
 def distances(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
     """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
     alike = [path for path in paths if path in other and fits(one[path], other[path])]
-    found = dict(zip(alike, next(numbers(apart(alike, one, other))), strict=True))
+    (far,) = numbers(apart(alike, one, other))
+    found = dict(zip(alike, far, strict=True))
     return [found.get(path, 0.0) for path in paths]
 
 
@@ -238,11 +242,11 @@ def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spre
     if one.numel() == 1:
         text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
     else:
-        (distance,) = next(numbers(Norms([(one, eager)])))
+        ((distance,),) = numbers(Norms([(one, eager)]))
         count = int((bits(one) != bits(eager.detach().to(one.device))).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
     if before is not None and fits(before, one):
-        own, other = next(numbers(Norms([(before, one), (before, eager)])))
+        ((own, other),) = numbers(Norms([(before, one), (before, eager)]))
         text += f"; the replay's update is {own:.3g} long, the eager step's {other:.3g}"
     return f"{text}; two replays differ by {spread:.3g}"
 

@@ -82,19 +82,14 @@ class Trials:
 
     def want_more(self, bound: float) -> bool:
         """Whether another pair is worth waiting for the device: the speed-up may be less than ``bound``, or not."""
-        if not self.are_enough or (not self._alone and self.want_alone(bound)):
+        if len(self._pairs) < _PAIRS or (not self._alone and self.want_alone(bound)):
             return True
         return len(self._pairs) < _ENOUGH and fmean(self._pairs) - self._error < math.log(max(bound, _LEAST))
 
     @property
     def are_enough(self) -> bool:
-        """Whether there are enough pairs to say anything."""
-        return len(self._pairs) >= _PAIRS
-
-    @property
-    def are_as_many(self) -> bool:
-        """Whether there were enough pairs of whatever kind: where ranks check together, so it is on all from one check
-        on.
+        """Whether there were enough pairs, of whatever kind, that ranks may ask each other about a loss: where they
+        check together, so it is on all from one check on.
         """
         return len(self._alone) + len(self._queued) >= _PAIRS
 
@@ -105,7 +100,7 @@ class Trials:
 
     def surely_below(self, bound: float) -> bool:
         """Whether the speed-up is less than ``bound`` even at the upper end of its confidence interval."""
-        if not self.are_enough or not self._alone or bound <= 0:
+        if len(self._alone) < _PAIRS or bound <= 0:
             return False
         return fmean(self._alone) + self._error < math.log(bound)
 
