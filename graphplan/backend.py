@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -67,6 +67,12 @@ class Backend(Protocol):
         """How many bytes a recording of such a step would take: if it were the only one (``alone``), or beside those
         that there are, whose memory it may use too. An estimate.
         """
+
+    def apart(self) -> Callable[[], AbstractContextManager[object]]:
+        """Contexts in which memory comes from pieces of its own, so that what is kept does not keep more than it takes.
+        Nothing to do where nothing is cached.
+        """
+        return nullcontext
 
     def begin_generation(self) -> None:
         """Have later recordings share memory among themselves only. Nothing to do where each has memory of its own."""

@@ -14,7 +14,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from graphplan.collector import no_collections
 from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.nodes import Nodes
+from graphplan.pools import MemoryApart
 from graphplan.roles import Footprint
 from graphplan.streams import lend
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
@@ -170,6 +171,10 @@ class CUDAGraphBackend(Backend):
         pool = self._pool if not alone else None
         shared = sum(r.nbytes for r in self._living if r.alive and r.generation == pool) if pool is not None else 0
         return max(0, footprint.peak - shared)
+
+    def apart(self) -> Callable[[], AbstractContextManager[object]]:
+        """See :meth:`graphplan.backend.Backend.apart`."""
+        return MemoryApart(self.device)
 
     def begin_generation(self) -> None:
         """See :meth:`graphplan.backend.Backend.begin_generation`."""

@@ -220,22 +220,14 @@ def _by_name(*workloads: Workload) -> dict[str, Workload]:
     return {workload.name: workload for workload in workloads}
 
 
-# Its steps are long. They lie between two checks of replays against eager steps, replays 128 and 256, each of which
-# takes as long as several steps; of a whole training run, which has one in a thousand, they are no such part.
-_GPT2 = replace(_gpt("gpt2", 12, 768, 12, 1024, 8, vocabulary=50304, tied=True), warmup=140, steps=35)
-
-_LARGE = (
-    _mlp("mlp_large", features=64, width=256, size=16384),
-    _gpt("gpt_large", 6, 384, 6, 256, size=64),
-    _resnet("resnet_large", width=64, blocks=2, side=32, size=512),
-)
-
 GPU_WORKLOADS = _by_name(
     _mlp("mlp", features=64, width=256, size=256),
     _gpt("gpt", 6, 384, 6, 256, size=16),
     _resnet("resnet", width=64, blocks=2, side=32, size=64),
-    *(replace(workload, steps=150, warmup=140) for workload in _LARGE),
-    _GPT2,
+    _mlp("mlp_large", features=64, width=256, size=16384),
+    _gpt("gpt_large", 6, 384, 6, 256, size=64),
+    _resnet("resnet_large", width=64, blocks=2, side=32, size=512),
+    _gpt("gpt2", 12, 768, 12, 1024, 8, vocabulary=50304, tied=True),
     _sac(observed=17, acted=6, width=256, size=256),
     _pinn(width=128, depth=5, size=4096),
 )

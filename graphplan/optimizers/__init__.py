@@ -1,5 +1,6 @@
 """Making optimizers capturable, and keeping learning rates and skipped steps on the device while a step runs."""
 
+from graphplan.optimizers.first_steps import within_first_steps as within_first_steps
 from graphplan.optimizers.preparation import Preparation as Preparation
 from graphplan.optimizers.preparation import check_optimizer as check_optimizer
 from graphplan.optimizers.preparation import prepare_optimizer as prepare_optimizer

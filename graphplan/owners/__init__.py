@@ -3,10 +3,10 @@
 from graphplan.owners.contents import has_contents as has_contents
 from graphplan.owners.contents import state_of as state_of
 from graphplan.owners.contents import unseen as unseen
+from graphplan.owners.copying import Unequal as Unequal
 from graphplan.owners.copying import bits as bits
 from graphplan.owners.copying import copy_all as copy_all
 from graphplan.owners.copying import same_bits as same_bits
-from graphplan.owners.copying import unequal as unequal
 from graphplan.owners.copying import values_of as values_of
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.kinds import PLAIN as PLAIN

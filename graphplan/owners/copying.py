@@ -108,23 +108,29 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             targets[members[0]].copy_(values[members[0]])
 
 
-@torch.no_grad()
-def unequal(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[int]:
-    """Where two rows of tensors, of the same shapes and dtypes, have not the same bits.
-
-    Each device of ``ones`` is waited for once, or twice if small tensors differ; ``twos`` may lie elsewhere.
+class Unequal:
+    """Where two rows of tensors, of the same shapes and dtypes, have not the same bits. A device may still compare
+    them: :meth:`places` waits for it. ``twos`` may lie elsewhere.
     """
-    pairs = zip(ones, twos, strict=True)
-    homes = ((_small_home(one), _small_home(two), two.device) for one, two in pairs)
-    keys = [(one, device) if one and two else None for one, two, device in homes]
-    groups = [members for _, members in _groups(ones, keys, _TOGETHER)]
-    flags = values_of([_flag(ones, twos, members) for members in groups])
-    suspects = [members for members, differ in zip(groups, flags, strict=True) if differ]
-    found = [members[0] for members in suspects if len(members) == 1]
-    several = [members for members in suspects if len(members) > 1]
-    for members, ends in zip(several, values_of([_ends(ones, twos, members) for members in several]), strict=True):
-        found += [index for index, one, two in zip(members, [0, *ends], ends, strict=False) if one != two]
-    return sorted(found)
+
+    @torch.no_grad()
+    def __init__(self, ones: Sequence[Tensor], twos: Sequence[Tensor]) -> None:
+        self._ones, self._twos = ones, twos
+        homes = ((_small_home(one), _small_home(two), two.device) for one, two in zip(ones, twos, strict=True))
+        keys = [(one, device) if one and two else None for one, two, device in homes]
+        self._groups = [members for _, members in _groups(ones, keys, _TOGETHER)]
+        self._flags = [_flag(ones, twos, members) for members in self._groups]
+
+    @torch.no_grad()
+    def places(self) -> list[int]:
+        """Positions in the rows. Each device of the first one is waited for once, or twice if small tensors differ."""
+        ones, twos, flags = self._ones, self._twos, values_of(self._flags)
+        suspects = [members for members, differ in zip(self._groups, flags, strict=True) if differ]
+        found = [members[0] for members in suspects if len(members) == 1]
+        several = [members for members in suspects if len(members) > 1]
+        for members, ends in zip(several, values_of([_ends(ones, twos, members) for members in several]), strict=True):
+            found += [index for index, one, two in zip(members, [0, *ends], ends, strict=False) if one != two]
+        return sorted(found)
 
 
 def _flag(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:

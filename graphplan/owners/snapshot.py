@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners.copying import copy_all, unequal, write_all
+from graphplan.owners.copying import Unequal, copy_all, write_all
 from graphplan.owners.records import Container, Walk, is_freed
 from graphplan.owners.sharding import Sharding
 
@@ -70,7 +70,8 @@ class Snapshot:
         # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
         pairs = [pair for pair in self._tensors.values() if not is_freed(pair[0])]
         on_host = [pair for pair in pairs if pair[0].device.type == "cpu"]
-        changed = [on_host[index] for index in unequal([live for live, _ in on_host], [copy for _, copy in on_host])]
+        unequal = Unequal([live for live, _ in on_host], [copy for _, copy in on_host])
+        changed = [on_host[index] for index in unequal.places()]
         changed += [pair for pair in pairs if pair[0].device.type != "cpu"]
         write_all([live for live, _ in changed], [copy for _, copy in changed])
         for set_state, state in self._generators:

@@ -19,6 +19,7 @@ from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, is_allowed, is_reordered
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
+from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import Program, capture_program
 from graphplan.signature import Feed, asks_for_gradients
@@ -66,7 +67,8 @@ class Stages:
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it turns out to use."""
         self._runner.settle_backend(feed)
-        with self._stats.timed("warmup"):
+        apart = nullcontext if self._runner.backend is None else self._runner.backend.apart()
+        with self._stats.timed("warmup"), within_first_steps(apart):
             result = self._runner.run(lambda: self._managed.discover_all(lambda: self._runner.call(feed)))
         self._managed.refresh()
         entry.eager_calls += 1

@@ -22,10 +22,10 @@ from graphplan.dtensors import local
 from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, walk_owners
 from graphplan.program import Program
 from graphplan.trees import map_result
-from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, fits, unexplained
-from graphplan.verify.noise import Moves, Noise
+from graphplan.verify.compare import Difference, Differing, are_noisy, describe, differing_values, fits, unexplained
+from graphplan.verify.noise import Beyond, Moves, Noise
 from graphplan.verify.speed import Seconds, timed
-from graphplan.verify.state import State, collect, tensors_of
+from graphplan.verify.state import State, are_same, collect, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
 _REPLAYS = 3
@@ -99,10 +99,9 @@ class _Check:
         old = {path: value for path, t in tensors.items() if (value := snapshot.value(t)) is not None}
         return _Start(walk, old, snapshot)
 
-    def state(self, walk: Walk, result: Any, *, copy: bool) -> State:
-        allowed = lambda path: is_allowed(path, self._allow)  # noqa: E731
-        drawn = self._program.plan.generators
-        return collect(walk, result, self._extra, drawn, allowed, copy=copy, device=self._device)
+    def is_allowed(self, path: str) -> bool:
+        """Whether replays may leave out what is at ``path``."""
+        return is_allowed(path, self._allow)
 
     def run(self, call: Callable[[], Result], *, alone: bool = False) -> tuple[Result, Seconds]:
         """The result of ``call``, and what tells the seconds that it took, if somebody wants to know."""
@@ -112,7 +111,9 @@ class _Check:
         """What a replay leaves, and what tells the seconds that it took. ``walk`` is from before it."""
         result, seconds = self.run(lambda: self._program.run(self._feed))
         walk = walk if self._program.keeps_places(walk) else self.walk()
-        return self.state(walk, result, copy=True), seconds
+        drawn = self._program.plan.generators
+        state = collect(walk, result, self._extra, drawn, self.is_allowed, copy=True, device=self._device)
+        return state, seconds
 
     def moves(self, start: _Start, replayed: State) -> Moves | None:
         """How far the replay has moved everything, where that tells noise; while the eager step is launched, the device
@@ -122,22 +123,35 @@ class _Check:
 
     def compare(self, start: _Start, replayed: State, moves: Moves | None, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
+        # The device compares while owners are looked at, most likely the tensors that are there afterwards.
+        likely = self.left(start.walk, result)
+        comparison = self.compared(replayed, moves, likely)
         walk = self.walk()
-        after = self.state(walk, result, copy=False)
+        left = self.left(walk, result)
+        if not are_same(left, likely):
+            comparison = self.compared(replayed, moves, left)
+        differences = differing_values(replayed.values, collect_values(walk, result, self.is_allowed))
         found: list[Difference] = []
-        if moves is not None:
-            beyond = self._noise.beyond(moves, replayed.tensors, after.tensors)
-        else:
-            beyond = differing(replayed.tensors, after.tensors)
+        beyond = comparison.paths()
         if self._wants_again(bool(beyond)):
             end = self.snapshot(walk, self.tensors(walk).values())
             # More replays write where the eager step has.
-            eager = self.kept(end, after.tensors)
+            eager = self.kept(end, left)
             try:
                 found = self._beyond_spread(start, beyond, replayed.tensors, eager)
             finally:
                 end.restore()
-        return found + differing_values(replayed.values, after.values)
+        return found + differences
+
+    def left(self, walk: Walk, result: Any) -> dict[str, Tensor]:
+        """The tensors that can be compared, where they are now."""
+        return collect_tensors(walk, result, self._extra, self._program.plan.generators, self.is_allowed)
+
+    def compared(self, replayed: State, moves: Moves | None, left: Mapping[str, Tensor]) -> Differing | Beyond:
+        """The comparison of what the replay left with what the eager step did."""
+        if moves is None:
+            return Differing(replayed.tensors, left)
+        return Beyond(self._noise, moves, replayed.tensors, left)
 
     def kept(self, end: Snapshot, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of ``tensors``, of which ``end`` has most."""

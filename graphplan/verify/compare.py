@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners import bits, unequal, values_of
+from graphplan.owners import Unequal, bits, values_of
 from graphplan.roles import TensorSpec
 from graphplan.tracer.changes import same_value
 
@@ -50,13 +50,25 @@ def fits(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype and first.layout == second.layout
 
 
+class Differing:
+    """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has. A device
+    may still compare them: :meth:`paths` waits for it.
+    """
+
+    def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
+        self._paths = [*second, *first.keys() - second.keys()]
+        self._fitting = [path for path in second if path in first and fits(first[path], second[path])]
+        self._unequal = Unequal([first[path] for path in self._fitting], [second[path] for path in self._fitting])
+
+    def paths(self) -> list[str]:
+        """What was found."""
+        equal = set(self._fitting) - {self._fitting[place] for place in self._unequal.places()}
+        return [path for path in self._paths if path not in equal]
+
+
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has."""
-    shared = [path for path in second if path in first]
-    fitting = [path for path in shared if fits(first[path], second[path])]
-    places = unequal([first[path] for path in fitting], [second[path] for path in fitting])
-    found = {fitting[place] for place in places} | (set(shared) - set(fitting)) | (first.keys() ^ second.keys())
-    return [path for path in [*second, *first.keys() - second.keys()] if path in found]
+    """The paths of :class:`Differing`."""
+    return Differing(first, second).paths()
 
 
 def lengths(tensors: Sequence[Tensor]) -> list[float]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from graphplan.verify.compare import RESPONSES, SPREADS, Norms, apart, differing, fits, moved, numbers
+from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Norms, apart, fits, moved, numbers
 
 _MEASURED = 2
 """Checks that have to measure the noise first."""
@@ -66,31 +66,51 @@ class Noise:
             self._widen(moves, one, nudged, RESPONSES / SPREADS)
 
     def _widen(self, moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor], part: float) -> None:
-        for path, (far, change) in _distances(moves, one, other).items():
+        for path, (far, change) in Distances(moves, one, other).by_path().items():
             if change > 0 and math.isfinite(far) and math.isfinite(change):
                 self._shares[path] = max(self._shares.get(path, 0.0), part * far / change)
 
-    def beyond(self, moves: Moves, one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[str]:
-        """Paths at which ``one``, what a replay left after ``moves``, and what the eager step left differ by more than
-        noise.
-        """
-        near = _distances(moves, one, eager)
+    def share(self, path: str) -> float:
+        """How far the tensor at ``path`` may lie from what another replay makes of it, as a share of its move."""
+        return self._shares.get(path, 0.0)
+
+
+class Distances:
+    """How far ``one``, what a replay left after ``moves``, and ``other`` lie apart, where they can nearly be the same:
+    integers are, or they are not. A device may still measure it: :meth:`by_path` waits for it.
+    """
+
+    def __init__(self, moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+        self._moves = moves
+        self.paths = [path for path in moves.paths if path in other and fits(one[path], other[path])]
+        self._norms = apart(self.paths, one, other)
+
+    def by_path(self) -> dict[str, tuple[float, float]]:
+        """Each distance, and how far the replay has moved the tensor."""
+        far, changes = numbers(self._norms, self._moves.norms)
+        moved_by = dict(zip(self._moves.paths, changes, strict=True))
+        return {path: (distance, moved_by[path]) for path, distance in zip(self.paths, far, strict=True)}
+
+
+class Beyond:
+    """Paths at which ``one``, what a replay left after ``moves``, and what the eager step left differ by more than
+    ``noise``. A device may still compare them: :meth:`paths` waits for it.
+    """
+
+    def __init__(self, noise: Noise, moves: Moves, one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> None:
+        self._noise = noise
+        self._near = Distances(moves, one, eager)
+        near = set(self._near.paths)
+        self._others = Differing(*({path: t for path, t in side.items() if path not in near} for side in (one, eager)))
+
+    def paths(self) -> list[str]:
+        """What was found."""
         found = [
             path
-            for path, (far, change) in near.items()
-            if far > 0 and not far <= SPREADS * self._shares.get(path, 0.0) * change < math.inf
+            for path, (far, change) in self._near.by_path().items()
+            if far > 0 and not far <= SPREADS * self._noise.share(path) * change < math.inf
         ]
-        return found + differing(*({path: t for path, t in side.items() if path not in near} for side in (one, eager)))
-
-
-def _distances(moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, tuple[float, float]]:
-    """How far ``one`` and ``other`` lie apart, and how far the replay has moved it, where they can nearly be the same:
-    integers are, or they are not.
-    """
-    paths = [path for path in moves.paths if path in other and fits(one[path], other[path])]
-    far, changes = numbers(apart(paths, one, other), moves.norms)
-    by_path = dict(zip(moves.paths, changes, strict=True))
-    return {path: (distance, by_path[path]) for path, distance in zip(paths, far, strict=True)}
+        return found + self._others.paths()
 
 
 def _has_numbers(tensor: Tensor) -> bool:

@@ -13,6 +13,8 @@ from graphplan.dtensors import local
 from graphplan.owners import Numbers, Walk, copy_all, default_generators
 from graphplan.trees import flatten_result
 
+_GENERATOR = "torch's random generator"
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -35,25 +37,45 @@ def collect(
     """What owners, ``extra`` tensors, torch's default generators, ``generators`` and ``result`` hold now; with
     ``copy``, copied (to ``device``).
     """
-    tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
-    for name, leaf in flatten_result(result)[0]:
-        if isinstance(leaf, Tensor):
-            tensors[name] = local(leaf)
-        else:
-            values[name] = leaf
+    tensors = collect_tensors(walk, result, extra, generators, allowed)
+    if copy:
+        tensors = dict(zip(tensors, copy_all(list(tensors.values()), device), strict=True))
+    return State(tensors, collect_values(walk, result, allowed))
+
+
+def collect_tensors(
+    walk: Walk,
+    result: Any,
+    extra: Mapping[str, Tensor],
+    generators: Iterable[torch.Generator],
+    allowed: Callable[[str], bool],
+) -> dict[str, Tensor]:
+    """The tensors of :func:`collect`; ``walk`` may be from before the step, whose tensors have other values since."""
+    tensors = {name: local(leaf) for name, leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)}
     tensors.update(tensors_of(walk, allowed))
     tensors.update(extra)
     for number, generator in enumerate([*default_generators(), *generators]):
-        tensors[f"torch's random generator of {generator.device} ({number})"] = generator.get_state()
+        tensors[f"{_GENERATOR} of {generator.device} ({number})"] = generator.get_state()
+    return {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided}
+
+
+def collect_values(walk: Walk, result: Any, allowed: Callable[[str], bool]) -> dict[str, Any]:
+    """The values of :func:`collect`."""
+    values = {name: leaf for name, leaf in flatten_result(result)[0] if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if not isinstance(scalar.container, Numbers) and not allowed(path):
             values[path] = scalar.get()
     values.update({f"len({path})": len(items) for path, items in walk.lists.items() if not allowed(path)})
-    strided = {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided}
-    if copy:
-        strided = dict(zip(strided, copy_all(list(strided.values()), device), strict=True))
-    return State(strided, values)
+    return values
+
+
+def are_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Whether the same tensors, whatever is in them, are at the same paths. What generators tell is a new one each
+    time.
+    """
+    return one.keys() == other.keys() and all(
+        tensor is other[path] or path.startswith(_GENERATOR) for path, tensor in one.items()
+    )
 
 
 def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: False) -> dict[str, Tensor]:

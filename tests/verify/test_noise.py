@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphplan import graph_step
 from graphplan.verify import Noise
-from graphplan.verify.noise import Moves
+from graphplan.verify.noise import Beyond, Moves
 from tests.zoo import Box, descent
 
 Tensors = dict[str, Tensor]
@@ -26,7 +26,7 @@ def apart(by: float) -> Tensors:
 
 
 def beyond(noise: Noise, old: Tensors, one: Tensors, eager: Tensors) -> list[str]:
-    return noise.beyond(Moves.of(old, one), one, eager)
+    return Beyond(noise, Moves.of(old, one), one, eager).paths()
 
 
 def measured(times: int = 2, by: float = 1e-3) -> Noise:
