@@ -190,9 +190,9 @@ def _mlp(name: str, features: int, width: int, size: int) -> Workload:
     return Workload(name, partial(mlp, features, width, 10), batch, AdamW, {"lr": 1e-3, "weight_decay": 0.01})
 
 
-def _sac(observed: int, acted: int, width: int, size: int) -> Workload:
+def _sac(name: str, observed: int, acted: int, width: int, size: int) -> Workload:
     return Workload(
-        "sac",
+        name,
         partial(SoftActorCritic, observed, acted, width),
         partial(transitions, size=size, observed=observed, acted=acted),
         AdamW,
@@ -204,9 +204,9 @@ def _sac(observed: int, acted: int, width: int, size: int) -> Workload:
     )
 
 
-def _pinn(width: int, depth: int, size: int) -> Workload:
+def _pinn(name: str, width: int, depth: int, size: int) -> Workload:
     return Workload(
-        "pinn",
+        name,
         partial(perceptron, 2, width, 1, depth, nn.Tanh),
         partial(collocation, size=size),
         AdamW,
@@ -228,8 +228,11 @@ GPU_WORKLOADS = _by_name(
     _gpt("gpt_large", 6, 384, 6, 256, size=64),
     _resnet("resnet_large", width=64, blocks=2, side=32, size=512),
     _gpt("gpt2", 12, 768, 12, 1024, 8, vocabulary=50304, tied=True),
-    _sac(observed=17, acted=6, width=256, size=256),
-    _pinn(width=128, depth=5, size=4096),
+    _gpt("gpt2_small", 12, 768, 12, 1024, 1, vocabulary=50304, tied=True),
+    _sac("sac", observed=17, acted=6, width=256, size=256),
+    _sac("sac_large", observed=17, acted=6, width=256, size=8192),
+    _pinn("pinn", width=128, depth=5, size=4096),
+    _pinn("pinn_large", width=128, depth=5, size=65536),
 )
 _CPU = (
     Workload(
@@ -244,8 +247,11 @@ _CPU = (
     _gpt("gpt_large", 2, 64, 2, 32, size=16),
     _resnet("resnet_large", width=8, blocks=1, side=16, size=32),
     _gpt("gpt2", 3, 48, 3, 32, size=2, vocabulary=512, tied=True),
-    _sac(observed=5, acted=2, width=32, size=32),
-    _pinn(width=16, depth=2, size=32),
+    _gpt("gpt2_small", 3, 48, 3, 32, size=1, vocabulary=512, tied=True),
+    _sac("sac", observed=5, acted=2, width=32, size=32),
+    _sac("sac_large", observed=5, acted=2, width=32, size=256),
+    _pinn("pinn", width=16, depth=2, size=32),
+    _pinn("pinn_large", width=16, depth=2, size=256),
 )  # fmt: skip
 CPU_WORKLOADS = _by_name(*(replace(workload, steps=50, warmup=30) for workload in _CPU))
 """The same workloads in sizes that suit a CPU, and two that the tape backend is held to."""
