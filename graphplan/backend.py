@@ -68,11 +68,11 @@ class Backend(Protocol):
         that there are, whose memory it may use too. An estimate.
         """
 
-    def apart(self) -> Callable[[], AbstractContextManager[object]]:
-        """Contexts in which memory comes from pieces of its own, so that what is kept does not keep more than it takes.
-        Nothing to do where nothing is cached.
+    def apart(self, nbytes: int) -> AbstractContextManager[object]:
+        """A context in which memory, up to ``nbytes``, comes from pieces of its own, so that what is kept keeps no more
+        than it takes. Nothing to do where nothing is cached.
         """
-        return nullcontext
+        return nullcontext()
 
     def begin_generation(self) -> None:
         """Have later recordings share memory among themselves only. Nothing to do where each has memory of its own."""

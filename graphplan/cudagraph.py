@@ -24,7 +24,7 @@ from graphplan.collector import no_collections
 from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.nodes import Nodes
-from graphplan.pools import MemoryApart
+from graphplan.pools import memory_apart
 from graphplan.roles import Footprint
 from graphplan.streams import lend
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
@@ -172,9 +172,9 @@ class CUDAGraphBackend(Backend):
         shared = sum(r.nbytes for r in self._living if r.alive and r.generation == pool) if pool is not None else 0
         return max(0, footprint.peak - shared)
 
-    def apart(self) -> Callable[[], AbstractContextManager[object]]:
+    def apart(self, nbytes: int) -> AbstractContextManager[object]:
         """See :meth:`graphplan.backend.Backend.apart`."""
-        return MemoryApart(self.device)
+        return memory_apart(self.device, nbytes)
 
     def begin_generation(self) -> None:
         """See :meth:`graphplan.backend.Backend.begin_generation`."""

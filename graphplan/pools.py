@@ -7,27 +7,35 @@ in use. What a run keeps, and was allocated among activations and gradients, so 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 
-class MemoryApart:
-    """Contexts in which this thread's memory on ``device`` comes from a pool. What is unused of it goes back to the
-    device with this object; what is in use, when it is freed and the cache is emptied.
+@contextmanager
+def memory_apart(device: torch.device, nbytes: int) -> Iterator[None]:
+    """Have this thread's memory on ``device`` come from a pool, where the device has ``nbytes`` free for it. What is
+    unused of the pool goes back when torch's cache is next emptied.
+
+    Not a ``torch.cuda.MemPool``: that empties the cache when it is destroyed, which ends the process if another thread
+    captures, or the caller allocates from a pool of its own (torch 2.11).
     """
+    if torch.cuda.get_allocator_backend() != "native" or nbytes > _free(device):
+        yield
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    place = (index, torch.cuda.graph_pool_handle())
+    torch._C._cuda_beginAllocateCurrentThreadToPool(*place)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(*place)
+        torch._C._cuda_releasePool(*place)
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
 
-    def __call__(self) -> AbstractContextManager[object]:
-        """The context; one that changes nothing where torch, or another allocator than its own, has no such pools."""
-        kind, use = (getattr(torch.cuda, name, None) for name in ("MemPool", "use_mem_pool"))
-        if kind is None or use is None or torch.cuda.get_allocator_backend() != "native":
-            return nullcontext()
-        if self._pool is None:
-            self._pool = kind()
-        context: AbstractContextManager[object] = use(self._pool, self._device)
-        return context
+def _free(device: torch.device) -> int:
+    """Bytes that torch can have from the device, without what it has cached: a pool can neither use nor free that."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
+    return min(free, int(allowed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -11,20 +11,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from graphplan import graph_step
 from graphplan.optimizers import within_first_steps
-from graphplan.pools import MemoryApart
+from graphplan.optimizers.scaling import takes_found_inf
+from graphplan.pools import memory_apart
+from graphplan.tape import TapeBackend
 
 
 class Around:
-    """Counts how often it was entered, and is true while it is."""
+    """Counts how often it was entered and for how many bytes, and how deep it is entered."""
 
     def __init__(self) -> None:
-        self.entered, self.depth = 0, 0
+        self.entered, self.depth, self.nbytes = 0, 0, 0
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self, nbytes: int) -> Iterator[None]:
         self.entered += 1
+        self.nbytes = nbytes
         self.depth += 1
         try:
             yield
@@ -70,6 +75,18 @@ def test_only_what_makes_state(around: Around) -> None:
     assert seen == [1, 1, 1, 0, 0, 1]
     adam.step()
     assert (seen[-1], around.entered) == (0, 4)
+    assert around.nbytes == 16 * 3 * 4
+
+
+def test_state_that_somebody_looked_for(around: Around) -> None:
+    """Looking leaves an empty dictionary."""
+    seen: list[int] = []
+    param = parameter()
+    optimizer = watched(AdamW, seen, around)([param])
+    assert optimizer.state[param] == {}
+    with within_first_steps(around):
+        optimizer.step()
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -107,6 +124,16 @@ def test_optimizers_within_optimizers(around: Around) -> None:
     assert (seen, around.entered, around.depth) == ([1, 1], 1, 0)
 
 
+def test_optimizers_within_closures(around: Around) -> None:
+    """They have contexts of their own."""
+    seen: list[int] = []
+    outer, inner = (watched(kind, seen, around)([parameter()], lr=0.1) for kind in (AdamW, SGD))
+    with within_first_steps(around):
+        outer.step(inner.step)
+        assert around.depth == 0
+    assert (seen, around.entered) == ([1, 1], 3)
+
+
 @pytest.mark.parametrize("where", ["update", "closure"])
 def test_a_step_that_fails(around: Around, where: str) -> None:
     """It leaves the context, and no hook."""
@@ -128,6 +155,12 @@ def test_a_step_that_fails(around: Around, where: str) -> None:
     with pytest.raises(RuntimeError, match="out of luck"):
         optimizer.step(closure)
     assert around.entered == entered
+    with within_first_steps(around):
+        with pytest.raises(RuntimeError, match="out of luck"):
+            optimizer.step(closure)
+        other = AdamW([parameter()])
+        other.step()
+    assert (around.depth, len(other.state)) == (0, 1)
 
 
 def test_other_threads(around: Around) -> None:
@@ -141,7 +174,42 @@ def test_other_threads(around: Around) -> None:
     assert (seen, around.entered) == ([0], 0)
 
 
-def test_torch_without_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older releases have none: memory lies where it lay."""
-    monkeypatch.delattr(torch.cuda, "MemPool", raising=False)
-    assert isinstance(MemoryApart(torch.device("cuda:0"))(), nullcontext)
+def test_steps_that_are_managed(around: Around, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend's context is entered once, in the first warm-up, also where a Trainer hands the step a closure."""
+    monkeypatch.setattr(TapeBackend, "apart", lambda self, nbytes: around(nbytes))
+    model = nn.Linear(3, 1)
+    seen: list[int] = []
+    optimizer = watched(AdamW, seen, around)(model.parameters())
+
+    def train_step(x: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(x).sum()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    step = graph_step(train_step, owners={"model": model, "optimizer": optimizer})
+    for _ in range(8):
+        step(torch.randn(4, 3))
+    assert step.stats.replayed > 0, step.report()
+    assert (around.entered, around.depth, seen[:2]) == (2, 0, [1, 0])
+
+
+def test_scalers_leave_the_decision_to_the_kernel(around: Around) -> None:
+    """The hooks are graphplan's own, which do nothing in a step that is skipped."""
+    optimizer = AdamW([parameter()], fused=True)
+    with within_first_steps(around):
+        assert takes_found_inf(optimizer)
+    hook = register_optimizer_step_post_hook(lambda *args: None)
+    assert not takes_found_inf(optimizer)
+    hook.remove()
+    assert takes_found_inf(optimizer)
+
+
+def test_allocators_without_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory lies where the allocator puts it."""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with memory_apart(torch.device("cuda:0"), 0):
+        assert torch.zeros(3).sum() == 0

@@ -13,37 +13,59 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from graphplan.optimizers.preparation import with_closure
 from graphplan.unchanged import register_own
 
+_SIZES = 16
+"""Bytes that a first step may take, as a multiple of the parameters': three moments in twice their precision, and
+temporaries as large as these.
+"""
+
 
 @contextmanager
-def within_first_steps(around: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Enter ``around()`` while an optimizer that has no state yet takes its own step in this thread, but not while the
-    step's closure runs.
+def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter ``around(nbytes)``, of which the bytes are more than it will allocate, while an optimizer that has no state
+    yet takes its own step in this thread, but not while the step's closure runs.
+
+    One that never has state does so each time. A step that fails stays in it until the block ends.
     """
-    thread, entered = get_ident(), ExitStack()
-    stepping: list[torch.optim.Optimizer] = []
+    thread = get_ident()
+    stepping: list[tuple[torch.optim.Optimizer, ExitStack]] = []
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A step may call that of its base class, or another optimizer's.
-        if get_ident() != thread or stepping or optimizer.state:
+        if get_ident() != thread or stepping or _has_state(optimizer):
             return None
-        stepping.append(optimizer)
-        entered.enter_context(around())
-        return with_closure(args, kwargs, outside)
+        enter(optimizer)
+        return with_closure(args, kwargs, lambda closure: outside(optimizer, closure))
 
-    def outside(closure: Callable[[], Any]) -> Any:
-        entered.close()
+    def enter(optimizer: torch.optim.Optimizer) -> None:
+        entered = ExitStack()
+        entered.enter_context(around(_SIZES * _bytes_of(optimizer)))
+        stepping.append((optimizer, entered))
+
+    def leave() -> None:
+        while stepping:
+            stepping.pop()[1].close()
+
+    def outside(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
+        leave()
         loss = closure()
-        entered.enter_context(around())
+        enter(optimizer)
         return loss
 
     def after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if get_ident() == thread and stepping == [optimizer]:
-            stepping.clear()
-            entered.close()
+        if get_ident() == thread and stepping and stepping[0][0] is optimizer:
+            leave()
 
     with ExitStack() as stack:
-        # A step that fails never comes to its end.
-        stack.callback(entered.close)
+        stack.callback(leave)
         stack.callback(register_own(register_optimizer_step_pre_hook, before).remove)
         stack.callback(register_own(register_optimizer_step_post_hook, after).remove)
         yield
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    # Whoever looks at the state of a parameter leaves an empty dictionary.
+    return any(not isinstance(value, dict) or value for value in optimizer.state.values())
+
+
+def _bytes_of(optimizer: torch.optim.Optimizer) -> int:
+    return sum(param.nbytes for group in optimizer.param_groups for param in group["params"])

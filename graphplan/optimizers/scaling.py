@@ -29,8 +29,12 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     That takes torch's own fused step, and no hooks of the user's, which would run for a skipped step too.
     """
     own_step = inspect.unwrap(optimizer.step).__module__.startswith("torch.optim.")
-    step_hooks = [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
-    hooked = hooks._global_optimizer_post_hooks or not all(map(_is_ours, step_hooks))
+    kinds = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        hooks._global_optimizer_post_hooks,
+    )
+    hooked = not all(_is_ours(hook) for kind in kinds for hook in kind.values())
     return own_step and not hooked and all(group.get("fused") for group in optimizer.param_groups)
 
 

@@ -67,8 +67,8 @@ class Stages:
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it turns out to use."""
         self._runner.settle_backend(feed)
-        apart = nullcontext if self._runner.backend is None else self._runner.backend.apart()
-        with self._stats.timed("warmup"), within_first_steps(apart):
+        assert self._runner.backend is not None
+        with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
             result = self._runner.run(lambda: self._managed.discover_all(lambda: self._runner.call(feed)))
         self._managed.refresh()
         entry.eager_calls += 1

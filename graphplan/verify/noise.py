@@ -82,14 +82,14 @@ class Distances:
 
     def __init__(self, moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
         self._moves = moves
-        self.paths = [path for path in moves.paths if path in other and fits(one[path], other[path])]
-        self._norms = apart(self.paths, one, other)
+        self.alike = [path for path in moves.paths if path in other and fits(one[path], other[path])]
+        self._norms = apart(self.alike, one, other)
 
     def by_path(self) -> dict[str, tuple[float, float]]:
         """Each distance, and how far the replay has moved the tensor."""
         far, changes = numbers(self._norms, self._moves.norms)
         moved_by = dict(zip(self._moves.paths, changes, strict=True))
-        return {path: (distance, moved_by[path]) for path, distance in zip(self.paths, far, strict=True)}
+        return {path: (distance, moved_by[path]) for path, distance in zip(self.alike, far, strict=True)}
 
 
 class Beyond:
@@ -100,7 +100,7 @@ class Beyond:
     def __init__(self, noise: Noise, moves: Moves, one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> None:
         self._noise = noise
         self._near = Distances(moves, one, eager)
-        near = set(self._near.paths)
+        near = set(self._near.alike)
         self._others = Differing(*({path: t for path, t in side.items() if path not in near} for side in (one, eager)))
 
     def paths(self) -> list[str]:

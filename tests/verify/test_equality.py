@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor
 from graphplan import HostSyncError, graph_step
 from graphplan.owners import host_generators
 from tests.facts import assert_same, flatten
-from tests.failure_modes.naive import changing_rig, loss_of, seeded
+from tests.failure_modes.naive import changing_rig, loss_of, seeded, stay
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
 from tests.test_accounting import ledger_rig
 from tests.test_carries import CARRIES, functional_rig, recurrent_rig
@@ -236,3 +237,40 @@ def test_allowed_differences_are_not_compared() -> None:
     assert graphed.stats.verified == 4
     # Six calls before the first replay, and the eager halves of four.
     assert seen["calls"] == 2**10
+
+
+GIVEN_UP: dict[str, Callable[[Tensor], Any]] = {
+    "without memory": lambda tensor: tensor.to("meta"),
+    "of many lengths": lambda tensor: torch.nested.nested_tensor([tensor[0], tensor[1, :1]]),
+    "sparse": lambda tensor: tensor.to_sparse(),
+    "no tensor": lambda tensor: 3,
+    "of another type": lambda tensor: tensor.double(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", GIVEN_UP)
+def test_tensors_that_the_eager_step_gives_up(kind: str) -> None:
+    """The comparison begins with those that were there before the step, whatever has become of them; what counts are
+    those that are there after it.
+    """
+
+    def make() -> Rig:
+        count = Box(itertools.count())
+
+        def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+            value = loss_of(model, x, y)
+            model.bag["scale"].mul_(1.5)
+            if next(count.item) >= BEFORE_REPLAY:
+                old, model.bag = model.bag, {"scale": model.bag["scale"].clone()}
+                old["scale"] = GIVEN_UP[kind](old["scale"])
+            return value
+
+        return changing_rig(stay, loss, prepare=lambda model: setattr(model, "bag", {"scale": torch.ones(2, 2)}))
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify=1)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.verified > 0, step.report()
