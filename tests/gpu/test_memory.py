@@ -202,7 +202,7 @@ def test_what_an_optimizer_makes_lies_together() -> None:
 
 @needs_cuda
 def test_what_an_optimizer_makes_where_memory_is_short() -> None:
-    """It lies where activations were, as in an eager run: cuBLAS's workspace for one more stream is all that is more."""
+    """It lies where activations were, as in an eager run; a workspace of cuBLAS for one more stream is all it adds."""
     make = on_device(partial(wide_rig, momentum=0.9))
     before = memory()[1]
     torch.cuda.reset_peak_memory_stats(DEVICE)
