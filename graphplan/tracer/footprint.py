@@ -7,18 +7,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.roles import Footprint
 
+_STRIDE = 1.05
+
 
 class Allocations:
     """Counts the bytes of what operators make, and how much of it is alive at once.
 
     Storages are only known weakly, since to hold them would change what is counted. Who is gone is looked up only where
-    there may be more than ever before.
+    there may be more than ever before, by more than :data:`_STRIDE`: so much too large the peak may be.
     """
 
     def __init__(self) -> None:
         self._living: list[StorageWeakRef] = []
         self._current = 0
         self._peak = 0
+        self._counted = 0
         self._total = 0
 
     def add(self, storage: StorageWeakRef, nbytes: int) -> None:
@@ -26,9 +29,10 @@ class Allocations:
         self._living.append(storage)
         self._current += nbytes
         self._total += nbytes
-        if self._current > self._peak:
+        if self._current > self._counted * _STRIDE:
             self._count()
-            self._peak = max(self._peak, self._current)
+            self._counted = max(self._counted, self._current)
+        self._peak = max(self._peak, self._current)
 
     def _count(self) -> None:
         """Forget storages that are gone, and see how large the others are: one may have been resized."""

@@ -136,6 +136,44 @@ def runs_step(run: _Run) -> _Run:
     return run
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a frame's code tells by where it comes from, and whether it is what calls a step. Asked for each operator of
+    a trace, for each frame around it. Holds ``code``, whose identity is then nobody else's.
+    """
+
+    code: CodeType
+    is_library: bool
+    is_familiar: bool
+    is_step: bool
+    serves: bool
+    """Whether an optimizer's step may be doing this."""
+    runs_step: bool
+
+
+_PLACES: dict[int, _Place] = {}
+"""By identity, as the runners."""
+_MANY = 2**16
+
+
+def _place_of(code: CodeType) -> _Place:
+    known = _PLACES.get(id(code))
+    if known is not None:
+        return known
+    if len(_PLACES) >= _MANY:
+        _PLACES.clear()
+    name = code.co_filename
+    place = _PLACES[id(code)] = _Place(
+        code,
+        is_library=is_library(name),
+        is_familiar=is_library(name) and _in_library(name),
+        is_step=code.co_name == "step",
+        serves=is_ours(name) or _may_serve_optimizer(name),
+        runs_step=id(code) in _RUNNERS,
+    )
+    return place
+
+
 def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
     or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
@@ -144,12 +182,12 @@ def find_source() -> Source:
     component = _component(frame)
     last, familiar = frame, None
     while frame is not None:
-        filename = frame.f_code.co_filename
-        if not is_library(filename):
+        place = _place_of(frame.f_code)
+        if not place.is_library:
             return _source(frame, component, familiar)
-        if familiar is None and _in_library(filename):
+        if familiar is None and place.is_familiar:
             familiar = frame
-        if familiar is not None and id(frame.f_code) in _RUNNERS:
+        if familiar is not None and place.runs_step:
             return _source(familiar, component)
         last, frame = frame, frame.f_back
     assert last is not None
@@ -172,21 +210,20 @@ def _component(frame: FrameType | None) -> _Component:
     Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
     the optimizer's own, which is what tells them apart.
     """
-    between: set[str] = set()
+    others: set[str] = set()
     while frame is not None:
-        code = frame.f_code
-        stepper = frame.f_locals.get("self") if code.co_name == "step" else None
-        if isinstance(stepper, GradScaler):
-            # A scaler's step takes no closure: whatever runs in it serves the optimizer.
-            return ("optimizer", type(frame.f_locals.get("optimizer")).__name__, True)
-        if isinstance(stepper, torch.optim.Optimizer):
-            own = between - {code.co_filename}
-            serves = all(_may_serve_optimizer(name) for name in own)
-            return ("optimizer", type(stepper).__name__, False) if serves else _STEP
-        if id(code) in _RUNNERS:
+        place = _place_of(frame.f_code)
+        if place.is_step:
+            stepper = frame.f_locals.get("self")
+            if isinstance(stepper, GradScaler):
+                # A scaler's step takes no closure: whatever runs in it serves the optimizer.
+                return ("optimizer", type(frame.f_locals.get("optimizer")).__name__, True)
+            if isinstance(stepper, torch.optim.Optimizer):
+                return ("optimizer", type(stepper).__name__, False) if others <= {place.code.co_filename} else _STEP
+        if place.runs_step:
             break
-        if not is_ours(code.co_filename):
-            between.add(code.co_filename)
+        if not place.serves:
+            others.add(place.code.co_filename)
         frame = frame.f_back
     return _STEP
 
