@@ -9,7 +9,7 @@ gives back (``storage.resize_(0)``) is there while a replay runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -65,7 +65,7 @@ class _Kernel:
         default_factory=lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
     )
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """What it reads and writes."""
         return tensors_in([self.args, list(self.kwargs.values()), self.outs])
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.dtensors import local
+from graphplan.marks import PLAIN_KINDS
 from graphplan.owners.spaces import Cell, Members, present
 
 Items = list[Any] | deque[Any]
@@ -188,7 +189,7 @@ class Walk:
 def storage_id(tensor: Tensor) -> int | None:
     """Identity of the storage behind ``tensor``; None if it has none (sparse, opaque)."""
     try:
-        return local(tensor).untyped_storage()._cdata
+        return (tensor if type(tensor) in PLAIN_KINDS else local(tensor)).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
 

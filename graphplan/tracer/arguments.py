@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from graphplan.marks import PLAIN_KINDS
 from graphplan.tracer.collectives import name_object, written_argument
 
 HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
 _TRAINING = ("training", "train", "use_input_stats")
 """Arguments that say whether they do."""
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types of arguments that are no tensors and hold none."""
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 
@@ -26,22 +28,41 @@ def is_allocation(name: str) -> bool:
     return name.startswith(_ALLOCATIONS)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Tensors in an operator's argument or result, lists included."""
+    kind = type(value)
+    if kind in PLAIN_KINDS:
+        return [value]
+    # Asked several times for each operator of a trace: what most are is told without a call.
+    if kind in _ATOMS:
+        return []
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
+        return [value]
+    found: list[Tensor] = []
+    if isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            kind = type(item)
+            if kind in PLAIN_KINDS:
+                found += (item,)
+            elif kind not in _ATOMS:
+                found += tensors_in(item)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What an operator is called, what its arguments are called, and the positions of those that it writes."""
+    """What an operator is called, what its arguments are called, and the positions of those that it writes; those that
+    it updates although it does not say so, and the flags on which that depends; and what it is tagged with.
+    """
 
     name: str
     arguments: tuple[str, ...]
     written: tuple[int, ...]
+    hidden: tuple[int, ...]
+    flags: tuple[int, ...]
+    is_random: bool
+    reads_values: bool
+    has_dynamic_shape: bool
 
     def given(self, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Any:
         """The argument at ``position``; None if it has its default."""
@@ -52,23 +73,31 @@ class Schema:
 def schema_of(func: Any) -> Schema:
     """The schema of an operator, which torch puts together anew whenever it is asked."""
     arguments = func._schema.arguments
+    names = tuple(argument.name for argument in arguments)
     written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
-    return Schema(str(func), tuple(argument.name for argument in arguments), tuple(written))
+    return Schema(
+        str(func),
+        names,
+        tuple(written),
+        hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
+        flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        reads_values=torch.Tag.data_dependent_output in func.tags,
+        has_dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
+    )
 
 
 def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
     written = [tensor for at in schema.written for tensor in tensors_in(schema.given(args, kwargs, at))]
-    hidden = [at for at, name in enumerate(schema.arguments) if name in HIDDEN_WRITES]
-    if hidden:
-        flags = [at for at, name in enumerate(schema.arguments) if name in _TRAINING]
-        if all(schema.given(args, kwargs, at) is not False for at in flags):
-            written += [tensor for at in hidden for tensor in tensors_in(schema.given(args, kwargs, at))]
-    return written or list(tensors_in(written_argument(schema.name, args)))
+    if schema.hidden and all(schema.given(args, kwargs, at) is not False for at in schema.flags):
+        written += [tensor for at in schema.hidden for tensor in tensors_in(schema.given(args, kwargs, at))]
+    return written or tensors_in(written_argument(schema.name, args))
 
 
-def has_dynamic_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the shape of what the operator gives depends on values."""
+    name = schema.name
     if name == "aten.index.Tensor":
         return _has_mask(args[1])
     if name in _INDEX_PUTS:
@@ -77,7 +106,7 @@ def has_dynamic_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[
         return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
     if name == "aten.repeat_interleave.Tensor":
         return kwargs.get("output_size") is None
-    return torch.Tag.dynamic_output_shape in func.tags
+    return schema.has_dynamic_shape
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
@@ -99,7 +128,7 @@ def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, name_object(value)
         return
     if isinstance(value, list | tuple):
-        if not any(isinstance(item, Tensor) for item in pytree.tree_leaves(value)):
+        if not tensors_in(value):
             yield name, tuple(value)
         return
     yield name, value

@@ -36,16 +36,16 @@ class Allocations:
 
     def _count(self) -> None:
         """Forget storages that are gone, and see how large the others are: one may have been resized."""
-        sizes = [(reference, _size(reference)) for reference in self._living]
-        self._living = [reference for reference, size in sizes if size is not None]
-        self._current = sum(size or 0 for _, size in sizes)
+        living: list[StorageWeakRef] = []
+        current = 0
+        for reference in self._living:
+            storage = UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None:
+                living += (reference,)
+                current += storage.nbytes()
+        self._living, self._current = living, current
 
     @property
     def footprint(self) -> Footprint:
         """What was counted."""
         return Footprint(self._peak, self._total)
-
-
-def _size(reference: StorageWeakRef) -> int | None:
-    storage = UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return None if storage is None else int(storage.nbytes())

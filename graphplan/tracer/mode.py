@@ -103,26 +103,25 @@ class TraceMode(TorchDispatchMode):
         name = schema.name
         source = find_source()
         constant = self._lift(args) if name in LIFTS else None
-        tensors = list(tensors_in([args, list(kwargs.values())]))
-        operands = tuple(self._operand(tensor, name, source) for tensor in tensors)
-        offsets = tuple(int(t.storage_offset()) if t.layout is torch.strided else 0 for t in tensors)
+        tensors = tensors_in([args, list(kwargs.values())])
+        operands = tuple([self._operand(tensor, name, source) for tensor in tensors])
+        offsets = tuple([int(t.storage_offset()) if t.layout is torch.strided else 0 for t in tensors])
         written = written_tensors(schema, args, kwargs)
         for tensor in written:
             self._mark_written(tensor, name, source)
             external = self._trace.externals.get(storage_id(tensor) or 0)
             if external is not None and is_collective(name):
                 external.communicated = True
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        if random:
+        if schema.is_random:
             self._check_seek(source)
             self._note_generator(kwargs.get("generator"))
         out = finish(name, aside.run(func, args, kwargs))
-        if random:
+        if schema.is_random:
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
-        self._watch.check(name, tensors, tensors_in(out), source)
-        self._check_sync(func, name, args, kwargs, out, source)
-        made = list(tensors_in(out))
-        self._trace.dtypes.update(tensor.dtype for tensor in made)
+        made = tensors_in(out)
+        self._watch.check(name, tensors, made, source)
+        self._check_sync(schema, args, kwargs, out, source)
+        self._trace.dtypes.update([tensor.dtype for tensor in made])
         fresh = [self._birth(tensor) for tensor in made]
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(scalars_of(schema, args, kwargs))
@@ -130,7 +129,7 @@ class TraceMode(TorchDispatchMode):
         if threaded and not self._trace.graph_elsewhere:
             self._trace.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
         self._trace.operators.append(
-            Operator(name, operands, offsets, scalars, source, launches, constant, random, threaded)
+            Operator(name, operands, offsets, scalars, source, launches, constant, schema.is_random, threaded)
         )
         return out
 
@@ -211,12 +210,13 @@ class TraceMode(TorchDispatchMode):
             self._trace.unowned_draws.append((generator, generator.get_state()))
 
     def _check_sync(
-        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source
+        self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source
     ) -> None:
-        if torch.Tag.data_dependent_output in func.tags:
+        name = schema.name
+        if schema.reads_values:
             what = "reads a tensor's value on the host" if "scalar" in name else "compares tensors on the host"
             self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
-        elif has_dynamic_shape(func, name, args, kwargs):
+        elif has_dynamic_shape(schema, args, kwargs):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         self._check_transfer(name, args, out, source)
 

@@ -156,10 +156,7 @@ _PLACES: dict[int, _Place] = {}
 _MANY = 2**16
 
 
-def _place_of(code: CodeType) -> _Place:
-    known = _PLACES.get(id(code))
-    if known is not None:
-        return known
+def _note_place(code: CodeType) -> _Place:
     if len(_PLACES) >= _MANY:
         _PLACES.clear()
     name = code.co_filename
@@ -182,7 +179,11 @@ def find_source() -> Source:
     component = _component(frame)
     last, familiar = frame, None
     while frame is not None:
-        place = _place_of(frame.f_code)
+        code = frame.f_code
+        try:
+            place = _PLACES[id(code)]
+        except KeyError:
+            place = _note_place(code)
         if not place.is_library:
             return _source(frame, component, familiar)
         if familiar is None and place.is_familiar:
@@ -210,20 +211,24 @@ def _component(frame: FrameType | None) -> _Component:
     Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
     the optimizer's own, which is what tells them apart.
     """
-    others: set[str] = set()
+    others: dict[str, None] = {}
     while frame is not None:
-        place = _place_of(frame.f_code)
+        code = frame.f_code
+        try:
+            place = _PLACES[id(code)]
+        except KeyError:
+            place = _note_place(code)
         if place.is_step:
             stepper = frame.f_locals.get("self")
             if isinstance(stepper, GradScaler):
                 # A scaler's step takes no closure: whatever runs in it serves the optimizer.
                 return ("optimizer", type(frame.f_locals.get("optimizer")).__name__, True)
             if isinstance(stepper, torch.optim.Optimizer):
-                return ("optimizer", type(stepper).__name__, False) if others <= {place.code.co_filename} else _STEP
+                return ("optimizer", type(stepper).__name__, False) if others.keys() <= {code.co_filename} else _STEP
         if place.runs_step:
             break
         if not place.serves:
-            others.add(place.code.co_filename)
+            others[code.co_filename] = None
         frame = frame.f_back
     return _STEP
 
