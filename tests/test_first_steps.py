@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Thread
 from typing import Any
 
@@ -18,6 +19,8 @@ from graphplan.optimizers import within_first_steps
 from graphplan.optimizers.scaling import takes_found_inf
 from graphplan.pools import memory_apart
 from graphplan.tape import TapeBackend
+
+POOL = ("beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool")
 
 
 class Around:
@@ -208,8 +211,53 @@ def test_scalers_leave_the_decision_to_the_kernel(around: Around) -> None:
     assert takes_found_inf(optimizer)
 
 
-def test_allocators_without_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory lies where the allocator puts it."""
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    with memory_apart(torch.device("cuda:0"), 0):
-        assert torch.zeros(3).sum() == 0
+@dataclass
+class Device:
+    """What torch says of a device that is not there: bytes that are free, in all and reserved, a fraction for us."""
+
+    free: int = 500
+    total: int = 1000
+    reserved: int = 100
+    fraction: float = 1.0
+    allocator: str = "native"
+
+    def put(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """Have torch say so; what it is told to do is noted."""
+        did: list[str] = []
+        facts = {
+            "get_allocator_backend": lambda: self.allocator,
+            "mem_get_info": lambda device: (self.free, self.total),
+            "memory_reserved": lambda device: self.reserved,
+            "get_per_process_memory_fraction": lambda device: self.fraction,
+            "graph_pool_handle": lambda: (0, 7),
+        }
+        for name, fact in facts.items():
+            monkeypatch.setattr(torch.cuda, name, fact)
+        for name in POOL:
+            note = lambda *place, name=name: did.append(f"{name} {place}")  # noqa: E731
+            monkeypatch.setattr(torch._C, f"_cuda_{name}", note, raising=False)
+        return did
+
+
+@pytest.mark.parametrize("device", [Device(), Device(reserved=300, fraction=0.8)])
+def test_where_the_device_has_room(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is entered in this thread, left and released, also where the step fails."""
+    did = device.put(monkeypatch)
+    place = (1, (0, 7))
+    with pytest.raises(ZeroDivisionError), memory_apart(torch.device("cuda:1"), 500):
+        did.append("step")
+        raise ZeroDivisionError
+    begun, *ended = (f"{name} {place}" for name in POOL)
+    assert did == [begun, "step", *ended]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [Device(free=499), Device(reserved=501), Device(fraction=0.5), Device(allocator="cudaMallocAsync")],
+)
+def test_where_memory_is_short(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is cached a pool could neither use nor free; and another allocator has no pools."""
+    did = device.put(monkeypatch)
+    with memory_apart(torch.device("cuda:0"), 500):
+        did.append("step")
+    assert did == ["step"]
