@@ -15,13 +15,13 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphplan.compiler import is_allowed
 from graphplan.errors import CaptureError
-from graphplan.owners import Walk
+from graphplan.owners import Walk, copy_all
 from graphplan.verify.compare import differing
-from graphplan.verify.state import State, collect
+from graphplan.verify.state import collect_tensors
 
 _HOOKED = "Using `torch.compile.module.` when there are global hooks on modules"
 """There are, to discover what a traced step uses, and nothing is compiled meanwhile."""
@@ -112,10 +112,11 @@ class Rehearsal:
     def __init__(self, walk: Callable[[], Walk], result: Any, allow: Sequence[str]) -> None:
         self._walk = walk
         self._allow = allow
-        self._left = self._state(result, copy=True)
+        left = self._tensors(result)
+        self._left = dict(zip(left, copy_all(list(left.values())), strict=True))
 
-    def _state(self, result: Any, *, copy: bool) -> State:
-        return collect(self._walk(), result, {}, (), lambda path: is_allowed(path, self._allow), copy=copy)
+    def _tensors(self, result: Any) -> dict[str, Tensor]:
+        return collect_tensors(self._walk(), result, {}, (), lambda path: is_allowed(path, self._allow))
 
     def check(self, result: Any) -> None:
         """Compare with what the step has left now.
@@ -123,7 +124,7 @@ class Rehearsal:
         Raises:
             CaptureError: naming the first tensor that is not the same.
         """
-        paths = differing(self._left.tensors, self._state(result, copy=False).tensors)
+        paths = differing(self._left, self._tensors(result))
         if paths:
             raise CaptureError(
                 f"the step runs code that torch.compile compiled, and the tape records what it is made of: that leaves "

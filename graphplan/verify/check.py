@@ -25,7 +25,7 @@ from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, Differing, are_noisy, describe, differing_values, fits, unexplained
 from graphplan.verify.noise import Beyond, Moves, Noise
 from graphplan.verify.speed import Seconds, timed
-from graphplan.verify.state import State, are_same, collect, collect_tensors, collect_values, tensors_of
+from graphplan.verify.state import State, are_same, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
 _REPLAYS = 3
@@ -111,9 +111,9 @@ class _Check:
         """What a replay leaves, and what tells the seconds that it took. ``walk`` is from before it."""
         result, seconds = self.run(lambda: self._program.run(self._feed))
         walk = walk if self._program.keeps_places(walk) else self.walk()
-        drawn = self._program.plan.generators
-        state = collect(walk, result, self._extra, drawn, self.is_allowed, copy=True, device=self._device)
-        return state, seconds
+        left = self.left(walk, result)
+        copies = dict(zip(left, copy_all(list(left.values()), self._device), strict=True))
+        return State(copies, collect_values(walk, result, self.is_allowed)), seconds
 
     def moves(self, start: _Start, replayed: State) -> Moves | None:
         """How far the replay has moved everything, where that tells noise; while the eager step is launched, the device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan.dtensors import local
-from graphplan.owners import Numbers, Walk, copy_all, default_generators
+from graphplan.owners import Numbers, Walk, default_generators
 from graphplan.trees import flatten_result
 
 _GENERATOR = "torch's random generator"
@@ -24,25 +24,6 @@ class State:
     values: dict[str, Any]
 
 
-def collect(
-    walk: Walk,
-    result: Any,
-    extra: Mapping[str, Tensor],
-    generators: Iterable[torch.Generator],
-    allowed: Callable[[str], bool],
-    *,
-    copy: bool,
-    device: torch.device | None = None,
-) -> State:
-    """What owners, ``extra`` tensors, torch's default generators, ``generators`` and ``result`` hold now; with
-    ``copy``, copied (to ``device``).
-    """
-    tensors = collect_tensors(walk, result, extra, generators, allowed)
-    if copy:
-        tensors = dict(zip(tensors, copy_all(list(tensors.values()), device), strict=True))
-    return State(tensors, collect_values(walk, result, allowed))
-
-
 def collect_tensors(
     walk: Walk,
     result: Any,
@@ -50,7 +31,9 @@ def collect_tensors(
     generators: Iterable[torch.Generator],
     allowed: Callable[[str], bool],
 ) -> dict[str, Tensor]:
-    """The tensors of :func:`collect`; ``walk`` may be from before the step, whose tensors have other values since."""
+    """The tensors that owners, ``result``, ``extra``, torch's default generators and ``generators`` have now; ``walk``
+    may be from before the step.
+    """
     tensors = {name: local(leaf) for name, leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)}
     tensors.update(tensors_of(walk, allowed))
     tensors.update(extra)
@@ -60,7 +43,7 @@ def collect_tensors(
 
 
 def collect_values(walk: Walk, result: Any, allowed: Callable[[str], bool]) -> dict[str, Any]:
-    """The values of :func:`collect`."""
+    """The Python values that owners and ``result`` hold now."""
     values = {name: leaf for name, leaf in flatten_result(result)[0] if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if not isinstance(scalar.container, Numbers) and not allowed(path):
