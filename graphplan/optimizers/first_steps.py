@@ -26,8 +26,8 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
 
     One that never has state does so each time. A step that fails stays in it until the block ends.
     """
-    thread = get_ident()
-    stepping: list[tuple[torch.optim.Optimizer, ExitStack]] = []
+    thread, entered = get_ident(), ExitStack()
+    stepping: list[torch.optim.Optimizer] = []
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A step may call that of its base class, or another optimizer's.
@@ -37,13 +37,12 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
         return with_closure(args, kwargs, lambda closure: outside(optimizer, closure))
 
     def enter(optimizer: torch.optim.Optimizer) -> None:
-        entered = ExitStack()
         entered.enter_context(around(_SIZES * _bytes_of(optimizer)))
-        stepping.append((optimizer, entered))
+        stepping.append(optimizer)
 
     def leave() -> None:
-        while stepping:
-            stepping.pop()[1].close()
+        stepping.clear()
+        entered.close()
 
     def outside(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
         leave()
@@ -52,7 +51,7 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
         return loss
 
     def after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if get_ident() == thread and stepping and stepping[0][0] is optimizer:
+        if get_ident() == thread and stepping and stepping[0] is optimizer:
             leave()
 
     with ExitStack() as stack:
