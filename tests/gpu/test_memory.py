@@ -67,6 +67,11 @@ def wide_rig() -> Rig:
     """A step whose activations are much larger than its state."""
     model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
     optimizer = SGD(model.parameters(), lr=1e-3, fused=True)
+    return squaring_rig(model, optimizer, (8192, 64))
+
+
+def squaring_rig(model: nn.Module, optimizer: SGD, shape: tuple[int, int]) -> Rig:
+    """A step that trains ``model`` towards zero, on batches of ``shape``."""
 
     def train_step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -75,7 +80,7 @@ def wide_rig() -> Rig:
         optimizer.step()
         return loss
 
-    calls = [(torch.randn(8192, 64),) for _ in range(CALLS)]
+    calls = [(torch.randn(*shape),) for _ in range(CALLS)]
     return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
 
 
@@ -166,15 +171,7 @@ def deep_rig() -> Rig:
     layers = [layer for _ in range(24) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
     model = nn.Sequential(*layers)
     optimizer = SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
-
-    def train_step(x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return Rig(train_step, {"model": model, "optimizer": optimizer}, [(torch.randn(1024, 1024),) for _ in range(CALLS)])
+    return squaring_rig(model, optimizer, (1024, 1024))
 
 
 @needs_cuda
