@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+_MONITORING: Any = getattr(sys, "monitoring", None)
 LONG = ("test_soak.py", "test_properties.py")
 """Files with tests of a minute: begun first, so that at the end no process waits for another one's."""
 
@@ -34,6 +36,7 @@ def _installed() -> dict[str, object]:
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "profile function": sys.getprofile(),
+        "monitors": [_MONITORING.get_tool(number) for number in range(6)] if _MONITORING is not None else [],
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),

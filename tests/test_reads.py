@@ -7,7 +7,6 @@ import collections
 import contextvars
 import functools
 import os
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -24,8 +23,6 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import HostEffectError, HostScalarError
-from graphplan.tracer import profile
-from tests.failure_modes.naive import changing_rig, loss_of
 from tests.twins import Rig, assert_equals_eager, assert_refused, assert_same_runs, build, drive, managed
 from tests.zoo import float_batches
 
@@ -485,47 +482,3 @@ def test_numbers_of_an_optimizer_that_nobody_named() -> None:
     step = managed(rig, verify="off")
     assert_same_runs(expected, drive(rig, step))
     assert step.stats.captured == 2
-
-
-@pytest.mark.parametrize("is_switched", [True, False])
-def test_what_is_done_aside_is_not_watched(*, is_switched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way the interpreter is faster in: nothing of the work aside is noted, all that is run in it is."""
-    monkeypatch.setattr(profile, "_IS_SWITCHED_FAST", is_switched)
-    x = torch.ones(2)
-    read: list[str] = []
-    with profile.Profile(read.append) as watch:
-        x.tolist()
-        with profile.Aside() as aside:
-            x.numpy()
-            with profile.Aside():
-                x.numpy()
-            x.numpy()
-            aside.run(x.tolist, (), {})
-            x.numpy()
-        assert not watch.is_paused
-        x.tolist()
-        with pytest.raises(ZeroDivisionError), profile.Aside() as aside:
-            aside.run(divmod, (1, 0), {})
-        x.tolist()
-    assert read == ["Tensor.tolist"] * 4
-    assert sys.getprofile() is None
-
-
-@pytest.mark.parametrize("is_switched", [True, False])
-def test_traces_see_the_same_either_way(*, is_switched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values that a step's code reads are found, and guarded."""
-    monkeypatch.setattr(profile, "_IS_SWITCHED_FAST", is_switched)
-
-    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
-        return loss_of(model, x, y) * model.scale
-
-    def change(model: Any, optimizer: Any) -> None:
-        model.scale = 3.0
-
-    make = partial(changing_rig, change, loss, prepare=lambda model: setattr(model, "scale", 2.0))
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
-    assert step.stats.captured == 2, step.report()

@@ -33,6 +33,8 @@ class Lookup:
         self._warmup_steps = options.warmup_steps
         self._feed_device = options.feed_device
         self.is_moved = self._feed_device is not None and self._feed_device.type != "cpu"
+        self._warmed: tuple[Key, int] | None = None
+        """The key of the latest first step, wherever it was fed from, and how warm that made the step."""
 
     def find(self, feed: Feed) -> tuple[Entry, Program | None]:
         """The feed's entry, and its program if that is ready and fits."""
@@ -60,7 +62,7 @@ class Lookup:
             if self._programs.knows(self.geometry(feed)):
                 self._stats.note(f"another program: {self._managed.why_changed()}")
             wants_grad = any(leaf.requires_grad for _, leaf in feed.tensors())
-            entry = self._programs.add(key, Entry(wants_grad=wants_grad))
+            entry = self._programs.add(key, Entry(wants_grad=wants_grad, warm=self._warmth(key)))
         elif entry.wants_grad:
             # Leaves of one key that ask for gradients may still differ in whether they have a grad_fn.
             check_feed(feed, self._home())
@@ -72,6 +74,12 @@ class Lookup:
     def geometry(self, feed: Feed) -> tuple[Any, ...]:
         """The feed's key and alignments; where tensors are moved to the step's device, that gives them new ones."""
         return (feed.key, () if self.is_moved else feed.alignments())
+
+    def _warmth(self, key: Key) -> int:
+        """How warm the step is for a new key: Lightning moves a fit's first batch itself, and leaves the others."""
+        if self._warmed is None or self._warmed[0] != _anywhere(key):
+            return 0
+        return min(self._warmed[1], self._warmup_steps - 1)
 
     def _home(self) -> torch.device | None:
         return None if self._feed_device is not None else self._runner.device
@@ -103,5 +111,14 @@ class Lookup:
         feed's new key, if that has none.
         """
         key = self._key(feed, self._managed.fingerprint())
+        if self.is_moved:
+            self._warmed = _anywhere(key), entry.warm
         if self._programs.get(key) is None:
             self._programs.add(key, entry)
+
+
+def _anywhere(key: Key) -> Key:
+    """A call's key without the devices that its tensors are fed from."""
+    ((of_feed, alignments), *others) = key
+    leaves = [tuple(part for part in leaf if not isinstance(part, torch.device)) for leaf in of_feed[1:]]
+    return (of_feed[0], *leaves, alignments, *others)

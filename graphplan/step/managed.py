@@ -96,9 +96,12 @@ class Managed:
         """Run ``call`` and take in the modules and optimizers that it turns out to use."""
         with Discovery(self.manage, on_first_sight) as discovery:
             result = call()
+        self._take_owners(discovery)
+        return result
+
+    def _take_owners(self, discovery: Discovery) -> None:
         for name, owner in discovery.unknown(self.walk(), self._fn).items():
             self.owners[free_name(name, self.owners)] = owner
-        return result
 
     def discover_all(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:
         """:meth:`discover`, and take in the names and objects that the code of ``call`` uses.
@@ -109,8 +112,9 @@ class Managed:
         if self.runs_compiled(self.walk()):
             return call()
         profile = Profile()
-        with profile:
-            result = self.discover(call, on_first_sight)
+        with profile, Discovery(self.manage, on_first_sight) as discovery:
+            result = call()
+        self._take_owners(discovery)
         self.take_names(profile.ran)
         return result
 

@@ -12,8 +12,6 @@ counts only for its own ``self``: torch's modules read ``self.p``, but torch's m
 
 from __future__ import annotations
 
-import cProfile
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,11 +26,8 @@ from graphplan.owners import Namespace, Scalar, is_known, is_user_object
 from graphplan.tracer.names import names_of
 from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
 from graphplan.tracer.spaces import Ran
+from graphplan.tracer.watching import new_watcher, watcher_of_thread
 
-_IS_SWITCHED_FAST = not hasattr(sys, "monitoring")
-"""Whether it takes less time to take a profile function off and set it again than to have it called. Where the
-interpreter has monitoring, both go through all code on the stack: 20 µs and more in a Trainer (Python 3.12).
-"""
 _IMPORTS = "<frozen importlib."
 _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 
@@ -98,7 +93,7 @@ class Reads:
 
 
 class Profile:
-    """Watches the interpreter while it is entered, in place of another profiler, which it puts back.
+    """Watches the interpreter while it is entered.
 
     ``on_read(name)`` is called for each read of a tensor's memory, ``on_print()`` for each ``print``. Meanwhile nothing
     is collected: a collection runs finalizers and callbacks, wherever it happens to come, and they are no part of the
@@ -113,47 +108,36 @@ class Profile:
         self._codes: dict[tuple[int, int], CodeType] = {}
         self._owners: dict[int, str | None] = {}
         self._known: set[Any] = set()
-        self._previous: Any = None
         self._collector = ExitStack()
         self._importing: FrameType | None = None
-        self.is_paused = False
+        self._watcher = new_watcher(self._note_call, self._note_c_call)
         self.ran = Ran()
 
     def __enter__(self) -> Profile:
         self._collector.enter_context(no_collections())
-        self._previous = sys.getprofile()
-        sys.setprofile(self._event)
+        self._watcher.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        sys.setprofile(None)
+        self._watcher.stop()
         self._collector.close()
-        if isinstance(self._previous, cProfile.Profile):
-            # cProfile shows as its object, which is no profile function.
-            self._previous.enable()
-        elif self._previous is not None:
-            sys.setprofile(self._previous)
 
-    def _event(self, frame: FrameType, event: str, arg: Any) -> None:
-        # Called for whatever a step's Python does: what comes most often is asked for first.
-        if event == "c_return" or self.is_paused:
-            return
-        if self._importing is not None:
-            if event == "return" and frame is self._importing:
-                self._importing = None
-        elif event == "call":
-            self._note_call(frame)
-        elif event == "c_call":
-            self._note_c_call(frame, arg)
+    def _is_importing(self) -> bool:
+        """Whether a module is being imported: what that does is no part of the step."""
+        if self._importing is not None and _is_over(self._importing):
+            self._importing = None
+        return self._importing is not None
 
-    def _note_call(self, frame: FrameType) -> None:
+    def _note_call(self, frame: FrameType) -> bool:
+        """Note that the frame's code runs; whether all that there is to note of this code has been noted."""
+        if self._importing is not None and self._is_importing():
+            return False
         code = frame.f_code
         name = self._owners.get(id(code), "")
         if name == "":
             if code.co_filename.startswith(_IMPORTS):
-                # What a module does when it is imported is no part of the step.
                 self._importing = frame
-                return
+                return False
             name = self._owners[id(code)] = _owner_name(frame)
         # The object or class whose method runs.
         owner = None if name is None else frame.f_locals.get(name)
@@ -161,24 +145,34 @@ class Profile:
         key = (id(code), 0 if owner is None else id(owner))
         known = key in self._codes
         if known and not code.co_freevars:
-            return
+            return name is None
         self._codes[key] = code
-        if not known and is_library(code.co_filename):
+        in_library = is_library(code.co_filename)
+        if not known and in_library:
             if is_torchs(code.co_filename):
                 self.ran.note_torchs(frame)
             if owner is not None and not is_ours(code.co_filename):
                 self.ran.note_method(owner, code.co_name)
         elif not is_library(file_of(code, frame.f_globals)):
             self.ran.note(frame, owner)
+        return in_library and name is None
 
-    def _note_c_call(self, frame: FrameType, function: Any) -> None:
+    def _note_c_call(self, frame: FrameType, function: Any) -> bool:
+        """Note a call of a function in C; whether no call in that place is worth noting."""
+        if self._importing is not None and self._is_importing():
+            return False
         owner, home = function.__self__, function.__module__
         if function.__name__ in _READERS and isinstance(owner, Tensor):
             self._on_read(f"Tensor.{function.__name__}")
-        elif function is print:
+            return False
+        if function is print:
             self._on_print()
-        elif (type(owner) if home is None else home) not in self._known:
+            return False
+        if (type(owner) if home is None else home) not in self._known:
             self._note_extension(frame, function)
+        code = frame.f_code
+        # What a library calls by its name is the same function each time. What it is given to call may be any.
+        return is_library(code.co_filename) and function.__name__ in code.co_names
 
     def _note_extension(self, frame: FrameType, function: Any) -> None:
         """Note a function of an extension module that the user's code calls: what it keeps, nobody sees."""
@@ -187,27 +181,6 @@ class Profile:
             self._known.add(type(function.__self__) if function.__module__ is None else function.__module__)
         elif not is_library(file_of(frame.f_code, frame.f_globals)):
             self.ran.extensions[name] = str(find_source())
-
-    def pause(self) -> None:
-        """Take no notice of what this thread runs, until :meth:`resume`."""
-        self.is_paused = True
-        if _IS_SWITCHED_FAST:
-            sys.setprofile(None)
-
-    def resume(self) -> None:
-        """Watch again."""
-        self.is_paused = False
-        if _IS_SWITCHED_FAST:
-            sys.setprofile(self._event)
-
-    @staticmethod
-    def that_watches() -> Profile | None:
-        """The one that watches this thread now, if any."""
-        function = sys.getprofile()
-        if getattr(function, "__func__", None) is not Profile._event:
-            return None
-        profile: Profile = function.__self__  # type: ignore[union-attr]
-        return None if profile.is_paused else profile
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""
@@ -230,6 +203,15 @@ class Profile:
                 found.sized.update(names.sized)
                 found.dynamic |= names.dynamic
         return found
+
+
+def _is_over(frame: FrameType) -> bool:
+    """Whether what ran in ``frame`` has come to its end."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _owner_name(frame: FrameType) -> str | None:
@@ -268,22 +250,23 @@ class Aside:
     itself. :meth:`run` runs what belongs to the step.
     """
 
-    __slots__ = ("_profile",)
+    __slots__ = ("_watcher",)
 
     def __init__(self) -> None:
-        self._profile = Profile.that_watches()
+        watcher = watcher_of_thread()
+        self._watcher = None if watcher is None or watcher.is_paused else watcher
 
     def __enter__(self) -> Aside:
-        if self._profile is not None:
-            self._profile.pause()
+        if self._watcher is not None:
+            self._watcher.pause()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._profile is not None:
-            self._profile.resume()
+        if self._watcher is not None:
+            self._watcher.resume()
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, watched."""
+        """``func(*args, **kwargs)``, watched; ``func`` is written in Python, as torch's operators are."""
         self.__exit__()
         try:
             return func(*args, **kwargs)
