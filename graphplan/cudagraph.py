@@ -147,8 +147,9 @@ class CUDAGraphBackend(Backend):
         graph, kept = new_graph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        # What the steps of the way have left. Older garbage may lie anywhere in all that the process has: 0.3 s.
-        gc.collect(1)
+        # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
+        # all that the process has, which takes 0.3 s.
+        gc.collect(2 if self._living else 1)
         torch.cuda.synchronize(self.device)
         # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
         self.trim()

@@ -4,7 +4,7 @@ The order is: copy what the step may change, replay, keep what it left, put ever
 compare. Eager runs once, so its Python effects happen once, as they would have without the check. Only if something is
 not the same bit by bit is the replay run a second time, from the same state, to see how far two replays lie apart; if
 that does not explain it, a few times more; and where replays are noisy, once from parameters that are off by what
-rounding does to them. Once two checks have measured that, only if something is further apart than it was then.
+rounding does to them. Once a check has measured that, only if something is further apart than it was then.
 """
 
 from __future__ import annotations

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Norms, apart, fits, moved, numbers
 
-_MEASURED = 2
-"""Checks that have to measure the noise first."""
-
 
 @dataclass(frozen=True, slots=True)
 class Moves:
@@ -38,12 +35,8 @@ class Noise:
 
     def __init__(self) -> None:
         self._shares: dict[str, float] = {}
-        self._measured = 0
-
-    @property
-    def is_known(self) -> bool:
-        """Whether enough checks have measured it."""
-        return self._measured >= _MEASURED
+        self.is_known = False
+        """Whether a check has measured it."""
 
     def learn(
         self,
@@ -57,7 +50,7 @@ class Noise:
         from rounded parameters. What the eager step left was found to be as good by the check: as far away it may be
         again, and no further.
         """
-        self._measured += 1
+        self.is_known = True
         moves = Moves.of(old, one)
         for other in again:
             self._widen(moves, one, other, 1.0)

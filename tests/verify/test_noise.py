@@ -37,8 +37,8 @@ def measured(times: int = 2, by: float = 1e-3) -> Noise:
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])
-def test_two_checks_have_to_measure_first(times: int) -> None:
-    assert measured(times).is_known is (times == 2)
+def test_one_check_has_to_measure_first(times: int) -> None:
+    assert measured(times).is_known is (times > 0)
 
 
 def test_what_is_as_far_as_replays_were_is_noise() -> None:
@@ -124,7 +124,7 @@ shaky.register_autograd(lambda ctx, grad: grad)
 
 
 def test_a_check_replays_once_when_the_noise_is_known() -> None:
-    """Four runs of the step in each of the first two checks, two in each later one; and a fault is still found."""
+    """Four runs of the step in the first check, two in each later one; and a fault is still found."""
     torch.manual_seed(0)
     NOISE.item, hidden = np.random.default_rng(3), Box(1.0)
     model = torch.nn.Linear(32, 32)
@@ -138,8 +138,8 @@ def test_a_check_replays_once_when_the_noise_is_known() -> None:
         graphed(torch.randn(8, 32))
         runs.append(RUNS.item - before)
     assert graphed.stats.verified == graphed.stats.replayed == 10
-    assert runs[6:8] == [4, 4]
-    assert runs[8:] == [2] * 8
+    assert runs[6] == 4
+    assert runs[7:] == [2] * 9
     hidden.item = 1.001
     with pytest.warns(UserWarning, match=r"replay 11 of .* is not what the eager step does: .*result: "):
         graphed(torch.randn(8, 32))
