@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import cProfile
+import gc
 import importlib
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -126,6 +128,22 @@ def test_generators_that_began_before() -> None:
     with Profile() as watch:
         assert thrown_into.throw(ZeroDivisionError) == -1
     assert names_of(watch) == {"numbers", "thrown"}
+
+
+@pytest.mark.usefixtures("kind")
+def test_whoever_asked_is_let_go_at_once() -> None:
+    """Not when the collector comes: a trace has the step's inputs, which may be large."""
+    thing = Thing(1.0)
+    gone = weakref.ref(thing)
+    gc.disable()
+    try:
+        with Profile(lambda name, held=thing: None) as watch:  # type: ignore[misc]
+            thing.read(torch.ones(2))
+        assert names_of(watch) == {"read"}
+        del thing, watch
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("kind")

@@ -26,7 +26,7 @@ from graphplan.owners import Namespace, Scalar, is_known, is_user_object
 from graphplan.tracer.names import names_of
 from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
 from graphplan.tracer.spaces import Ran
-from graphplan.tracer.watching import new_watcher, watcher_of_thread
+from graphplan.tracer.watching import Watcher, new_watcher, watcher_of_thread
 
 _IMPORTS = "<frozen importlib."
 _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
@@ -110,16 +110,20 @@ class Profile:
         self._known: set[Any] = set()
         self._collector = ExitStack()
         self._importing: FrameType | None = None
-        self._watcher = new_watcher(self._note_call, self._note_c_call)
+        self._watcher: Watcher
         self.ran = Ran()
 
     def __enter__(self) -> Profile:
         self._collector.enter_context(no_collections())
+        self._watcher = new_watcher(self._note_call, self._note_c_call)
         self._watcher.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._watcher.stop()
+        # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
+        del self._watcher
+        self._importing = None
         self._collector.close()
 
     def _is_importing(self) -> bool:
