@@ -115,6 +115,11 @@ def leaf_key(leaf: Any) -> Hashable:
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
 
 
+def key_anywhere(key: Sequence[Any]) -> tuple[Any, ...]:
+    """A feed's key without the devices that its tensors lie on."""
+    return (key[0], *(leaf[:3] + leaf[4:] if len(leaf) > 3 else leaf for leaf in key[1:]))
+
+
 def _with_attributes(leaf: Any) -> FeedError:
     names = ", ".join(sorted(vars(leaf)))
     return FeedError(

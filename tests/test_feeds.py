@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import SkipReason, graph_step
+from graphplan import SkipReason, graph_step, signature
 from tests.facts import assert_same, flatten
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, managed
 from tests.zoo import CALLS, Mlp, float_batches
@@ -77,6 +77,18 @@ def test_a_literal_is_part_of_the_signature() -> None:
     batches = float_batches(40)
     make = partial(rig_of, scaled, [(*batch, values[i % 4]) for i, batch in enumerate(batches)])
     assert_equals_eager(make, captured=4, replayed=40 - 4 * 6)
+
+
+def test_a_feed_s_key_wherever_its_tensors_lie() -> None:
+    """A device that is fed itself is a value like others."""
+
+    def key(device: str, *others: Any) -> Any:
+        return signature.key_anywhere(signature.flatten((torch.empty(2, 3, device=device), *others), {}).key)
+
+    assert key("cpu", 1, 2j) == key("meta", 1, 2j) != key("meta", 1, 3j)
+    assert key("cpu", torch.device("cpu")) != key("cpu", torch.device("meta"))
+    assert signature.key_anywhere(signature.flatten((torch.empty(3, 2, device="meta").t(),), {}).key) != key("meta")
+    assert signature.flatten((torch.empty(2),), {}).key != signature.flatten((torch.empty(2, device="meta"),), {}).key
 
 
 def test_a_batch_may_be_the_same_tensor_every_time() -> None:

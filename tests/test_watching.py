@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,6 +117,23 @@ def test_reads_in_libraries_that_are_told_to(capsys: pytest.CaptureFixture[str])
     assert read == ["Tensor.tolist", "Tensor.numpy", "Tensor.tolist"]
     assert printed == ["print"]
     assert capsys.readouterr().out == "text\n"
+
+
+@pytest.mark.usefixtures("kind")
+def test_reads_in_libraries_that_know_the_name() -> None:
+    """Where the code calls by name what it is also given to call, or the same name of another type."""
+    rows = [torch.tensor([number]) for number in (2.0, 1.0, 3.0)]
+    read: list[str] = []
+    space: dict[str, Any] = {}
+    with Profile(read.append):
+        nlargest(2, [[1], [2, 3], []], key=len)
+        nlargest(2, rows, key=Tensor.tolist)
+        assert read == ["Tensor.tolist"] * 3
+        # As a file of torch's would.
+        exec(compile("def listed(t):\n    return t.tolist()", torch.__file__, "exec"), space)
+        for thing in (np.ones(1), torch.ones(1)):
+            space["listed"](thing)
+    assert read == ["Tensor.tolist"] * 4
 
 
 @pytest.mark.usefixtures("kind")
@@ -314,3 +333,95 @@ def test_where_every_place_for_a_tool_is_taken() -> None:
         assert sys.getprofile() is None
         assert [number for number in free if monitoring.get_tool(number) is not None] == [4]
     assert [number for number in range(6) if monitoring.get_tool(number) is None] == free
+
+
+@needs_monitoring
+def test_whoever_has_our_place_next_hears_of_everything() -> None:
+    place = watching.Monitor.place()
+    heard: list[str] = []
+    with Profile():
+        torch.nn.functional.dropout(torch.ones(2))
+    monitoring.use_tool_id(place, "somebody")
+    try:
+        monitoring.register_callback(place, monitoring.events.PY_START, lambda code, _: heard.append(code.co_name))
+        monitoring.set_events(place, monitoring.events.PY_START)
+        torch.nn.functional.dropout(torch.ones(2))
+    finally:
+        monitoring.set_events(place, 0)
+        monitoring.register_callback(place, monitoring.events.PY_START, None)
+        monitoring.free_tool_id(place)
+    assert "dropout" in heard
+
+
+@needs_monitoring
+@pytest.mark.parametrize("name", ["use_tool_id", "register_callback", "set_events", "restart_events", "free_tool_id"])
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_an_interrupt_while_one_begins_or_ends(name: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one works as if nothing had been, and leaves nothing."""
+    real, calls = getattr(monitoring, name), 0
+
+    def interrupted(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(monitoring, name, interrupted)
+        for _ in range(3):
+            try:
+                with Profile():
+                    Thing(1.0)
+            except KeyboardInterrupt:
+                break
+    assert watching.watcher_of_thread() is None
+    read: list[str] = []
+    with Profile(read.append) as watch:
+        Thing(1.0).read(torch.ones(2)).tolist()
+    assert read == ["Tensor.tolist"]
+    assert names_of(watch) == {"__init__", "read"}
+
+
+@needs_monitoring
+def test_within_a_profile_function_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which hears alone what runs within."""
+    read: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(watching.Monitor, "place", lambda: None)
+        around = Profile(read.append)
+        around.__enter__()
+    inner: list[str] = []
+    with Profile(inner.append):
+        torch.ones(1).tolist()
+    torch.ones(1).numpy()
+    around.__exit__()
+    assert (read, inner) == (["Tensor.numpy"], ["Tensor.tolist"])
+
+
+@needs_monitoring
+def test_a_lock_that_was_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C may come between what takes it and what gives it back."""
+    lock = threading.Lock()
+    lock.acquire()
+    monkeypatch.setattr(watching, "_LOCK", lock)
+    monkeypatch.setattr(watching, "_PATIENCE", 0.01)
+    with Profile() as watch:
+        Thing(1.0).read(torch.ones(2))
+    assert names_of(watch) == {"__init__", "read"}
+
+
+@needs_monitoring
+def test_a_thread_that_ends_while_it_is_watched() -> None:
+    """Whoever has its identifier next is not watched for that."""
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: watching.Monitor(lambda frame: True, lambda frame, function: None).start())
+    thread.start()
+    thread.join()
+    gc.collect()
+    thread = threading.Thread(target=lambda: found.append(watching.watcher_of_thread()))
+    thread.start()
+    thread.join()
+    assert found == [None]
+    with Profile():
+        pass

@@ -230,7 +230,7 @@ class GraphedStep(Exclusive, Told):
             return result
         result = self._stages.warm_up(entry, feed)
         self._programs.count_attempt()
-        if entry.warm <= 1:
+        if entry.warm <= 1 or entry.eager_calls <= 1:
             self._lookup.keep(feed, entry)
         return result
 

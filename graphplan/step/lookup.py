@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphplan.program import Program
-from graphplan.signature import Feed, check_feed
+from graphplan.signature import Feed, check_feed, key_anywhere
 from graphplan.step.entry import Entry, Key
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
@@ -33,8 +33,6 @@ class Lookup:
         self._warmup_steps = options.warmup_steps
         self._feed_device = options.feed_device
         self.is_moved = self._feed_device is not None and self._feed_device.type != "cpu"
-        self._warmed: tuple[Key, int] | None = None
-        """The key of the latest first step, wherever it was fed from, and how warm that made the step."""
 
     def find(self, feed: Feed) -> tuple[Entry, Program | None]:
         """The feed's entry, and its program if that is ready and fits."""
@@ -77,9 +75,7 @@ class Lookup:
 
     def _warmth(self, key: Key) -> int:
         """How warm the step is for a new key: Lightning moves a fit's first batch itself, and leaves the others."""
-        if self._warmed is None or self._warmed[0] != _anywhere(key):
-            return 0
-        return min(self._warmed[1], self._warmup_steps - 1)
+        return min(self._programs.warmed.get(_anywhere(key), 0), self._warmup_steps - 1)
 
     def _home(self) -> torch.device | None:
         return None if self._feed_device is not None else self._runner.device
@@ -112,7 +108,7 @@ class Lookup:
         """
         key = self._key(feed, self._managed.fingerprint())
         if self.is_moved:
-            self._warmed = _anywhere(key), entry.warm
+            self._programs.warmed = {_anywhere(key): entry.warm}
         if self._programs.get(key) is None:
             self._programs.add(key, entry)
 
@@ -120,5 +116,4 @@ class Lookup:
 def _anywhere(key: Key) -> Key:
     """A call's key without the devices that its tensors are fed from."""
     ((of_feed, alignments), *others) = key
-    leaves = [tuple(part for part in leaf if not isinstance(part, torch.device)) for leaf in of_feed[1:]]
-    return (of_feed[0], *leaves, alignments, *others)
+    return (key_anywhere(of_feed), alignments, *others)

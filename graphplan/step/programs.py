@@ -32,6 +32,8 @@ class Programs:
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
+        self.warmed: dict[Key, int] = {}
+        """How warm the latest first step of a key made it, by that key without the devices that it was fed from."""
         self.attempts = 0
         self._said = False
 

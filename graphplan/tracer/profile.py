@@ -116,15 +116,21 @@ class Profile:
     def __enter__(self) -> Profile:
         self._collector.enter_context(no_collections())
         self._watcher = new_watcher(self._note_call, self._note_c_call)
-        self._watcher.start()
+        try:
+            self._watcher.start()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._watcher.stop()
-        # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
-        del self._watcher
-        self._importing = None
-        self._collector.close()
+        try:
+            self._watcher.stop()
+        finally:
+            self._collector.close()
+            # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
+            del self._watcher
+            self._importing = None
 
     def _is_importing(self) -> bool:
         """Whether a module is being imported: what that does is no part of the step."""
@@ -161,22 +167,16 @@ class Profile:
             self.ran.note(frame, owner)
         return in_library and name is None
 
-    def _note_c_call(self, frame: FrameType, function: Any) -> bool:
-        """Note a call of a function in C; whether no call in that place is worth noting."""
+    def _note_c_call(self, frame: FrameType, function: Any) -> None:
         if self._importing is not None and self._is_importing():
-            return False
+            return
         owner, home = function.__self__, function.__module__
         if function.__name__ in _READERS and isinstance(owner, Tensor):
             self._on_read(f"Tensor.{function.__name__}")
-            return False
-        if function is print:
+        elif function is print:
             self._on_print()
-            return False
-        if (type(owner) if home is None else home) not in self._known:
+        elif (type(owner) if home is None else home) not in self._known:
             self._note_extension(frame, function)
-        code = frame.f_code
-        # What a library calls by its name is the same function each time. What it is given to call may be any.
-        return is_library(code.co_filename) and function.__name__ in code.co_names
 
     def _note_extension(self, frame: FrameType, function: Any) -> None:
         """Note a function of an extension module that the user's code calls: what it keeps, nobody sees."""

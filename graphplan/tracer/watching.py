@@ -6,26 +6,41 @@ A profile function (``sys.setprofile``) hears of every call and every return. Si
 
 from __future__ import annotations
 
+import builtins
 import cProfile
+import os
 import sys
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import Lock
 from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
 from typing import Any, ClassVar
 
 OnCall = Callable[[FrameType], bool]
-OnCCall = Callable[[FrameType, Any], bool]
-_HOME = str(Path(__file__).parent)
+OnCCall = Callable[[FrameType, Any], None]
+_HOME = str(Path(__file__).parent) + os.sep
 """Code here looks at steps, and is no part of them."""
 _monitoring: Any = getattr(sys, "monitoring", None)
 """Since Python 3.12."""
+_NAME = "graphplan"
+_PLACES = (4, 3, 5, 1, 0, 2)
+"""Numbers that tools have; the last ones are those that debuggers, coverage and profilers agree upon."""
+_BUILT_IN = frozenset(
+    thing for thing in vars(builtins).values() if isinstance(thing, BuiltinFunctionType | type) and thing is not print
+)
+"""Python's own functions, and classes for their methods: what they do is in no tensor's memory."""
+_LOCK = Lock()
+_PATIENCE = 1.0
+"""Seconds, of which beginning to watch takes some millionths."""
 
 
 class Watcher:
     """Has ``on_call(frame)`` called when Python code begins to run or goes on, and ``on_c_call(frame, function)`` when
-    Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. What they return
-    says whether all is known now of this code, or of this place in the code: they may still be called for it.
+    Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. ``on_call`` says
+    whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` need not be told of
+    the interpreter's own functions and classes, but of ``print``.
     """
 
     def __init__(self, on_call: OnCall, on_c_call: OnCCall) -> None:
@@ -53,9 +68,11 @@ class Watcher:
 class ProfileFunction(Watcher):
     """Watches by a profile function, in place of another one, which it puts back."""
 
+    _previous: Any = None
+
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
-        self._previous: Any = sys.getprofile()
+        self._previous = sys.getprofile()
         sys.setprofile(self._event)
 
     def stop(self) -> None:
@@ -85,40 +102,64 @@ class ProfileFunction(Watcher):
 
 
 class Monitor(Watcher):
-    """Watches by ``sys.monitoring``, beside whoever else does."""
+    """Watches by ``sys.monitoring``, beside whoever else does.
 
-    watching: ClassVar[dict[int, Monitor]] = {}
-    """The innermost of each thread, by the thread's identifier."""
-    _lock: ClassVar[Lock] = Lock()
-    _tool: ClassVar[int | None] = None
+    Whatever an exception in the middle of :meth:`start` or :meth:`stop` leaves undone (Ctrl-C), the next one does.
+    """
+
+    _here: ClassVar[_Here]
+    _watching: ClassVar[weakref.WeakSet[Monitor]] = weakref.WeakSet()
+    """The innermost of every thread."""
+    _outer: Monitor | None = None
 
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
-        with self._lock:
-            if not self.watching:
-                self._install()
-            self._outer = self.watching.get(get_ident())
-            self.watching[get_ident()] = self
-        # What an earlier one did not want to hear of again.
-        _monitoring.restart_events()
+        # Neither this is part of what is watched, nor the end.
+        self.pause()
+        self._outer = self._here.monitor
+        # Ctrl-C may come before a lock is given back: nobody waits for long.
+        is_held = _LOCK.acquire(timeout=_PATIENCE)
+        try:
+            self._take_turns(self._outer, self)
+            self._install()
+        finally:
+            if is_held:
+                _LOCK.release()
+        self.resume()
 
     def stop(self) -> None:
         """See :meth:`Watcher.stop`."""
-        with self._lock:
-            del self.watching[get_ident()]
-            if self._outer is not None:
-                self.watching[get_ident()] = self._outer
-                _monitoring.restart_events()
-            elif not self.watching:
+        self.pause()
+        is_held = _LOCK.acquire(timeout=_PATIENCE)
+        try:
+            self._take_turns(self, self._outer)
+            if not self._watching:
                 self._uninstall()
+            else:
+                # What this one did not want to hear of again.
+                _monitoring.restart_events()
+        finally:
+            if is_held:
+                _LOCK.release()
 
-    @classmethod
-    def free_tool(cls) -> int | None:
-        """The number by which the interpreter knows the watchers, or is going to; None if all are taken."""
-        if cls._tool is not None:
-            return cls._tool
-        # The last ones are those that debuggers, coverage and profilers agree upon.
-        return next((number for number in (4, 3, 5, 1, 0, 2) if _monitoring.get_tool(number) is None), None)
+    def _take_turns(self, last: Monitor | None, following: Monitor | None) -> None:
+        if last is not None:
+            self._watching.discard(last)
+        if following is not None:
+            self._watching.add(following)
+        self._here.monitor = following
+
+    @staticmethod
+    def of_thread() -> Monitor | None:
+        """The innermost of this thread."""
+        return Monitor._here.monitor
+
+    @staticmethod
+    def place() -> int | None:
+        """The number by which the interpreter knows the monitors, or is going to; None if all are taken."""
+        tools = {number: _monitoring.get_tool(number) for number in _PLACES}
+        found = [number for name in (_NAME, None) for number in _PLACES if tools[number] == name]
+        return found[0] if found else None
 
     @classmethod
     def _callbacks(cls) -> dict[int, Callable[..., object]]:
@@ -132,33 +173,40 @@ class Monitor(Watcher):
 
     @classmethod
     def _install(cls) -> None:
-        cls._tool = tool = cls.free_tool()
-        assert tool is not None
-        _monitoring.use_tool_id(tool, "graphplan")
+        place = cls.place()
+        assert place is not None
+        if _monitoring.get_tool(place) is None:
+            _monitoring.use_tool_id(place, _NAME)
         for event, callback in cls._callbacks().items():
-            _monitoring.register_callback(tool, event, callback)
-        _monitoring.set_events(tool, sum(cls._callbacks()))
+            _monitoring.register_callback(place, event, callback)
+        _monitoring.set_events(place, sum(cls._callbacks()))
+        # What an earlier one did not want to hear of again.
+        _monitoring.restart_events()
 
     @classmethod
     def _uninstall(cls) -> None:
-        tool, cls._tool = cls._tool, None
-        assert tool is not None
-        _monitoring.set_events(tool, 0)
+        place = cls.place()
+        if place is None or _monitoring.get_tool(place) != _NAME:
+            return
+        _monitoring.set_events(place, 0)
         for event in cls._callbacks():
-            _monitoring.register_callback(tool, event, None)
-        _monitoring.free_tool_id(tool)
+            _monitoring.register_callback(place, event, None)
+        # For whoever has this place next.
+        _monitoring.restart_events()
+        _monitoring.free_tool_id(place)
 
     @classmethod
     def _starts(cls, code: CodeType, offset: int) -> object:
         if code.co_filename.startswith(_HOME):
             return _monitoring.DISABLE
-        watcher = cls.watching.get(get_ident())
+        watcher = cls._here.monitor
         is_known = watcher is not None and not watcher.is_paused and watcher._on_call(sys._getframe(1))
-        return _monitoring.DISABLE if is_known and cls._is_alone() else None
+        # Another thread's may not know yet what this one's knows.
+        return _monitoring.DISABLE if is_known and len(cls._watching) == 1 else None
 
     @classmethod
     def _is_thrown_into(cls, code: CodeType, offset: int, error: BaseException) -> None:
-        watcher = cls.watching.get(get_ident())
+        watcher = cls._here.monitor
         if watcher is not None and not watcher.is_paused:
             watcher._on_call(sys._getframe(1))
 
@@ -166,35 +214,45 @@ class Monitor(Watcher):
     def _calls(cls, code: CodeType, offset: int, function: Any, first: Any) -> object:
         if code.co_filename.startswith(_HOME):
             return _monitoring.DISABLE
-        watcher = cls.watching.get(get_ident())
+        watcher = cls._here.monitor
         if watcher is None or watcher.is_paused:
             return None
+        # One place in the code may call one function now and another one later: all of them are looked at.
         if type(function) is MethodDescriptorType:
+            if function.__objclass__ in _BUILT_IN:
+                return None
             try:
                 function = function.__get__(first, type(first))
             except TypeError:
                 # The call itself is about to fail with it.
                 return None
-        elif not issubclass(type(function), BuiltinFunctionType):
+        elif not issubclass(type(function), BuiltinFunctionType) or function in _BUILT_IN:
             return None
-        is_known = watcher._on_c_call(sys._getframe(1), function)
-        return _monitoring.DISABLE if is_known and cls._is_alone() else None
+        watcher._on_c_call(sys._getframe(1), function)
+        return None
 
-    @classmethod
-    def _is_alone(cls) -> bool:
-        """Whether no other thread's may not know yet what this one's knows."""
-        return len(cls.watching) == 1
+
+class _Here(threading.local):
+    """The innermost monitor of each thread, which goes with the thread."""
+
+    monitor: Monitor | None = None
+
+
+Monitor._here = _Here()
 
 
 def new_watcher(on_call: OnCall, on_c_call: OnCCall) -> Watcher:
-    """The kind of watcher that takes the least time here."""
-    kind = Monitor if _monitoring is not None and Monitor.free_tool() is not None else ProfileFunction
+    """The kind of watcher that takes the least time here; within another one, one of its kind."""
+    around = watcher_of_thread()
+    if around is not None:
+        return type(around)(on_call, on_c_call)
+    kind = Monitor if _monitoring is not None and Monitor.place() is not None else ProfileFunction
     return kind(on_call, on_c_call)
 
 
 def watcher_of_thread() -> Watcher | None:
     """The one that watches this thread now, if any."""
-    monitor = Monitor.watching.get(get_ident())
+    monitor = Monitor.of_thread()
     if monitor is not None:
         return monitor
     function = sys.getprofile()

@@ -30,13 +30,21 @@ class Moves:
         return cls(paths, moved(paths, old, one))
 
 
+_LITTLE = 0.1
+"""As a share of what the step changes. More than that may come of a first checked step that hardly changes anything."""
+
+
 class Noise:
     """How far replays of one program from the same state lie apart."""
 
     def __init__(self) -> None:
         self._shares: dict[str, float] = {}
-        self.is_known = False
-        """Whether a check has measured it."""
+        self._measured = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether one check has measured it, or two where the first found it large."""
+        return self._measured >= (1 if max(self._shares.values(), default=0.0) <= _LITTLE else 2)
 
     def learn(
         self,
@@ -50,7 +58,7 @@ class Noise:
         from rounded parameters. What the eager step left was found to be as good by the check: as far away it may be
         again, and no further.
         """
-        self.is_known = True
+        self._measured += 1
         moves = Moves.of(old, one)
         for other in again:
             self._widen(moves, one, other, 1.0)
