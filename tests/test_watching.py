@@ -75,7 +75,7 @@ def test_what_is_done_aside_is_not_watched() -> None:
             with Aside():
                 x.numpy()
             x.numpy()
-            aside.run(lambda: x.tolist(), (), {})
+            aside.run(x.tolist, (), {})
             x.numpy()
         x.tolist()
         with pytest.raises(ZeroDivisionError), Aside() as aside:

@@ -270,7 +270,7 @@ class Aside:
             self._watcher.resume()
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, watched; ``func`` is written in Python, as torch's operators are."""
+        """``func(*args, **kwargs)``, watched."""
         self.__exit__()
         try:
             return func(*args, **kwargs)

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -22,6 +23,8 @@ OnCall = Callable[[FrameType], bool]
 OnCCall = Callable[[FrameType, Any], None]
 _HOME = str(Path(__file__).parent) + os.sep
 """Code here looks at steps, and is no part of them."""
+_RUN = "run"
+"""But for what ``Aside.run`` is given to call."""
 _monitoring: Any = getattr(sys, "monitoring", None)
 """Since Python 3.12."""
 _NAME = "graphplan"
@@ -36,7 +39,7 @@ _PATIENCE = 1.0
 """Seconds, of which beginning to watch takes some millionths."""
 
 
-class Watcher:
+class Watcher(ABC):
     """Has ``on_call(frame)`` called when Python code begins to run or goes on, and ``on_c_call(frame, function)`` when
     Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. ``on_call`` says
     whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` need not be told of
@@ -48,13 +51,13 @@ class Watcher:
         self._on_c_call = on_c_call
         self.is_paused = False
 
+    @abstractmethod
     def start(self) -> None:
         """Watch what this thread runs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stop(self) -> None:
         """No longer watch."""
-        raise NotImplementedError
 
     def pause(self) -> None:
         """Take no notice, until :meth:`resume`."""
@@ -212,7 +215,7 @@ class Monitor(Watcher):
 
     @classmethod
     def _calls(cls, code: CodeType, offset: int, function: Any, first: Any) -> object:
-        if code.co_filename.startswith(_HOME):
+        if code.co_filename.startswith(_HOME) and code.co_name != _RUN:
             return _monitoring.DISABLE
         watcher = cls._here.monitor
         if watcher is None or watcher.is_paused:
