@@ -1,15 +1,18 @@
 """CUDA graphs beyond what every torch shows: their nodes, sending them to the device early, the workspaces that they
 use, options of a capture.
 
-The first two ask CUDA through its Python bindings (the package ``cuda-bindings``, which newer builds of torch bring
-along), and a graph that torch was told to keep. A replay needs neither: what cannot be found out is said.
+Nodes are read through CUDA's Python bindings (the package ``cuda-bindings``, which newer builds of torch bring along),
+from a graph that torch was told to keep. A replay needs neither: what cannot be found out is said.
 """
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -38,8 +41,16 @@ def new_graph() -> tuple[torch.cuda.CUDAGraph, bool]:
 
     What is kept is a description in host memory; a replay launches the same executable graph either way.
     """
-    kept = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph") and bindings("driver") is not None
+    kept = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph") and _has_bindings()
     return (torch.cuda.CUDAGraph(keep_graph=True) if kept else torch.cuda.CUDAGraph()), kept
+
+
+def _has_bindings() -> bool:
+    """Whether CUDA's Python bindings are installed; to import them takes 20 ms and more."""
+    try:
+        return find_spec("cuda.bindings.driver") is not None
+    except ImportError:
+        return False
 
 
 def capture_options(begin: Callable[..., None], *, watched: bool) -> dict[str, Any]:
@@ -63,11 +74,22 @@ def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> bool:
 
     An upload that is not done costs the first replay some microseconds and nothing else.
     """
-    runtime, handle = bindings("runtime"), getattr(graph, "raw_cuda_graph_exec", None)
-    if runtime is None or handle is None:
+    driver, handle = _driver_library(), getattr(graph, "raw_cuda_graph_exec", None)
+    if driver is None or handle is None:
         return False
-    (error,) = runtime.cudaGraphUpload(runtime.cudaGraphExec_t(handle()), runtime.cudaStream_t(stream.cuda_stream))
-    return int(error) == 0
+    # The runtime's executable graphs and streams are the driver's.
+    error: int = driver.cuGraphUpload(ctypes.c_void_p(handle()), ctypes.c_void_p(stream.cuda_stream))
+    return error == 0
+
+
+def _driver_library() -> ctypes.CDLL | None:
+    """CUDA's driver, which the process has loaded: asked directly, it needs no bindings, whose runtime takes 60 ms to
+    import.
+    """
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
 
 
 def forget_workspaces() -> None:

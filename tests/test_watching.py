@@ -178,14 +178,14 @@ def test_every_profile_sees_all() -> None:
         with Profile() as watch:
             run(thing)
         assert names_of(watch) == {"run", "read"}
-        assert id(thing) in watch.reads().of_self
+        assert id(thing) in watch.reads().methods_on
     with Profile() as around:
         with Profile() as within:
             run(things[0])
         for thing in things[1:]:
             run(thing)
-    assert id(things[0]) in within.reads().of_self
-    seen = around.reads().of_self
+    assert id(things[0]) in within.reads().methods_on
+    seen = around.reads().methods_on
     assert [id(thing) in seen for thing in things] == [False, True, True]
 
 
@@ -211,9 +211,9 @@ def test_threads_are_watched_by_themselves() -> None:
         for thread in threads:
             thread.join()
     seen = [found[number].reads() for number in range(2)]
-    assert [[id(linear) in reads.of_self for linear in linears] for reads in seen] == [[True, False], [False, True]]
+    assert [[id(linear) in reads.methods_on for linear in linears] for reads in seen] == [[True, False], [False, True]]
     assert seen[0].called_by_torch == seen[1].called_by_torch
-    assert not any(id(linear) in mine.reads().of_self for linear in linears)
+    assert not any(id(linear) in mine.reads().methods_on for linear in linears)
 
 
 @pytest.mark.usefixtures("kind")

@@ -269,6 +269,6 @@ def find_assignments(
     for path, scalar in walk.scalars.items():
         if path in own or is_allowed(path, allow) or isinstance(scalar.container, (Numbers, Contents)):
             continue
-        if all(scalar.attribute in trace.reads.stored.get(id(scalar.owner), ()) for trace in (first, second)):
+        if first.reads.may_store(scalar) and second.reads.may_store(scalar):
             found.append(Assignment(path, scalar.get()))
     return tuple(found)

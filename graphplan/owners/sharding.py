@@ -4,7 +4,7 @@ need it, and note in Python how far they have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphplan.dtensors import loaded
-from graphplan.owners.walk import walk_owners
 
 _PLAIN = (bool, int, float, str, type(None), Enum)
 
@@ -94,8 +93,8 @@ def _groups_of(state: Any) -> Sequence[Any]:
     return groups
 
 
-def come_to_rest(owners: Mapping[str, Any]) -> Sharding:
-    """Have the modules among ``owners`` that FSDP2 shards come to rest."""
-    sharding = Sharding(walk_owners(owners).modules)
+def come_to_rest(modules: Iterable[nn.Module]) -> Sharding:
+    """Have those of ``modules`` that FSDP2 shards come to rest."""
+    sharding = Sharding(modules)
     sharding.settle()
     return sharding

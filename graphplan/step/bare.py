@@ -17,7 +17,7 @@ from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
 from graphplan.optimizers import LENT
-from graphplan.owners import Namespace, Snapshot, come_to_rest, walk_owners
+from graphplan.owners import Namespace, Snapshot, Walk, come_to_rest, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program import Program, capture_program
@@ -77,30 +77,30 @@ def _compile(
     managed = Managed(fn, owners, prepare=prepare)
     feed = flatten(args, {})
     check_feed(feed, None)
-    come_to_rest(managed.owners)
+    come_to_rest(managed.walk().modules)
     snapshots = [Snapshot(managed.walk(), extra=[tensor for _, tensor in feed.tensors()])]
 
     def on_first_sight(thing: Any) -> None:
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
-        come_to_rest({"": thing})
+        come_to_rest(walk_owners({"": thing}).modules)
         snapshots.append(Snapshot(walk_owners({"": thing}), without=LENT))
 
     traces: list[Trace] = []
 
-    def run(device: torch.device | None) -> None:
+    def run(device: torch.device | None) -> tuple[Any, Walk]:
         traces.append(Trace())
         rates = lambda: managed.rates.storages  # noqa: E731
-        trace(fn, feed, owners=managed.owners, device=device, record=traces[-1], rates=rates)
+        return trace(fn, feed, owners=managed.owners, device=device, record=traces[-1], rates=rates)
 
     try:
         with managed.rates:
-            managed.discover(lambda: run(None), on_first_sight)
-        managed.take_names(traces[0].ran)
+            _, walk = managed.discover(lambda: run(None), on_first_sight)
+        managed.take_names(traces[0].ran, walk)
         device = find_device(managed.owners, feed)
         check_feed(feed, device)
         with managed.rates:
-            run(device)
-            if managed.take_names(traces[1].ran):
+            _, walk = run(device)
+            if managed.take_names(traces[1].ran, walk):
                 # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
                 snapshots.append(Snapshot(managed.walk()))
                 run(device)

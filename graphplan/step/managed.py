@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -18,6 +18,7 @@ from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
 
+Result = TypeVar("Result")
 _NAMES = "names"
 _LIBRARY = "torch"
 """The owners that stand for the names in the step's code, and for those in torch's."""
@@ -92,52 +93,62 @@ class Managed:
             self.rates.keep(preparation)
         self.rates.attach([optimizer])
 
-    def discover(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:
-        """Run ``call`` and take in the modules and optimizers that it turns out to use."""
+    def discover(
+        self, call: Callable[[], tuple[Result, Walk]], on_first_sight: Callable[[Any], None] = lambda thing: None
+    ) -> tuple[Result, Walk]:
+        """Run ``call`` and take in the modules and optimizers that it turns out to use. Its result, and what a walk
+        over the owners finds afterwards; ``call`` gives both too, for the owners known before.
+        """
         with Discovery(self.manage, on_first_sight) as discovery:
-            result = call()
-        self._take_owners(discovery)
-        return result
+            result, walk = call()
+        return result, self._take_owners(discovery, walk)
 
-    def _take_owners(self, discovery: Discovery) -> None:
-        for name, owner in discovery.unknown(self.walk(), self._fn).items():
+    def _take_owners(self, discovery: Discovery, walk: Walk) -> Walk:
+        found = discovery.unknown(walk, self._fn)
+        for name, owner in found.items():
             self.owners[free_name(name, self.owners)] = owner
+        return self.walk() if found else walk
 
-    def discover_all(self, call: Callable[[], Any], on_first_sight: Callable[[Any], None] = lambda thing: None) -> Any:
-        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses.
+    def discover_all(self, call: Callable[[], Result]) -> tuple[Result, Walk | None]:
+        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses. The walk is None where
+        there are more owners now than it would have found.
 
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
         """
         if self.runs_compiled(self.walk()):
-            return call()
+            return call(), None
         profile = Profile()
-        with profile, Discovery(self.manage, on_first_sight) as discovery:
+        with profile, Discovery(self.manage) as discovery:
             result = call()
-        self._take_owners(discovery)
-        self.take_names(profile.ran)
-        return result
+        walk = self._take_owners(discovery, self.walk())
+        are_named = _NAMES in self.owners
+        has_grown = self.take_names(profile.ran, walk)
+        return result, walk if are_named and not has_grown else None
 
-    def take_names(self, ran: Ran) -> bool:
-        """Take in the names that code used, and the objects that it ran on; whether there are any new ones.
+    def take_names(self, ran: Ran, walk: Walk) -> bool:
+        """Take in the names that code used, and the objects that it ran on; whether there are any new ones. ``walk`` is
+        over the owners as they are now.
 
         An object is taken in when it turns up a second time: others are made by the step itself.
         """
         asked: dict[int, bool] = {}
+        kinds = set(map(id, map(type, walk.modules)))
 
         def has_met(thing: Any) -> bool:
             number = id(thing)
             if number not in asked:
-                asked[number] = self._met.get(number) is thing
+                # No step makes the class of a layer that is there afterwards.
+                asked[number] = number in kinds or self._met.get(number) is thing
                 self._met[number] = thing
             return asked[number]
 
         grown = ran.name_all(self._fn, self._names, has_met) | ran.name_torchs(self._library)
         # Its defaults, and what a partial function holds for it.
-        self._names.add("the step", self._root, "step")
+        is_new = self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
         self.owners.setdefault(_LIBRARY, self._library)
-        known = {id(container) for container in self.walk().containers}
+        known = {id(container) for container in (self.walk() if grown or is_new else walk).containers}
         for thing in ran.objects():
             inner = getattr(thing, "__dict__", None)
             if inner is not None and id(inner) not in known and has_met(thing):
@@ -150,9 +161,11 @@ class Managed:
         """Whether an optimizer has no state yet, because its scaler skipped the step that would have made it."""
         return self._scaled_steps.unborn
 
-    def refresh(self) -> None:
-        """Look at the owners anew: after a warm-up step, or when containers were replaced."""
-        walk = self.walk()
+    def refresh(self, walk: Walk | None = None) -> None:
+        """Look at the owners anew: after a warm-up step, or when containers were replaced. ``walk`` has just been over
+        them, if given.
+        """
+        walk = self.walk() if walk is None else walk
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
         self._fingerprint = Fingerprint(walk, self.rates.shadowed)

@@ -68,9 +68,16 @@ class Stages:
         """An eager step that takes in the owners that it turns out to use."""
         self._runner.settle_backend(feed)
         assert self._runner.backend is not None
+        walks: list[Walk | None] = []
+
+        def body() -> Any:
+            result, walk = self._managed.discover_all(lambda: self._runner.call(feed))
+            walks.append(walk)
+            return result
+
         with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
-            result = self._runner.run(lambda: self._managed.discover_all(lambda: self._runner.call(feed)))
-        self._managed.refresh()
+            result = self._runner.run(body)
+        self._managed.refresh(walks.pop())
         entry.eager_calls += 1
         self._stats.eager += 1
         self._stats.end_call("eager")
@@ -141,16 +148,16 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
         rates = lambda: self._managed.rates.storages  # noqa: E731
-        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)[0]  # noqa: E731
+        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
         with self._stats.timed("trace"):
-            result = self._run_traced(entry, line, body, undo, rehearses=rehearses)
+            result, walk = self._run_traced(entry, line, body, undo, rehearses=rehearses)
             rehearsal = self._undo_rehearsal(result, facts, snapshot) if rehearses else None
             if rehearsal is not None:
                 result = self._runner.run(lambda: self._runner.call(feed))
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
                     rehearsal.check(result)
-                self._take(entry, line, feed, facts)
+                self._take(entry, line, feed, facts, walk if rehearsal is None else self._managed.walk())
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
             except LearningRateError:
@@ -166,12 +173,19 @@ class Stages:
         return result
 
     def _run_traced(
-        self, entry: Entry, line: Line, body: Callable[[], Any], undo: ExitStack, *, rehearses: bool
-    ) -> Any:
+        self, entry: Entry, line: Line, body: Callable[[], tuple[Any, Walk]], undo: ExitStack, *, rehearses: bool
+    ) -> tuple[Any, Walk]:
         """Run a trace. It is a real step: an error of the step's own leaves what it leaves in an eager one."""
+        walks: list[Walk] = []
+
+        def traced() -> Any:
+            result, walk = self._managed.discover(body)
+            walks.append(walk)
+            return result
+
         try:
             with uncompiled() if rehearses else nullcontext():
-                return self._runner.run(lambda: self._managed.discover(body), traced=True)
+                return self._runner.run(traced, traced=True), walks.pop()
         except BaseException as error:
             if not rehearses and not isinstance(error, RefusalError) and not is_out_of_memory(error):
                 undo.pop_all()
@@ -188,11 +202,11 @@ class Stages:
         torch.clear_autocast_cache()
         return rehearsal
 
-    def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace) -> None:
-        """Keep a trace; with the second one comes the plan."""
+    def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace, walk: Walk) -> None:
+        """Keep a trace, after which ``walk`` was over the owners; with the second one comes the plan."""
         if facts.violation is not None:
             raise facts.violation
-        if self._managed.take_names(facts.ran):
+        if self._managed.take_names(facts.ran, walk):
             # Code ran that had not run before: what it uses was not watched yet.
             line.traces = []
             return

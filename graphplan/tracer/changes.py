@@ -54,15 +54,15 @@ class Changes:
 
 
 class Recorder:
-    """Notes what owners hold now, and what has changed when asked again.
+    """Notes what owners hold now, as ``walk`` has just found it, and what has changed when asked again.
 
     Only weak storage references are kept of what lies in slots: a strong one would keep last step's gradients alive
     through the step.
     """
 
-    def __init__(self, owners: Mapping[str, Any]) -> None:
+    def __init__(self, owners: Mapping[str, Any], walk: Walk) -> None:
         self._owners = owners
-        self.walk = walk_owners(owners)
+        self.walk = walk
         self._weak: list[StorageWeakRef] = []
         self.places = {path: self._note(slot.tensors()) for path, slot in self.walk.slots.items()}
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}

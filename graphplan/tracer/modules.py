@@ -46,16 +46,19 @@ def imported(found: Names, space: Mapping[str, Any]) -> Iterator[tuple[str, Any]
                     yield whole, sys.modules[whole]
 
 
-def functions_by_name(space: dict[str, Any], found: Names) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the functions lie that code calls: ``linear``, ``F.linear``, ``torch.nn.functional.linear``."""
+def functions_by_name(space: dict[str, Any], code: CodeType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the functions lie that code calls: ``linear``, ``F.linear``, ``torch.nn.functional.linear``. All the names
+    of the code are looked for everywhere: to tell variables from attributes takes reading its bytecode.
+    """
+    names = frozenset(code.co_names)
     seen: set[int] = set()
-    left = [(space, found.variables)]
+    left = [space]
     while left:
-        inner, used = left.pop()
-        for name in sorted(used & inner.keys()):
+        inner = left.pop()
+        for name in sorted(names & inner.keys()):
             thing = inner[name]
             if isinstance(thing, ModuleType) and id(thing) not in seen:
                 seen.add(id(thing))
-                left.append((vars(thing), found.attributes | found.methods))
+                left.append(vars(thing))
             elif callable(thing) and not isinstance(thing, type):
                 yield inner, name

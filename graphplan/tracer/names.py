@@ -6,7 +6,6 @@ import dis
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 from itertools import zip_longest
 from types import CodeType
 
@@ -50,9 +49,22 @@ class Names:
     sized: frozenset[str]
 
 
-@cache
+_NAMES: dict[int, tuple[CodeType, Names]] = {}
+"""By identity: to hash a code object takes as long as it has instructions. Held, so that no other gets its identity."""
+_MANY = 2**16
+
+
 def names_of(code: CodeType) -> Names:
     """The names of ``code``."""
+    known = _NAMES.get(id(code))
+    if known is None:
+        if len(_NAMES) >= _MANY:
+            _NAMES.clear()
+        known = _NAMES[id(code)] = code, _find_names(code)
+    return known[1]
+
+
+def _find_names(code: CodeType) -> Names:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
     counted, raised = _counted(steps)
     loads: Counter[str] = Counter()

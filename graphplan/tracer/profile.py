@@ -34,19 +34,18 @@ _READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 
 @dataclass(slots=True)
 class Reads:
-    """Names that code may have read: attributes by any user code, or by methods of one object (its id), and variables;
-    attributes that user code called; and attributes that methods of one object may have stored, or that user code
-    assigned by other means than ``+=``. ``asked`` are attributes that need not exist, ``methods`` those of the user's
-    that ran, ``sized`` what user code asks for its length, ``dynamic`` says that some attributes have names that the
-    code computes. ``ran`` are the libraries' methods that ran, with the classes that have them,
-    ``called_by_torch`` names of methods that torch's own code calls.
+    """Names that code may have read: attributes by any user code, and variables; attributes that user code called, or
+    assigned by other means than ``+=``. ``methods_on`` is the code of the methods that ran, by the id of their object.
+    ``asked`` are attributes that need not exist, ``methods`` those of the user's that ran, ``sized`` what user code
+    asks for its length, ``dynamic`` says that some attributes have names that the code computes. ``ran`` are the
+    libraries' methods that ran, with the classes that have them, ``called_by_torch`` names with those of the methods
+    that torch's own code calls.
     """
 
     anywhere: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
-    of_self: dict[int, set[str]] = field(default_factory=dict)
+    methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
-    stored: dict[int, set[str]] = field(default_factory=dict)
     assigned: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
@@ -70,12 +69,22 @@ class Reads:
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        if scalar.attribute in self.anywhere or scalar.attribute in self.of_self.get(id(scalar.owner), ()):
+        if scalar.attribute in self.anywhere or self._is_loaded(scalar):
             return True
         if scalar.attribute not in self.called:
             return False
         # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
         return callable(scalar.get()) or callable(getattr(scalar.owner, scalar.attribute, None))
+
+    # Most methods are the libraries', on objects that nobody asks of: bytecode is read for those that somebody does.
+
+    def _is_loaded(self, scalar: Scalar) -> bool:
+        """Whether a method of the object that has ``scalar`` loads it."""
+        return any(scalar.attribute in names_of(code).attributes for code in self.methods_on.get(id(scalar.owner), ()))
+
+    def may_store(self, scalar: Scalar) -> bool:
+        """Whether a method of the object that has ``scalar`` may have stored it."""
+        return any(scalar.attribute in names_of(code).stored for code in self.methods_on.get(id(scalar.owner), ()))
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
@@ -190,13 +199,12 @@ class Profile:
         """What the code that ran may have read."""
         found = Reads(ran=self.ran.methods)
         for (_, owner), code in self._codes.items():
-            names = names_of(code)
             if owner:
-                found.of_self.setdefault(owner, set()).update(names.attributes)
-                found.stored.setdefault(owner, set()).update(names.stored)
+                found.methods_on.setdefault(owner, []).append(code)
             if is_torchs(code.co_filename):
-                found.called_by_torch.update(names.methods)
+                found.called_by_torch.update(code.co_names)
             if code in self.ran.codes:
+                names = names_of(code)
                 if owner:
                     found.methods.add(code.co_name)
                 found.anywhere.update(names.attributes)

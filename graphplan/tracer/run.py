@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError, HostSyncError
 from graphplan.marks import PLAIN_KINDS, marks_of
-from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
+from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id, walk_owners
 from graphplan.roles import TensorSpec
 from graphplan.signature import Feed, is_dense, is_literal
 from graphplan.tracer.changes import Changes, Recorder
@@ -37,19 +37,20 @@ def trace(
     *,
     owners: Mapping[str, Any],
     device: torch.device | None,
-    record: Trace | None = None,
+    record: Trace,
     rates: Callable[[], Collection[int]] = tuple,
-) -> tuple[Any, Trace]:
-    """Run ``fn`` on ``feed`` for real; return its result and the facts (in ``record``, if given: whoever gives one can
-    undo a step that was broken off). ``rates`` has the storages of learning rates that only optimizers may use.
+) -> tuple[Any, Walk]:
+    """Run ``fn`` on ``feed`` for real; return its result, and what a walk over the owners finds then. The facts are in
+    ``record``, so that a step that was broken off can be undone. ``rates`` has the storages of learning rates that only
+    optimizers may use.
 
     The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
     first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
     """
-    record = record if record is not None else Trace()
     record.device = device
-    sharding = come_to_rest(owners)
-    recorder = Recorder(owners)
+    walk = walk_owners(owners)
+    sharding = come_to_rest(walk.modules)
+    recorder = Recorder(owners, walk_owners(owners) if sharding.is_there else walk)
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
     result = _run(fn, feed, TraceMode(record, watch), record, sharding)
@@ -64,7 +65,7 @@ def trace(
     watch.finish(after, leaves)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = [name for name, _ in named]
-    return result, record
+    return result, after
 
 
 def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding) -> None:

@@ -99,7 +99,7 @@ class Ran:
         places = {
             (id(inner), key): (f"{inner.get('__name__')}.{key}", inner, key)
             for code, space in new_codes.items()
-            for inner, key in functions_by_name(space, names_of(code))
+            for inner, key in functions_by_name(space, code)
         }
         new = [names.add(*place) for place in places.values()]
         return any(new)

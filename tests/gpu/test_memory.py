@@ -157,13 +157,15 @@ def test_a_program_takes_what_eager_steps_take() -> None:
     gc.collect()
     reserved = torch.cuda.memory_reserved(DEVICE)
     # cuBLAS has a workspace for each stream, which is none of the step's. No replay comes after this.
+    held = torch.cuda.memory_allocated(DEVICE)
     torch._C._cuda_clearCublasWorkspaces()
     allocated = torch.cuda.memory_allocated(DEVICE)
+    workspaces = held - allocated
     fed = sum(x.nbytes for (x,) in rig.calls)
     static = step._buffers.nbytes
     assert step.stats.replayed == CALLS - AT - 1, step.report()
     assert allocated - before[0] <= 2 * PARAMETERS + fed + static + PARAMETERS // 2
-    assert reserved - before[1] <= 1.15 * (need + 2 * PARAMETERS) + fed + static + 64 * MIB
+    assert reserved - before[1] - workspaces <= 1.15 * (need + 2 * PARAMETERS) + fed + static + 64 * MIB
 
 
 def deep_rig() -> Rig:
