@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -190,6 +190,19 @@ def test_both_releases_of_the_bindings_are_understood(properties: tuple[Any, ...
     found = cudanodes._walk(_Driver(*properties), 1)
     assert found == Nodes((Node("Memcpy"), Node("Kernel", "at::copy()", (0,)), Node("Kernel", "", (0,))))
     assert found.types() == {"Memcpy": 1, "Kernel": 2} and found.names() == {"at::copy()": 1}
+
+
+def test_a_graph_is_not_uploaded_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or where torch does not show it: its first replay sends it."""
+    stream: Any = SimpleNamespace(cuda_stream=0)
+    graph: Any = SimpleNamespace(raw_cuda_graph_exec=lambda: 1)
+    monkeypatch.setattr(cudanodes, "_driver_library", lambda: None)
+    assert not cudanodes.upload(graph, stream)
+    asked: list[int] = []
+    driver = SimpleNamespace(cuGraphUpload=lambda graph, stream: asked.append(graph.value) or 0)
+    monkeypatch.setattr(cudanodes, "_driver_library", lambda: driver)
+    assert cudanodes.upload(graph, stream) and asked == [1]
+    assert not cudanodes.upload(cast("Any", SimpleNamespace()), stream)
 
 
 def test_what_cannot_be_found_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

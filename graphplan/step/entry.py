@@ -38,13 +38,15 @@ class Line:
 class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
-    ``used`` is the number of the latest lookup that found it. ``outside``: its calls are eager, since gradients are to
+    ``used`` is the number of the latest lookup that found it. ``settled``: the last of its eager steps that was watched
+    used no name that was new. ``outside``: its calls are eager, since gradients are to
     flow through their results.
     """
 
     warm: int = 0
     used: int = 0
     eager_calls: int = 0
+    settled: bool = False
     lines: dict[Variant, Line] = field(default_factory=dict)
     any_program: Program | None = None
     refusal: RefusalError | None = None
@@ -79,6 +81,7 @@ class Entry:
             program.close()
         self.lines.clear()
         self.any_program = None
+        self.settled = False
 
 
 class Entries:

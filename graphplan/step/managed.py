@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -109,22 +110,27 @@ class Managed:
             self.owners[free_name(name, self.owners)] = owner
         return self.walk() if found else walk
 
-    def discover_all(self, call: Callable[[], Result]) -> tuple[Result, Walk | None]:
-        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses. The walk is None where
-        there are more owners now than it would have found.
+    def discover_all(self, call: Callable[[], Result], *, is_settled: bool) -> tuple[Result, Walk | None, bool]:
+        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses, unless ``is_settled``.
 
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
+
+        Returns:
+            The result, a walk over the owners or None where there are more now than it would have found, and whether no
+            name was new.
         """
         if self.runs_compiled(self.walk()):
-            return call(), None
+            return call(), None, False
         profile = Profile()
-        with profile, Discovery(self.manage) as discovery:
+        with nullcontext() if is_settled else profile, Discovery(self.manage) as discovery:
             result = call()
         walk = self._take_owners(discovery, self.walk())
+        if is_settled:
+            return result, walk, True
         are_named = _NAMES in self.owners
         has_grown = self.take_names(profile.ran, walk)
-        return result, walk if are_named and not has_grown else None
+        return result, walk if are_named and not has_grown else None, not has_grown
 
     def take_names(self, ran: Ran, walk: Walk) -> bool:
         """Take in the names that code used, and the objects that it ran on; whether there are any new ones. ``walk`` is

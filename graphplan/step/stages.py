@@ -71,7 +71,8 @@ class Stages:
         walks: list[Walk | None] = []
 
         def body() -> Any:
-            result, walk = self._managed.discover_all(lambda: self._runner.call(feed))
+            call = lambda: self._runner.call(feed)  # noqa: E731
+            result, walk, entry.settled = self._managed.discover_all(call, is_settled=entry.settled)
             walks.append(walk)
             return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from threading import get_ident
@@ -87,6 +88,11 @@ class TraceMode(TorchDispatchMode):
             self._trace.violation = error(message, component=component or find_source().component)
 
     def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._dispatch(func, types, args, kwargs)
+
+    def _dispatch(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_wrapped(types):
@@ -245,3 +251,22 @@ class TraceMode(TorchDispatchMode):
                 "ever. Feed the tensor to the step, or make it on the device",
                 component=source.component,
             )
+
+
+class _UnguardedMode(TraceMode):
+    """Torch guards each call of a mode's against its compiler, which takes a sixth of a trace."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    __torch_dispatch__ = TraceMode._dispatch
+
+
+def new_mode(trace: Trace, watch: RateWatch) -> TraceMode:
+    """A mode that fills ``trace``: a guarded one where this process has compiled functions, or that is not known."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(compiler, "cached_backends", None if compiler is None else {0: "not known"})
+    # What is kept from being compiled has a backend there too, which is None.
+    is_used = backends is not None and any(backend is not None for backend in backends.values())
+    return (TraceMode if is_used else _UnguardedMode)(trace, watch)

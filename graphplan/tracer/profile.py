@@ -12,7 +12,7 @@ counts only for its own ``self``: torch's modules read ``self.p``, but torch's m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from graphplan.collector import no_collections
 from graphplan.owners import Namespace, Scalar, is_known, is_user_object
-from graphplan.tracer.names import names_of
+from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
 from graphplan.tracer.spaces import Ran
 from graphplan.tracer.watching import Watcher, new_watcher, watcher_of_thread
@@ -76,15 +76,21 @@ class Reads:
         # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
         return callable(scalar.get()) or callable(getattr(scalar.owner, scalar.attribute, None))
 
-    # Most methods are the libraries', on objects that nobody asks of: bytecode is read for those that somebody does.
-
     def _is_loaded(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` loads it."""
-        return any(scalar.attribute in names_of(code).attributes for code in self.methods_on.get(id(scalar.owner), ()))
+        return any(scalar.attribute in names.attributes for names in self._names_on(scalar))
 
     def may_store(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` may have stored it."""
-        return any(scalar.attribute in names_of(code).stored for code in self.methods_on.get(id(scalar.owner), ()))
+        return any(scalar.attribute in names.stored for names in self._names_on(scalar))
+
+    def _names_on(self, scalar: Scalar) -> Iterator[Names]:
+        """The names of those methods that ran on the object that has ``scalar`` and may have to do with that."""
+        # Most methods are the libraries', and have not. Reading their bytecode takes long.
+        name = scalar.attribute.removesuffix("[:]")
+        for code in self.methods_on.get(id(scalar.owner), ()):
+            if name in code.co_names or not is_library(code.co_filename):
+                yield names_of(code)
 
     def uses(self, scalar: Scalar) -> bool:
         """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""

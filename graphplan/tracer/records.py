@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ from graphplan.tracer.source import Source
 from graphplan.tracer.spaces import Ran
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(NamedTuple):
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are theirs within their storages; ``scalars`` are the other arguments by name;
     ``launches`` is False for views and allocations. ``threaded``: another thread than the step's ran it, as autograd's

@@ -19,10 +19,14 @@ from threading import Lock
 from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
 from typing import Any, ClassVar
 
+import torch
+
 OnCall = Callable[[FrameType], bool]
 OnCCall = Callable[[FrameType, Any], None]
-_HOME = str(Path(__file__).parent) + os.sep
-"""Code here looks at steps, and is no part of them."""
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_SILENT = (_OURS, os.path.join(_TORCH, "_ops.py"), os.path.join(_TORCH, "_library") + os.sep)
+"""Code that looks at steps, and torch's that leads to operators: what these call themselves is no part of a step."""
 _RUN = "run"
 """But for what ``Aside.run`` is given to call."""
 _monitoring: Any = getattr(sys, "monitoring", None)
@@ -98,9 +102,11 @@ class ProfileFunction(Watcher):
         sys.setprofile(self._event)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
         if event == "call":
-            self._on_call(frame)
-        elif event == "c_call":
+            if not code.co_filename.startswith(_SILENT):
+                self._on_call(frame)
+        elif event == "c_call" and (code.co_name == _RUN or not code.co_filename.startswith(_SILENT)):
             self._on_c_call(frame, arg)
 
 
@@ -200,7 +206,7 @@ class Monitor(Watcher):
 
     @classmethod
     def _starts(cls, code: CodeType, offset: int) -> object:
-        if code.co_filename.startswith(_HOME):
+        if code.co_filename.startswith(_SILENT):
             return _monitoring.DISABLE
         watcher = cls._here.monitor
         is_known = watcher is not None and not watcher.is_paused and watcher._on_call(sys._getframe(1))
@@ -215,7 +221,7 @@ class Monitor(Watcher):
 
     @classmethod
     def _calls(cls, code: CodeType, offset: int, function: Any, first: Any) -> object:
-        if code.co_filename.startswith(_HOME) and code.co_name != _RUN:
+        if code.co_filename.startswith(_SILENT) and code.co_name != _RUN:
             return _monitoring.DISABLE
         watcher = cls._here.monitor
         if watcher is None or watcher.is_paused:

@@ -22,7 +22,16 @@ from graphplan.dtensors import local
 from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, walk_owners
 from graphplan.program import Program
 from graphplan.trees import map_result
-from graphplan.verify.compare import Difference, Differing, are_noisy, describe, differing_values, fits, unexplained
+from graphplan.verify.compare import (
+    Difference,
+    Differing,
+    Far,
+    are_noisy,
+    describe,
+    differing_values,
+    fits,
+    unexplained,
+)
 from graphplan.verify.noise import Beyond, Moves, Noise
 from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.state import State, are_same, collect_tensors, collect_values, tensors_of
@@ -179,21 +188,22 @@ class _Check:
         """What more replays from the same state do not explain: noise may be so seldom that several show none."""
         again: list[Mapping[str, Tensor]] = []
         found = dict.fromkeys(paths, 0.0)
+        far = Far(replayed)
         # Replays keep to the order in which sums were added up, and eager steps may not.
         noisy = self._program.plan.may_reorder
         for _ in range(_REPLAYS):
             again.append(self._repeat(start))
             noisy = noisy or are_noisy(replayed, again, paths)
-            found = unexplained(found, replayed, again, eager, noisy=noisy)
+            found = unexplained(found, far, again, eager, noisy=noisy)
             if not self._wants_again(bool(found) and not noisy):
                 break
         nudged = None
         # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
         if self._wants_again(noisy and (bool(found) or not self._noise.is_known)):
             nudged = self._repeat(start, nudge=True)
-            found = unexplained(found, replayed, again, eager, nudged, noisy=True)
+            found = unexplained(found, far, again, eager, nudged, noisy=True)
         if not found and noisy:
-            self._noise.learn(start.old, replayed, again, eager, nudged)
+            self._noise.learn(start.old, far, again, eager, nudged)
         return describe(found, start.old, replayed, eager)
 
     def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:

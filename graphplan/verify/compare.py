@@ -176,9 +176,24 @@ def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]], 
     )
 
 
+class Far:
+    """How far ``one``, what a replay left, lies from what others left. Each distance is measured once."""
+
+    def __init__(self, one: Mapping[str, Tensor]) -> None:
+        self.one = one
+        self._known: dict[int, tuple[Mapping[str, Tensor], dict[str, float]]] = {}
+
+    def to(self, other: Mapping[str, Tensor], paths: Sequence[str]) -> list[float]:
+        """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
+        _, known = self._known.setdefault(id(other), (other, {}))
+        new = [path for path in paths if path not in known]
+        known.update(zip(new, distances(new, self.one, other), strict=True))
+        return [known[path] for path in paths]
+
+
 def unexplained(
     paths: Iterable[str],
-    one: Mapping[str, Tensor],
+    far: Far,
     again: Sequence[Mapping[str, Tensor]],
     eager: Mapping[str, Tensor],
     nudged: Mapping[str, Tensor] | None = None,
@@ -191,8 +206,8 @@ def unexplained(
     in one place by chance, and what rounding does to the step.
 
     Args:
-        paths: where ``one`` and ``eager`` differ.
-        one: what a replay left.
+        paths: where ``far.one`` and ``eager`` differ.
+        far: distances from what a replay left.
         again: what more replays from the same state left, at least one.
         eager: what the eager step left.
         nudged: what a replay left whose parameters had been off by what rounding does to them.
@@ -201,17 +216,17 @@ def unexplained(
     Returns:
         How far replays lie apart, by path; 0 where there is nothing to compare.
     """
-    paths = list(paths)
+    paths, one = list(paths), far.one
     sides = [one, eager, *again]
     alike = [path for path in paths if all(path in side and fits(one[path], side[path]) for side in sides)]
-    spreads = [distances(alike, one, other) for other in again]
+    spreads = [far.to(other, alike) for other in again]
     spread = dict(zip(alike, map(max, zip(*spreads, strict=True)), strict=True))
     found = {path: spread.get(path, 0.0) for path in paths}
     if not alike or not noisy:
         return found
-    differences = distances(alike, one, eager)
+    differences = far.to(eager, alike)
     roundings = [2 * _last_place(one[path]) for path in alike]
-    responses = [0.0] * len(alike) if nudged is None else distances(alike, one, nudged)
+    responses = [0.0] * len(alike) if nudged is None else far.to(nudged, alike)
     sizes = lengths([one[path] for path in alike])
     for path, distance, response, rounding, size in zip(alike, differences, responses, roundings, sizes, strict=True):
         if math.isfinite(distance) and distance <= SPREADS * spread[path] + RESPONSES * response + rounding * size:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Norms, apart, fits, moved, numbers
+from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Far, Norms, apart, fits, moved, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +49,31 @@ class Noise:
     def learn(
         self,
         old: Mapping[str, Tensor],
-        one: Mapping[str, Tensor],
+        far: Far,
         again: Sequence[Mapping[str, Tensor]],
         eager: Mapping[str, Tensor],
         nudged: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Take in what replays from one state, ``old``, left: ``one``, and others, at least one; and as ``nudged`` one
-        from rounded parameters. What the eager step left was found to be as good by the check: as far away it may be
-        again, and no further.
+        """Take in what replays from one state, ``old``, left: ``far.one``, and others, at least one; and as ``nudged``
+        one from rounded parameters. What the eager step left was found to be as good by the check: as far away it may
+        be again, and no further.
         """
         self._measured += 1
-        moves = Moves.of(old, one)
+        moves = Moves.of(old, far.one)
+        (lengths,) = numbers(moves.norms)
+        changes = dict(zip(moves.paths, lengths, strict=True))
         for other in again:
-            self._widen(moves, one, other, 1.0)
-        self._widen(moves, one, eager, 1 / SPREADS)
+            self._widen(changes, far, other, 1.0)
+        self._widen(changes, far, eager, 1 / SPREADS)
         if nudged is not None:
-            self._widen(moves, one, nudged, RESPONSES / SPREADS)
+            self._widen(changes, far, nudged, RESPONSES / SPREADS)
 
-    def _widen(self, moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor], part: float) -> None:
-        for path, (far, change) in Distances(moves, one, other).by_path().items():
-            if change > 0 and math.isfinite(far) and math.isfinite(change):
-                self._shares[path] = max(self._shares.get(path, 0.0), part * far / change)
+    def _widen(self, changes: Mapping[str, float], far: Far, other: Mapping[str, Tensor], part: float) -> None:
+        alike = [path for path in changes if path in other and fits(far.one[path], other[path])]
+        for path, distance in zip(alike, far.to(other, alike), strict=True):
+            change = changes[path]
+            if change > 0 and math.isfinite(distance) and math.isfinite(change):
+                self._shares[path] = max(self._shares.get(path, 0.0), part * distance / change)
 
     def share(self, path: str) -> float:
         """How far the tensor at ``path`` may lie from what another replay makes of it, as a share of its move."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.verify.compare import Difference, are_noisy, describe, differing, differing_values, unexplained
+from graphplan.verify.compare import Difference, Far, are_noisy, describe, differing, differing_values, unexplained
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.twins import BEFORE_REPLAY, build, drive, managed
 from tests.zoo import Box, descent
@@ -25,13 +25,13 @@ def beyond_spread(
     paths: list[str], old: Tensors, one: Tensors, again: list[Tensors], eager: Tensors
 ) -> list[Difference]:
     noisy = are_noisy(one, again, paths)
-    return describe(unexplained(paths, one, again, eager, noisy=noisy), old, one, eager)
+    return describe(unexplained(paths, Far(one), again, eager, noisy=noisy), old, one, eager)
 
 
 def test_no_number_is_explained_by_no_number() -> None:
     """Rounded parameters that give NaN somewhere say nothing of a NaN that the eager step gives elsewhere."""
     one, nudged, eager = (torch.tensor(values) for values in ([1.0, 1.0], [NAN, 1.0], [1.0, NAN]))
-    found = unexplained(["a"], {"a": one}, [{"a": one.clone()}], {"a": eager}, {"a": nudged}, noisy=True)
+    found = unexplained(["a"], Far({"a": one}), [{"a": one.clone()}], {"a": eager}, {"a": nudged}, noisy=True)
     assert found == {"a": 0.0}
 
 
