@@ -29,7 +29,7 @@ from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.roles import Footprint
 from graphplan.tracer import find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, is_allocation, schema_of, tensors_in, written_tensors
-from graphplan.tracer.mode import IGNORED, LIFTS
+from graphplan.tracer.mode import IGNORED, LIFTS, is_kept_from_compiler
 from graphplan.tracer.profile import Aside, Profile
 
 _CONSTANT = (
@@ -82,6 +82,10 @@ class _TapeMode(TorchDispatchMode):
         self.failure: str | None = None
         self.storages: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not is_kept_from_compiler(cls.__torch_dispatch__.__code__)
 
     def fail(self, why: str) -> None:
         """Note that the recording cannot be used; the step goes on, since it is a real one."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -19,8 +18,7 @@ from graphplan.owners import walk_owners
 from graphplan.signature import flatten
 from graphplan.step.compiled import refuse_graphs_within, runs_compiled
 from graphplan.tracer import Trace, trace
-from graphplan.tracer.mode import TraceMode, new_mode
-from graphplan.tracer.rates import RateWatch
+from graphplan.tracer.mode import TraceMode, is_kept_from_compiler
 from tests.twins import Rig, assert_equals_eager, assert_refused
 
 # What torch says when it imports Inductor.
@@ -153,28 +151,24 @@ def test_what_is_exempt_from_compilation_is_not_compiled() -> None:
     assert step.stats.traced == 2
 
 
-def test_traces_are_guarded_against_the_compiler_once_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, that would only take time; where torch does not tell, they are."""
-    frames = importlib.import_module("torch._dynamo.eval_frame")
-    monkeypatch.setattr(frames, "cached_backends", {0: None})
+def test_a_compiled_function_in_a_trace() -> None:
+    """The compiler does not look at what watches the step."""
+    graphs: list[Any] = []
 
-    def is_guarded() -> bool:
-        trace = Trace()
-        return type(new_mode(trace, RateWatch(trace, tuple))) is TraceMode
+    def compiler(graph: Any, examples: Any) -> Any:
+        graphs.append(graph)
+        return graph
 
-    assert not is_guarded()
-    torch.compile(torch.sin, backend="eager")
-    assert is_guarded()
-    monkeypatch.delattr(frames, "cached_backends")
-    assert is_guarded()
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-def test_a_compiled_function_in_a_trace_that_is_not_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch._dynamo.reset()`` forgets what was compiled: the compiler then looks at what watches, and all is seen."""
-    compiled = torch.compile(lambda x: (x * 2).sin(), backend="eager")
-    monkeypatch.setattr(importlib.import_module("torch._dynamo.eval_frame"), "cached_backends", {})
+    compiled = torch.compile(lambda x: (x * 2).sin(), backend=compiler)
     x, record = torch.randn(3), Trace()
     result, _ = trace(compiled, flatten((x,), {}), owners={}, device=x.device, record=record)
     assert torch.equal(result, (x * 2).sin())
     assert [operator.name for operator in record.operators] == ["aten.mul.Tensor", "aten.sin.default"]
+    assert not graphs
+
+
+def test_a_torch_that_cannot_be_told_to_keep_its_compiler_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It guards every call itself, as it does by default."""
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    assert not is_kept_from_compiler(calls.__code__)
+    assert TraceMode._should_skip_dynamo()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from threading import get_ident
+from types import CodeType
 from typing import Any
 
 import torch
@@ -46,6 +46,19 @@ IGNORED = ("profiler.", "prim.")
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
 
+def is_kept_from_compiler(code: CodeType) -> bool:
+    """Tell torch's compiler once and for all to look neither at ``code`` nor at what that calls. False where it cannot
+    be told: then torch has to guard every call of it, which takes a sixth of a trace.
+    """
+    compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    try:
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
 def refuse_trace(error: type[RefusalError], message: str) -> None:
     """Note a violation in the trace that is going on; nothing where none is."""
     for mode in reversed(_get_current_dispatch_mode_stack()):
@@ -82,17 +95,16 @@ class TraceMode(TorchDispatchMode):
         self.writes: Counter[int | None] = Counter()
         """How often each storage was written to."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not is_kept_from_compiler(cls.__torch_dispatch__.__code__)
+
     def refuse(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
         """Note a violation; the first one counts."""
         if self._trace.violation is None:
             self._trace.violation = error(message, component=component or find_source().component)
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return self._dispatch(func, types, args, kwargs)
-
-    def _dispatch(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if is_wrapped(types):
@@ -251,22 +263,3 @@ class TraceMode(TorchDispatchMode):
                 "ever. Feed the tensor to the step, or make it on the device",
                 component=source.component,
             )
-
-
-class _UnguardedMode(TraceMode):
-    """Torch guards each call of a mode's against its compiler, which takes a sixth of a trace."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    __torch_dispatch__ = TraceMode._dispatch
-
-
-def new_mode(trace: Trace, watch: RateWatch) -> TraceMode:
-    """A mode that fills ``trace``: a guarded one where this process has compiled functions, or that is not known."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    backends = getattr(compiler, "cached_backends", None if compiler is None else {0: "not known"})
-    # What is kept from being compiled has a backend there too, which is None.
-    is_used = backends is not None and any(backend is not None for backend in backends.values())
-    return (TraceMode if is_used else _UnguardedMode)(trace, watch)

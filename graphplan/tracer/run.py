@@ -16,7 +16,7 @@ from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, stor
 from graphplan.roles import TensorSpec
 from graphplan.signature import Feed, is_dense, is_literal
 from graphplan.tracer.changes import Changes, Recorder
-from graphplan.tracer.mode import TraceMode, new_mode
+from graphplan.tracer.mode import TraceMode
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import OutputTensor, Trace
@@ -53,7 +53,7 @@ def trace(
     recorder = Recorder(owners, walk_owners(owners) if sharding.is_there else walk)
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
-    result = _run(fn, feed, new_mode(record, watch), record, sharding)
+    result = _run(fn, feed, TraceMode(record, watch), record, sharding)
     named, record.output_structure = flatten_result(result)
     leaves = [leaf for _, leaf in named]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
