@@ -51,6 +51,8 @@ class Managed:
         self.rates = LearningRates(self._scaled_steps)
         self.changes: list[str] = []
         self.refusal: OptimizerError | None = None
+        self.is_settled = False
+        """Whether the code that was looked at last used no new name, and nothing that was met for the first time."""
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
         self._sharding: Sharding | None = None
@@ -110,27 +112,24 @@ class Managed:
             self.owners[free_name(name, self.owners)] = owner
         return self.walk() if found else walk
 
-    def discover_all(self, call: Callable[[], Result], *, is_settled: bool) -> tuple[Result, Walk | None, bool]:
+    def discover_all(self, call: Callable[[], Result], *, is_settled: bool) -> tuple[Result, Walk | None]:
         """:meth:`discover`, and take in the names and objects that the code of ``call`` uses, unless ``is_settled``.
+        The walk is None where there are more owners now than it would have found.
 
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
-
-        Returns:
-            The result, a walk over the owners or None where there are more now than it would have found, and whether no
-            name was new.
         """
         if self.runs_compiled(self.walk()):
-            return call(), None, False
+            return call(), None
         profile = Profile()
         with nullcontext() if is_settled else profile, Discovery(self.manage) as discovery:
             result = call()
         walk = self._take_owners(discovery, self.walk())
         if is_settled:
-            return result, walk, True
+            return result, walk
         are_named = _NAMES in self.owners
         has_grown = self.take_names(profile.ran, walk)
-        return result, walk if are_named and not has_grown else None, not has_grown
+        return result, walk if are_named and not has_grown else None
 
     def take_names(self, ran: Ran, walk: Walk) -> bool:
         """Take in the names that code used, and the objects that it ran on; whether there are any new ones. ``walk`` is
@@ -139,6 +138,7 @@ class Managed:
         An object is taken in when it turns up a second time: others are made by the step itself.
         """
         asked: dict[int, bool] = {}
+        self.is_settled = False
         kinds = set(map(id, map(type, walk.modules)))
 
         def has_met(thing: Any) -> bool:
@@ -160,6 +160,7 @@ class Managed:
             if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True
+        self.is_settled = not grown and all(asked.values())
         return grown
 
     @property

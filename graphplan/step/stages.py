@@ -72,7 +72,7 @@ class Stages:
 
         def body() -> Any:
             call = lambda: self._runner.call(feed)  # noqa: E731
-            result, walk, entry.settled = self._managed.discover_all(call, is_settled=entry.settled)
+            result, walk = self._managed.discover_all(call, is_settled=entry.settled)
             walks.append(walk)
             return result
 
@@ -90,6 +90,7 @@ class Stages:
             self._stats.skip(SkipReason.GRADIENT)
             return result
         entry.warm += 1
+        entry.settled = self._managed.is_settled
         if self._stats.captured:
             self._stats.skip(SkipReason.SHAPE)
         return result

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -63,10 +64,10 @@ def test_a_failed_capture_goes_on_eagerly(name: str, what: Callable[[], object])
             is_healthy()
 
 
-def wide_rig() -> Rig:
+def wide_rig(momentum: float = 0.0) -> Rig:
     """A step whose activations are much larger than its state."""
     model = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 8))
-    optimizer = SGD(model.parameters(), lr=1e-3, fused=True)
+    optimizer = SGD(model.parameters(), lr=1e-3, momentum=momentum, fused=True)
     return squaring_rig(model, optimizer, (8192, 64))
 
 
@@ -89,9 +90,9 @@ PARAMETERS = 4 * (64 * 4096 + 4096 + 4096 * 4096 + 4096 + 4096 * 8 + 8)
 make_wide = on_device(wide_rig)
 
 
-def eager_need() -> int:
+def eager_need(make: Callable[[], Rig] = make_wide) -> int:
     """What eager steps of the wide rig reserve at most beside what they leave allocated."""
-    rig = build(make_wide)
+    rig = build(make)
     memory()
     torch.cuda.reset_peak_memory_stats(DEVICE)
     drive(rig, oracle(rig))
@@ -112,11 +113,12 @@ def limited_to(nbytes: int) -> Iterator[None]:
 @needs_cuda
 def test_a_device_on_which_only_eager_steps_fit() -> None:
     """The copies of the state that a capture needs do not fit: eager steps go on, within the same limit."""
-    rig = build(make_wide)
+    make = on_device(partial(wide_rig, momentum=0.9))
+    rig = build(make)
     expected = drive(rig, oracle(rig))
     del rig
-    need = eager_need()
-    rig = build(make_wide)
+    need = eager_need(make)
+    rig = build(make)
     step = managed(rig, backend=BACKEND, on_failure="eager")
     begun = drive(rig, step, AT)
     with (
