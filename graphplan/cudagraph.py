@@ -151,10 +151,10 @@ class CUDAGraphBackend(Backend):
         # all that the process has, which takes 0.3 s.
         gc.collect(2 if self._living else 1)
         torch.cuda.synchronize(self.device)
-        forget_workspaces()
         # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
         self.trim()
         before = torch.cuda.memory_reserved(self.device)
+        forget_workspaces()
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
             with no_collections():

@@ -39,8 +39,8 @@ class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
     ``used`` is the number of the latest lookup that found it. ``settled``: the names in the code of its warm-up steps
-    are known, and need not be watched. ``outside``: its calls are eager, since gradients are to
-    flow through their results.
+    are known, and need not be watched. ``outside``: its calls are eager, since gradients are to flow through their
+    results.
     """
 
     warm: int = 0
