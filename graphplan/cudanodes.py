@@ -49,7 +49,8 @@ def _has_bindings() -> bool:
     """Whether CUDA's Python bindings are installed; to import them takes 20 ms and more."""
     try:
         return find_spec("cuda.bindings.driver") is not None
-    except ImportError:
+    except (ImportError, ValueError):
+        # No package of that name, or somebody else's.
         return False
 
 
