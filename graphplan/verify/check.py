@@ -33,13 +33,13 @@ from graphplan.verify.compare import (
     unexplained,
 )
 from graphplan.verify.noise import Beyond, Moves, Noise
+from graphplan.verify.rounding import can_be_nudged, nudge_by, take_back
 from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.state import State, are_same, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
 _REPLAYS = 3
 """As often a replay is repeated until two of them differ."""
-_ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,40 +211,16 @@ class _Check:
         start.snapshot.restore()
         if not nudge:
             return self.replay(start.walk)[0].tensors
-        params = {path: local(param) for path, param in start.walk.parameters.values() if _can_be_nudged(local(param))}
+        params = {path: local(param) for path, param in start.walk.parameters.values() if can_be_nudged(local(param))}
         rounding = self._program.plan.rounding
         for param in params.values():
-            _nudge(param, rounding)
+            nudge_by(param, rounding)
         left = self.replay(start.walk)[0].tensors
         for path, param in params.items():
             old = start.snapshot.value(param)
             if old is not None and path in left and fits(old, left[path]):
-                _take_back(left[path], old, rounding)
+                take_back(left[path], old, rounding)
         return left
-
-
-def _can_be_nudged(tensor: Tensor) -> bool:
-    is_dense = tensor.layout is torch.strided and 0 not in tensor.stride()
-    return is_dense and tensor.dtype in _ROUNDED and not (is_freed(tensor) or tensor.is_inference())
-
-
-@torch.no_grad()
-def _nudge(tensor: Tensor, rounding: float) -> None:
-    """Change the elements of ``tensor`` by turns up and down: by ``rounding``, or what its own type can tell apart."""
-    part = max(torch.finfo(tensor.dtype).eps, rounding)
-    row = tensor.detach() if tensor.dim() else tensor.detach().view(1)
-    row[..., ::2].mul_(1 + part)
-    row[..., 1::2].mul_(1 - part)
-
-
-@torch.no_grad()
-def _take_back(left: Tensor, old: Tensor, rounding: float) -> None:
-    """Take out of what a replay made of ``old``, nudged, the nudge itself: it may be larger than the step's update, and
-    noise is in the update only.
-    """
-    nudge = old.clone()
-    _nudge(nudge, rounding)
-    left.sub_(nudge.sub_(old))
 
 
 def check_replay(

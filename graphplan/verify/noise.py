@@ -80,23 +80,6 @@ class Noise:
         return self._shares.get(path, 0.0)
 
 
-class Distances:
-    """How far ``one``, what a replay left after ``moves``, and ``other`` lie apart, where they can nearly be the same:
-    integers are, or they are not. A device may still measure it: :meth:`by_path` waits for it.
-    """
-
-    def __init__(self, moves: Moves, one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-        self._moves = moves
-        self.alike = [path for path in moves.paths if path in other and fits(one[path], other[path])]
-        self._norms = apart(self.alike, one, other)
-
-    def by_path(self) -> dict[str, tuple[float, float]]:
-        """Each distance, and how far the replay has moved the tensor."""
-        far, changes = numbers(self._norms, self._moves.norms)
-        moved_by = dict(zip(self._moves.paths, changes, strict=True))
-        return {path: (distance, moved_by[path]) for path, distance in zip(self.alike, far, strict=True)}
-
-
 class Beyond:
     """Paths at which ``one``, what a replay left after ``moves``, and what the eager step left differ by more than
     ``noise``. A device may still compare them: :meth:`paths` waits for it.
@@ -104,16 +87,21 @@ class Beyond:
 
     def __init__(self, noise: Noise, moves: Moves, one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> None:
         self._noise = noise
-        self._near = Distances(moves, one, eager)
-        near = set(self._near.alike)
+        self._moves = moves
+        # Integers are the same, or they are not.
+        self._alike = [path for path in moves.paths if path in eager and fits(one[path], eager[path])]
+        self._far = apart(self._alike, one, eager)
+        near = set(self._alike)
         self._others = Differing(*({path: t for path, t in side.items() if path not in near} for side in (one, eager)))
 
     def paths(self) -> list[str]:
         """What was found."""
+        far, lengths = numbers(self._far, self._moves.norms)
+        changes = dict(zip(self._moves.paths, lengths, strict=True))
         found = [
             path
-            for path, (far, change) in self._near.by_path().items()
-            if far > 0 and not far <= SPREADS * self._noise.share(path) * change < math.inf
+            for path, distance in zip(self._alike, far, strict=True)
+            if distance > 0 and not distance <= SPREADS * self._noise.share(path) * changes[path] < math.inf
         ]
         return found + self._others.paths()
 
