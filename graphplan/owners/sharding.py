@@ -4,7 +4,7 @@ need it, and note in Python how far they have come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from graphplan.dtensors import loaded
+from graphplan.owners.records import Walk
+from graphplan.owners.walk import walk_owners
 
 _PLAIN = (bool, int, float, str, type(None), Enum)
 
@@ -93,8 +95,10 @@ def _groups_of(state: Any) -> Sequence[Any]:
     return groups
 
 
-def come_to_rest(modules: Iterable[nn.Module]) -> Sharding:
-    """Have those of ``modules`` that FSDP2 shards come to rest."""
-    sharding = Sharding(modules)
+def come_to_rest(owners: Mapping[str, Any]) -> tuple[Sharding, Walk]:
+    """Have the modules among ``owners`` that FSDP2 shards come to rest; what a walk finds there."""
+    walk = walk_owners(owners)
+    sharding = Sharding(walk.modules)
     sharding.settle()
-    return sharding
+    # What was gathered lay in other places.
+    return sharding, walk_owners(owners) if sharding.is_there else walk

@@ -97,10 +97,7 @@ def capture_program(
             put back here.
     """
     check_policy(plan, policy)
-    walk = walk_owners(plan.owners())
-    sharding = come_to_rest(walk.modules)
-    if sharding.is_there:
-        walk = walk_owners(plan.owners())
+    sharding, walk = come_to_rest(plan.owners())
     leases = _find_leases(plan, feed)
     inputs = _fill_inputs(plan, feed, buffers, leases) if Role.INPUT in policy.copy_roles else {}
     leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]

@@ -77,13 +77,13 @@ def _compile(
     managed = Managed(fn, owners, prepare=prepare)
     feed = flatten(args, {})
     check_feed(feed, None)
-    come_to_rest(managed.walk().modules)
-    snapshots = [Snapshot(managed.walk(), extra=[tensor for _, tensor in feed.tensors()])]
+    _, walk = come_to_rest(managed.owners)
+    snapshots = [Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])]
 
     def on_first_sight(thing: Any) -> None:
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
-        come_to_rest(walk_owners({"": thing}).modules)
-        snapshots.append(Snapshot(walk_owners({"": thing}), without=LENT))
+        _, walk = come_to_rest({"": thing})
+        snapshots.append(Snapshot(walk, without=LENT))
 
     traces: list[Trace] = []
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
-from graphplan.compiler import build_plan, is_allowed, is_reordered
+from graphplan.compiler import build_plan, is_reordered
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.optimizers import within_first_steps
@@ -27,6 +27,7 @@ from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
+from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.refusals import Refusals
@@ -35,6 +36,7 @@ from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
 from graphplan.trees import flatten_result
 
+Walked = TypeVar("Walked")
 _REORDERED = 5
 """As often traces may differ in the order of autograd's engine, after 4, 8, ... 64 further steps."""
 MEMORY_IS_FED = "memory that the step changes is fed, or fed twice"
@@ -68,17 +70,11 @@ class Stages:
         """An eager step that takes in the owners that it turns out to use."""
         self._runner.settle_backend(feed)
         assert self._runner.backend is not None
-        walks: list[Walk | None] = []
-
-        def body() -> Any:
-            call = lambda: self._runner.call(feed)  # noqa: E731
-            result, walk = self._managed.discover_all(call, is_settled=entry.settled)
-            walks.append(walk)
-            return result
-
+        call = lambda: self._runner.call(feed)  # noqa: E731
+        body = lambda: self._managed.discover_all(call, is_settled=entry.settled)  # noqa: E731
         with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
-            result = self._runner.run(body)
-        self._managed.refresh(walks.pop())
+            result, walk = self._run(body)
+        self._managed.refresh(walk)
         entry.eager_calls += 1
         self._stats.eager += 1
         self._stats.end_call("eager")
@@ -178,16 +174,9 @@ class Stages:
         self, entry: Entry, line: Line, body: Callable[[], tuple[Any, Walk]], undo: ExitStack, *, rehearses: bool
     ) -> tuple[Any, Walk]:
         """Run a trace. It is a real step: an error of the step's own leaves what it leaves in an eager one."""
-        walks: list[Walk] = []
-
-        def traced() -> Any:
-            result, walk = self._managed.discover(body)
-            walks.append(walk)
-            return result
-
         try:
             with uncompiled() if rehearses else nullcontext():
-                return self._runner.run(traced, traced=True), walks.pop()
+                return self._run(lambda: self._managed.discover(body), traced=True)
         except BaseException as error:
             if not rehearses and not isinstance(error, RefusalError) and not is_out_of_memory(error):
                 undo.pop_all()
@@ -195,6 +184,17 @@ class Stages:
                 line.traces = []
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             raise
+
+    def _run(self, body: Callable[[], tuple[Any, Walked]], *, traced: bool = False) -> tuple[Any, Walked]:
+        """Run ``body`` as managed steps run. Its result is what the backend knows of, and not the walk beside that."""
+        walks: list[Walked] = []
+
+        def run() -> Any:
+            result, walk = body()
+            walks.append(walk)
+            return result
+
+        return self._runner.run(run, traced=traced), walks.pop()
 
     def _undo_rehearsal(self, result: Any, facts: Trace, snapshot: Snapshot) -> Rehearsal:
         """Put everything back after a trace of compiled code, which ran uncompiled."""
@@ -216,8 +216,7 @@ class Stages:
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         if len(line.traces) < 2:
             return
-        first, second = line.traces
-        line.traces = []
+        (first, second), line.traces = line.traces, []
         try:
             with self._managed.rates:
                 line.plan = build_plan(
@@ -233,19 +232,8 @@ class Stages:
             if not self._may_trace_anew(entry, line, first, second):
                 raise
             return
-        if second.prints and not is_allowed("print", self._options.allow):
-            self._refusals.warn(
-                f"the step prints at {second.prints[0]}, and a replay runs no Python: only eager calls will "
-                "print. Print what the step returns, outside it, or pass allow=('print',)"
-            )
-        for name, source in second.ran.extensions.items():
-            if not is_allowed(name, self._options.allow):
-                self._refusals.warn(
-                    f"the step calls {name}, a function of an extension module, at {source}: what it remembers is "
-                    "compared by checks alone, and what it does to memory or on the host is not in a replay unless it "
-                    "launches kernels. Register it as a torch operator (torch.library), or, if its results follow from "
-                    f"its arguments, pass allow=({name!r},)"
-                )
+        for text in omissions(second, self._options.allow):
+            self._refusals.warn(text)
         self._runner.plan = line.plan
         assert self._runner.backend is not None
         needed = self._runner.backend.needs(line.plan.footprint, alone=True)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError, HostSyncError
 from graphplan.marks import PLAIN_KINDS, marks_of
-from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id, walk_owners
+from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
 from graphplan.roles import TensorSpec
 from graphplan.signature import Feed, is_dense, is_literal
 from graphplan.tracer.changes import Changes, Recorder
@@ -48,9 +48,8 @@ def trace(
     first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
     """
     record.device = device
-    walk = walk_owners(owners)
-    sharding = come_to_rest(walk.modules)
-    recorder = Recorder(owners, walk_owners(owners) if sharding.is_there else walk)
+    sharding, walk = come_to_rest(owners)
+    recorder = Recorder(owners, walk)
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
     result = _run(fn, feed, TraceMode(record, watch), record, sharding)
