@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,6 +24,7 @@ from graphplan.step.entry import Entry
 from graphplan.step.lookup import Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
+from graphplan.step.pace import Pace
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
@@ -80,6 +83,7 @@ class GraphedStep(Exclusive, Told):
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
         self._demoted: RefusalError | None = None
+        self._pace: Pace | None = Pace(peers) if options.paced else None
         self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
@@ -115,7 +119,7 @@ class GraphedStep(Exclusive, Told):
         around = surroundings() if self._options.backend != "eager" else None
         if around is not None and changing_mode() is not None and not runs_within_step():
             self._refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
-        with running_step():
+        with running_step(), self._pace or nullcontext():
             if around is not None:
                 return self._runner.surrounded(args, kwargs, around, self._options, self._demoted)
             return self._find_way(args, kwargs)
@@ -137,6 +141,12 @@ class GraphedStep(Exclusive, Told):
             self._demote(self._managed.refusal)
         if self._demoted is not None:
             return self._refused(feed, self._demoted)
+        if self._pace is not None and self._pace.waits:
+            if not self._pace.is_over():
+                self._tell(None)
+                return self._wait(self._pace, feed)
+            self._pace = None
+            self._managed.resume()
         try:
             entry, program = self._lookup.find(feed)
         except RefusalError as error:
@@ -219,6 +229,11 @@ class GraphedStep(Exclusive, Told):
             self._demote(error)
             return self._refused(feed, error)
         if entry.warm >= self._options.warmup_steps:
+            if self._pace is not None and self._pace.begins_to_wait():
+                entry.warm = self._options.warmup_steps - 1
+                self._managed.pause()
+                return self._wait(self._pace, feed)
+            self._pace = None
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
             self._programs.count_attempt()
@@ -228,11 +243,22 @@ class GraphedStep(Exclusive, Told):
                 self._short.forget()
                 self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
-        result = self._stages.warm_up(entry, feed)
+        result = self._stages.warm_up(entry, feed, self._pace)
+        assert self._runner.device is not None
+        if not self._options.is_paced(self._runner.device):
+            self._pace = None
         self._programs.count_attempt()
         if entry.warm <= 1 or entry.eager_calls <= 1:
             self._lookup.keep(feed, entry)
         return result
+
+    def _wait(self, pace: Pace, feed: Feed) -> Any:
+        """The step as it is without graphplan, where the warm-up's memory is: each stream has its own."""
+        assert self._runner.backend is not None
+        assert self._runner.device is not None
+        args, kwargs = feed.rebuild(self._lookup.moved(feed).leaves)
+        step = partial(self._runner.untouched, args, kwargs, SkipReason.BUSY)
+        return pace.measured(partial(self._runner.backend.run, step), self._runner.device)
 
     def _settle(self, entry: Entry) -> None:
         """See to it that the programs, with the new one, take no more memory than they may."""

@@ -272,6 +272,17 @@ class Managed:
         """Which parameters have a gradient now."""
         return tuple(param.grad is not None for param in self._parameters)
 
+    def pause(self) -> None:
+        """Put the optimizers' flags back until :meth:`resume`."""
+        self.rates.release()
+        self._managed = set()
+        self.changes.clear()
+
+    def resume(self) -> None:
+        """Prepare the optimizers again."""
+        for optimizer in self.walk().optimizers.values():
+            self.manage(optimizer)
+
     def release(self) -> None:
         """Put the optimizers' flags back."""
         self._notices.remove()

@@ -27,6 +27,8 @@ class Options:
     """What :func:`graphplan.graph_step` and :func:`graphplan.graphed` take besides the step and its owners; see there.
 
     ``autograd``: whether calls whose results shall have gradients flow through them are eager, instead of detached.
+    ``paced``: whether a step waits with its program while the device is busy all the time, unless an option asks for
+    what only a program, or a prepared optimizer, gives.
 
     Raises:
         OptionError, PolicyError, BackendError: for values that make no sense.
@@ -53,6 +55,7 @@ class Options:
     autograd: bool = False
     memory_budget: int | None = None
     prefetch: bool = False
+    paced: bool = False
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -131,6 +134,11 @@ class Options:
         if self.min_speedup is not None:
             return self.min_speedup
         return 0.0 if device.type == "cpu" else 1.0
+
+    def is_paced(self, device: torch.device) -> bool:
+        """Whether a step may wait with its program: what else it is asked for does not come with the program."""
+        asks = self.compile is not False or self.fuse_optimizer or self.prefetch
+        return self.paced and device.type == "cuda" and not asks and self.least_speedup(device) > 0
 
     @property
     def roles(self) -> Policy:

@@ -107,6 +107,19 @@ class Peers:
         """
         return self._wait(question, answer)
 
+    def all_say(self, question: str, answer: bool) -> bool:
+        """Whether every rank answers ``question`` with yes, in time; a rank that says no does not wait for the others.
+
+        Where one of them refuses, that is a no: the next stage on the way to a program says why.
+        """
+        if not answer:
+            self._store.set(f"{self._own}/{question}", "0")
+            return False
+        try:
+            return all(self._wait(question) or [False])
+        except PeerError:
+            return False
+
 
 def find_peers() -> Peers | None:
     """The other ranks of the default process group; None where this process trains alone."""

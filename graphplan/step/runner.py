@@ -74,10 +74,12 @@ class Runner:
         self.count_eager(reason, detail)
         return result
 
-    def untouched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The function and nothing else, for ``backend="eager"``."""
+    def untouched(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason = SkipReason.BACKEND_EAGER
+    ) -> Any:
+        """The function and nothing else."""
         result = self.fn(*args, **kwargs)
-        self.count_eager(SkipReason.BACKEND_EAGER)
+        self.count_eager(reason)
         return result
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: RefusalError) -> Any:

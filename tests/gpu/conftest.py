@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphplan.step import Options
+
 # cuBLAS reads it when its first handle is made; without it two runs of one matrix product may differ.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -36,6 +38,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Say why nothing of this folder ran."""
     if not _wanted(config):
         terminalreporter.write_line("tests/gpu: not collected: torch sees no CUDA device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line("markers", "paced: steps wait with their programs while the device is busy")
+
+
+@pytest.fixture(autouse=True)
+def unpaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep steps from waiting: what keeps the device busy may be other tests, in other processes."""
+    if request.node.get_closest_marker("paced") is None:
+        monkeypatch.setattr(Options, "is_paced", lambda options, device: False)
 
 
 @pytest.fixture(autouse=True)

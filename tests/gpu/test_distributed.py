@@ -24,7 +24,7 @@ FULL = EPOCHS * 150 // BATCH - 14
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All rows in one process group."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, "one rank cannot", "sigterm"]
+    rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, "one rank cannot", "sigterm", "busy"]
     return run_ranks(folder, rows, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
@@ -60,3 +60,10 @@ def test_a_sigterm_ends_every_rank_before_the_same_step(ranks: list[dict[str, An
     ended = [found["sigterm"]["ended"] for found in ranks]
     assert ended[0] == ended[1]
     assert 5 < ended[0] <= 5 + 16
+
+
+def test_ranks_whose_devices_are_busy_wait_together(ranks: list[dict[str, Any]]) -> None:
+    """The fit is too short for a program to pay."""
+    waits = [found["busy"]["waits"] for found in ranks]
+    assert waits[0] == waits[1] >= EPOCHS * 150 // BATCH - 14, ranks[0]["busy"]["report"]
+    assert [found["busy"]["captured"] for found in ranks] == [0, 0]

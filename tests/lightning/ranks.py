@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from graphplan import GraphPlanCallback, NotCapturedError, RefusalError
+from graphplan import GraphPlanCallback, NotCapturedError, RefusalError, SkipReason
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, Observer, digits, ignore_lightning_warnings, with_step
 from tests.sharded import evaluate, sharded_rig
@@ -68,6 +68,11 @@ def trainer_of(
     )
 
 
+def callback_of(**options: Any) -> GraphPlanCallback:
+    """The callback; its steps do not wait while the device is busy: other tests may be what keeps it so."""
+    return GraphPlanCallback(**{"backend": BACKEND, "min_speedup": 0, **options})
+
+
 def fit(
     make: Callable[[], L.LightningModule],
     callback: GraphPlanCallback | None,
@@ -93,11 +98,12 @@ def fit(
 def compare(make: Callable[[], L.LightningModule] = LitDigits, **options: Any) -> dict[str, Any]:
     """Fit twice and compare; the callback's counts and report."""
     chosen = options.pop("callback", {})
-    callback = GraphPlanCallback(**{"backend": BACKEND, **chosen})
+    callback = callback_of(**chosen)
     assert_same(fit(make, None, **options)[0], fit(make, callback, **options)[0])
     stats = callback.stats
     counts = {"replayed": stats.replayed, "captured": stats.captured, "verified": stats.verified}
-    return {**counts, "evaluated": callback.eval_stats.replayed, "report": callback.report()}
+    waits = stats.skipped[SkipReason.BUSY]
+    return {**counts, "waits": waits, "evaluated": callback.eval_stats.replayed, "report": callback.report()}
 
 
 class Sharded(LitDigits):
@@ -160,7 +166,7 @@ def resumed(*, distributed: bool) -> dict[str, Any]:
     """Half of the fit, a checkpoint, and the other half from it; with the callback also from the eager fit's."""
     strategy = partial(fsdp, save_distributed_checkpoint=distributed)
     folder = Path(sys.argv[1]) / f"checkpoints {distributed}"
-    callbacks = [None, *(GraphPlanCallback(backend=BACKEND) for _ in range(3))]
+    callbacks = [None, *(callback_of() for _ in range(3))]
     for name, callback in zip(("eager", "graphed"), callbacks, strict=False):
         _, trainer = fit(Sharded, callback, strategy=strategy, max_epochs=EPOCHS // 2)
         trainer.save_checkpoint(folder / name)
@@ -179,7 +185,7 @@ def sharded_loop() -> dict[str, Any]:
 
 def tensor_parallel() -> dict[str, Any]:
     """Both ranks hold a part of each layer."""
-    trainer = trainer_of([GraphPlanCallback(backend=BACKEND)], strategy=partial(fsdp, ranks=1))
+    trainer = trainer_of([callback_of()], strategy=partial(fsdp, ranks=1))
     try:
         trainer.fit(Whole(), DataLoader(digits()[0], BATCH))
     except NotCapturedError as error:
@@ -202,6 +208,12 @@ def one_rank_cannot(**options: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
+def _takes_long(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    width = 8192 if CUDA else 8
+    idle = torch.ones(width, width, device=self.device)
+    return self.loss_of(batch) + 0.0 * (idle @ idle).mean()
+
+
 class Told(L.Trainer):
     """On rank 0 a SIGTERM comes in after the step's own look at it and before the next broadcast."""
 
@@ -214,7 +226,7 @@ class Told(L.Trainer):
 def sigterm() -> dict[str, Any]:
     """Every rank ends before the same step."""
     torch.manual_seed(0)
-    trainer = trainer_of([GraphPlanCallback(backend=BACKEND)], Told)
+    trainer = trainer_of([callback_of()], Told)
     try:
         trainer.fit(LitDigits(), DataLoader(digits()[0], BATCH))
     except SIGTERMException:
@@ -242,6 +254,7 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "tensor parallel": tensor_parallel,
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
     "sigterm": sigterm,
+    "busy": lambda: compare(with_step(_takes_long), callback={"min_speedup": 1.0}),
     # The last one: the ranks part in an error.
     "one rank cannot, and that raises": one_rank_cannot,
 }

@@ -1,0 +1,74 @@
+"""Which steps wait with their program on a device: those that keep it busy all the time."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from graphplan import SkipReason
+from graphplan.step import GraphedStep, Options, pace
+from tests.gpu.helpers import DEVICE, needs_cuda
+
+pytestmark = [needs_cuda, pytest.mark.paced]
+CALLS = 24
+
+
+def trained(width: int, **options: Any) -> GraphedStep:
+    """Make calls of a step whose layers are ``width`` wide, as fast as the host can."""
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(DEVICE)
+    optimizer = SGD(model.parameters(), lr=1e-6)
+    x = torch.randn(width, width, device=DEVICE)
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = GraphedStep(train_step, {"model": model, "optimizer": optimizer}, Options(paced=True, **options))
+    for _ in range(CALLS):
+        step(x)
+    torch.cuda.synchronize()
+    return step
+
+
+def test_a_step_that_keeps_the_device_busy_waits() -> None:
+    """Several matrix products of 8192 x 8192 take the device far longer than the host takes for all of the step."""
+    step = trained(8192)
+    assert step.stats.skipped == {SkipReason.BUSY: CALLS - 3}, step.report()
+    assert step.stats.captured == 0
+
+
+def test_steps_that_wait_take_no_second_memory() -> None:
+    """Theirs is that of the steps before them, on the same stream."""
+    reserved = []
+    for options in ({"backend": "eager"}, {}):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        step = trained(8192, **options)
+        reserved.append(torch.cuda.memory_reserved() - before)
+        step.close()
+        del step
+    assert reserved[1] <= 1.1 * reserved[0]
+
+
+def test_it_gets_its_program_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as the way there is a small part of the run; or at once, if that is what its user wants."""
+    monkeypatch.setattr(pace, "SHARE", 1e9)
+    step = trained(8192)
+    assert step.stats.skipped == {SkipReason.BUSY: 4}, step.report()
+    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - 3 - 4 - 4)
+    assert trained(8192, min_speedup=0).stats.skipped == {}
+
+
+def test_a_step_that_keeps_the_host_busy_does_not_wait() -> None:
+    step = trained(64)
+    assert step.stats.skipped == {}, step.report()
+    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - 6)
