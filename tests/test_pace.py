@@ -1,7 +1,8 @@
-"""Steps that wait with their program, since the device is busy all the time. The device's clock is made up here."""
+"""Steps that wait with their program, since the device is busy all the time. The device and its clock are made up."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from itertools import repeat
 from types import SimpleNamespace
@@ -12,66 +13,86 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.nn import functional as F
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from graphplan import SkipReason
-from graphplan.step import GraphedStep, Options, Peers, pace, peers
+from graphplan.report import outcome
+from graphplan.step import GraphedStep, Options, Peers, idleness, pace, peers
+from graphplan.step.idleness import Idleness
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive
 from tests.zoo import Mlp, float_batches
 
-CALLS = 24
-LONG = 1e6
+CALLS = 28
+LONG, SHORT = 1e6, 0.1
 
 
-class Clock:
-    """Seconds of the host, of which each look takes one, and of the device, which takes ``busy`` for each step, and has
-    nothing to do for ``gap`` before it.
+class Device:
+    """One that takes ``busy`` seconds for each step, and the host's clock, on which each look takes one second.
+
+    ``idle`` is the part of the time in which it has nothing to do, as whoever looks at it all the time would see it.
     """
 
     def __init__(self, busy: float) -> None:
-        self.now = 0.0
         self.busy = busy
-        self.gap = 0.0
-        self.is_done = True
+        self.idle: float | None = 0.0
+        self.now = 0.0
         self.events = 0
-        self._device = 0.0
+        self.watched = 0
+        self.watching = 0
+        self._free = 0.0
 
     def look(self) -> float:
         self.now += 1.0
         return self.now
 
     def event(self, enable_timing: bool) -> Any:
-        event = SimpleNamespace(query=lambda: self.is_done)
+        event = SimpleNamespace(query=lambda: event.seconds <= self.now)
         is_end = self.events % 2
         self.events += 1
 
         def record(stream: Any) -> None:
-            self._device += self.busy if is_end else self.gap
-            event.seconds = self._device
+            # It begins when the host says so and the work before is done, and ends after the last kernel is launched.
+            self._free = max(self._free + (self.busy if is_end else 0.0), self.now)
+            event.seconds = self._free
 
         event.record = record
         event.elapsed_time = lambda later: 1e3 * (later.seconds - event.seconds)
         return event
 
+    def watch(self, stream: Any) -> Any:
+        """As :class:`Idleness`."""
+        self.watched += 1
+        self.watching += 1
+
+        def end() -> float | None:
+            self.watching -= 1
+            return self.idle
+
+        return SimpleNamespace(end=end)
+
+
+MakeDevice = Callable[[float], Device]
+
 
 @pytest.fixture
-def make_clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Clock]:
-    def make(busy: float) -> Clock:
-        clock = Clock(busy)
-        cuda = SimpleNamespace(Event=clock.event, current_stream=lambda device: None)
+def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
+    def make(busy: float) -> Device:
+        device = Device(busy)
+        cuda = SimpleNamespace(Event=device.event, current_stream=lambda device: None)
         monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda))
-        monkeypatch.setattr(pace, "perf_counter", clock.look)
+        monkeypatch.setattr(pace, "perf_counter", device.look)
+        monkeypatch.setattr(pace, "Idleness", device.watch)
         is_paced = Options.is_paced
         monkeypatch.setattr(Options, "is_paced", lambda options, device: is_paced(options, torch.device("cuda")))
-        return clock
+        return device
 
     return make
 
 
-def rig_of(fused: bool = True) -> Rig:
+def rig_of(kind: Callable[..., Optimizer] = SGD, **options: Any) -> Rig:
     """With ``fused`` there is nothing to prepare the optimizer for."""
     model = Mlp()
-    optimizer: Optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=fused)
+    optimizer = kind(model.parameters(), **{"lr": 0.05, "fused": True} | options)
 
     def train_step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -88,37 +109,41 @@ def paced(rig: Rig, peers: Peers | None = None, **options: Any) -> GraphedStep:
     return GraphedStep(rig.step, rig.owners, chosen, peers=peers)
 
 
-def test_a_step_waits_while_the_device_is_behind(make_clock: Callable[[float], Clock]) -> None:
+def test_a_step_waits_while_the_device_is_behind(make_device: MakeDevice) -> None:
     """It is the user's own meanwhile; when the way to a program is a small part of the run, it is taken."""
-    clock = make_clock(LONG)
+    device = make_device(LONG)
     twin = build(rig_of)
     expected = drive(twin, twin.step)
     rig = build(rig_of)
     step = paced(rig)
 
     def after(index: int) -> None:
-        if index == 9:
-            clock.now += LONG
+        # 31 steps that the host launched in a second each are half a per cent of 6200 seconds.
+        device.now += {4: 6100, 9: 100}.get(index, 0)
 
     rig.after = after
     found = drive(rig, step)
     assert_same_runs(expected, found)
-    # Three calls warm up, and the other stages come after one that does so again. Whether to go on waiting is asked
-    # after four more, and then after eight.
+    # Three calls warm up, and the other stages come after one that does so again. Whether to go on waiting is decided
+    # after four calls that did, and after eight.
     assert step.stats.skipped == {SkipReason.BUSY: 8}
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - 11 - 4)
-    assert clock.events == 2 * (1 + 8)
+    assert (device.events, device.watched, device.watching) == (2, 2, 0)
     assert step.stats.reasons == {SkipReason.BUSY.value: 8}
 
 
-def test_the_optimizer_is_the_users_own_while_a_step_waits(make_clock: Callable[[float], Clock]) -> None:
+def test_it_is_decided_again_now_and_then() -> None:
+    assert list(filter(pace._is_turn, range(200))) == [4, 8, 16, 32, 64, 128, 192]
+
+
+def test_the_optimizer_is_the_users_own_while_a_step_waits(make_device: MakeDevice) -> None:
     """It is left as it was, and prepared once more afterwards. The report says what it is at the time."""
-    clock = make_clock(LONG)
+    device = make_device(LONG)
     rig = build(lambda: rig_of(fused=False))
     prepared: list[int] = []
     step = paced(rig)
     for index, call in enumerate(rig.calls):
-        clock.now += LONG if index == 6 else 0
+        device.now += LONG if index == 6 else 0
         step(*call)
         prepared.append(len(step._managed.rates._preparations))
         assert step.prepared == ["SGD.param_groups[0]['fused']: False -> True"] * prepared[-1]
@@ -126,33 +151,68 @@ def test_the_optimizer_is_the_users_own_while_a_step_waits(make_clock: Callable[
     assert step.stats.captured == 1
 
 
-def test_a_device_that_is_not_even_done_is_behind(make_clock: Callable[[float], Clock]) -> None:
-    clock = make_clock(0.0)
-    clock.is_done = False
-    rig = build(rig_of)
-    step = paced(rig)
-    drive(rig, step)
-    assert step.stats.skipped == {SkipReason.BUSY: CALLS - 3}
-
-
-@pytest.mark.parametrize(("busy", "gap"), [(0.5, 0.0), (LONG, 0.1)], ids=["within steps", "between steps"])
-def test_a_device_that_turns_out_to_wait_for_the_host(
-    make_clock: Callable[[float], Clock], busy: float, gap: float
-) -> None:
-    """Three times in a row: then there is something to gain, and the way to a program is taken."""
-    clock = make_clock(LONG)
-    rig = build(rig_of)
-    step = paced(rig)
+@pytest.mark.parametrize("every", [2, 5])
+def test_steps_that_are_asked_to_be_eager_are_the_users_own_too(make_device: MakeDevice, every: int) -> None:
+    """Stock kernels take no device learning rate."""
+    device = make_device(LONG)
+    rig = build(lambda: rig_of(AdamW, fused=None, foreach=True))
+    step = paced(rig, eager_if=every)
+    prepared: list[int] = []
 
     def after(index: int) -> None:
-        # Once does not count. The gap that lasts is one twentieth of what the host takes for a step.
-        waits = index in (4, 7, 8, 9)
-        clock.busy, clock.gap = (busy, gap) if waits else (LONG, 0.01)
+        prepared.append(len(step._managed.rates._preparations))
 
     rig.after = after
     drive(rig, step)
-    assert step.stats.skipped == {SkipReason.BUSY: 8}
-    assert step.stats.captured == 1
+    waits = prepared.index(0)
+    assert prepared == [1] * waits + [0] * (CALLS - waits)
+    assert step.stats.skipped[SkipReason.EAGER_IF] == -(-CALLS // every)
+    assert step.stats.skipped[SkipReason.BUSY] + step.stats.skipped[SkipReason.EAGER_IF] == CALLS - 3
+    assert device.watching == 0
+    step.close()
+
+
+def test_whoever_ends_the_wait_need_not_be_a_step_that_waits(make_device: MakeDevice) -> None:
+    """The call after four that waited is asked to be eager, and is prepared all the same."""
+    device = make_device(LONG)
+    rig = build(lambda: rig_of(fused=False))
+    step = paced(rig, eager_if=lambda x, y: len(prepared) == 7)
+    prepared: list[int] = []
+    device.idle = 0.07
+    for call in rig.calls:
+        step(*call)
+        prepared.append(len(step._managed.rates._preparations))
+    assert prepared == [1] * 3 + [0] * 4 + [1] * (CALLS - 7)
+    assert step.stats.skipped == {SkipReason.BUSY: 4, SkipReason.EAGER_IF: 1}
+
+
+@pytest.mark.parametrize(
+    ("idle", "waits"), [(0.06, CALLS - 3), (0.07, 4), (None, 4)], ids=["hardly", "often", "nobody can tell"]
+)
+def test_a_device_that_turns_out_to_be_idle(make_device: MakeDevice, idle: float | None, waits: int) -> None:
+    """Then there is something to gain, and the way to a program is taken."""
+    device = make_device(LONG)
+    device.idle = idle
+    rig = build(rig_of)
+    step = paced(rig)
+    drive(rig, step)
+    assert step.stats.skipped == {SkipReason.BUSY: waits}
+    assert step.stats.captured == (waits == 4)
+
+
+@pytest.mark.parametrize(("outside", "waits"), [(10, CALLS - 3), (60, 0)])
+def test_what_the_host_does_between_steps_counts(make_device: MakeDevice, outside: int, waits: int) -> None:
+    """The device takes fifty seconds for a step that is launched in one."""
+    device = make_device(50)
+    rig = build(rig_of)
+
+    def after(index: int) -> None:
+        device.now += outside
+
+    rig.after = after
+    step = paced(rig)
+    drive(rig, step)
+    assert step.stats.skipped == ({SkipReason.BUSY: waits} if waits else {})
 
 
 @pytest.mark.parametrize(
@@ -160,17 +220,15 @@ def test_a_device_that_turns_out_to_wait_for_the_host(
     [{}, {"min_speedup": 0}, {"paced": False}, {"fuse_optimizer": True}, {"prefetch": True}, {"compile": True}],
     ids=str,
 )
-def test_no_step_waits_where_there_is_something_to_gain(
-    make_clock: Callable[[float], Clock], options: dict[str, Any]
-) -> None:
+def test_no_step_waits_where_there_is_something_to_gain(make_device: MakeDevice, options: dict[str, Any]) -> None:
     """The host is what takes long; or whoever asks for programs wants them in any case."""
-    clock = make_clock(LONG if options else 0.5)
+    device = make_device(LONG if options else SHORT)
     rig = build(rig_of)
     step = paced(rig, **options)
     drive(rig, step)
     assert step.stats.skipped == {}
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY)
-    assert clock.events == (0 if options else 2)
+    assert device.events == (0 if options else 2)
 
 
 @pytest.mark.parametrize("least", [None, 1e-6])
@@ -182,50 +240,109 @@ def test_the_cpu_is_its_own_host(least: float | None) -> None:
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY)
 
 
-class Rank1:
-    """Of two ranks the other one, whose answers are known beforehand; ``store`` is where the ranks meet."""
+def test_a_fit_that_waited_to_its_end_says_so(make_device: MakeDevice) -> None:
+    make_device(LONG)
+    rig = build(rig_of)
+    step = paced(rig)
+    drive(rig, step)
+    said = outcome(step.stats, plans=0, backend="auto", warmup_steps=3)
+    assert said == f"graphplan: no step was captured in {CALLS} steps: {SkipReason.BUSY.value}"
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: bool) -> None:
+
+class Ranks:
+    """Two ranks that meet in one store."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peers, "_numbers", repeat(0))
         self.store = HashStore()
-        for question, answer in answers.items():
-            self.store.set(f"graphplan/0/1/{question.replace('_', ' ')}", str(int(answer)))
+        self.rank_0, self.rank_1 = (Peers(self.store, rank, 2) for rank in range(2))
 
-    @property
-    def peers(self) -> Peers:
-        """What rank 0 knows of it."""
-        return Peers(self.store, 0, 2)
-
-
-STAGES = {"trace_0": True, "trace_1": True, "ready": True}
+    def say(self, question: str, answer: bool) -> None:
+        """What rank 1 says before rank 0 asks."""
+        if answer:
+            self.store.add(f"graphplan/0/{question}/yes", 1)
+        else:
+            assert not self.rank_1.all_say(question, False)
 
 
 @pytest.mark.parametrize(
     ("answers", "waits"),
     [
-        ({"busy": True, "still_busy_4": True, "still_busy_8": False}, 8),
-        ({"busy": True, "still_busy_4": False}, 4),
+        ({"busy": True, "busy after 4": True, "busy after 8": False}, 8),
+        ({"busy": True, "busy after 4": False}, 4),
         ({"busy": False}, 0),
     ],
 )
 def test_ranks_wait_together(
-    make_clock: Callable[[float], Clock], monkeypatch: pytest.MonkeyPatch, answers: dict[str, bool], waits: int
+    make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch, answers: dict[str, bool], waits: int
 ) -> None:
     """This one's device is behind all the time, and it waits no longer than the other one."""
-    make_clock(LONG)
+    make_device(LONG)
+    ranks = Ranks(monkeypatch)
+    for question, answer in answers.items():
+        ranks.say(question, answer)
+    for stage in ("trace 0", "trace 1", "ready"):
+        ranks.store.set(f"graphplan/0/1/{stage}", "1")
     rig = build(rig_of)
-    step = paced(rig, peers=Rank1(monkeypatch, **answers, **STAGES).peers)
+    step = paced(rig, peers=ranks.rank_0)
     drive(rig, step)
     assert step.stats.skipped == ({SkipReason.BUSY: waits} if waits else {})
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - (3 + waits + 4 if waits else BEFORE_REPLAY))
 
 
-def test_a_rank_that_waits_for_nothing_does_not_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who says no has decided it; who says yes takes it for a no if the others have refused, or say nothing."""
-    rank = Rank1(monkeypatch)
-    assert not rank.peers.all_say("busy", False)
-    assert rank.store.get("graphplan/0/0/busy") == b"0"
-    monkeypatch.setattr(peers, "_PATIENCE", 0.02)
-    assert not rank.peers.all_say("busy", True)
-    rank.store.set("graphplan/0/1", "its loss is read")
-    assert not rank.peers.all_say("still busy 4", True)
+def test_all_ranks_hear_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that comes when the others have given it up."""
+    ranks = Ranks(monkeypatch)
+    heard: list[bool] = []
+    other = threading.Thread(target=lambda: heard.append(ranks.rank_1.all_say("busy", True)))
+    other.start()
+    heard.append(ranks.rank_0.all_say("busy", True))
+    other.join()
+    assert heard == [True, True]
+    monkeypatch.setattr(peers, "_SHORT_PATIENCE", 0.02)
+    assert not ranks.rank_0.all_say("busy after 4", True)
+    assert not ranks.rank_1.all_say("busy after 4", True)
+    assert not ranks.rank_0.all_say("busy after 8", False)
+    assert not ranks.rank_1.all_say("busy after 8", True)
+
+
+class Stream:
+    """Has nothing to do at every other look, until it ``fails``."""
+
+    def __init__(self, fails: int) -> None:
+        self.looks = 0
+        self.seen = threading.Event()
+        self._fails = fails
+
+    def query(self) -> bool:
+        self.looks += 1
+        if self.looks == 2 * idleness._FEWEST:
+            self.seen.set()
+        if self.looks > self._fails:
+            self.seen.set()
+            raise RuntimeError("the device is gone")
+        return bool(self.looks % 2)
+
+
+def test_looks_at_a_stream() -> None:
+    stream = Stream(fails=10**9)
+    watch = Idleness(stream)
+    assert stream.seen.wait(60)
+    share = watch.end()
+    assert share is not None
+    assert abs(share - 0.5) <= 1 / stream.looks
+    assert not watch._thread.is_alive()
+
+
+def test_too_few_looks_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a device that fails, which is for others to tell; and nobody looks for ever."""
+    stream = Stream(fails=3)
+    watch = Idleness(stream)
+    assert stream.seen.wait(60)
+    assert watch.end() is None
+    monkeypatch.setattr(idleness, "_MOST", 5)
+    stream = Stream(fails=10**9)
+    watch = Idleness(stream)
+    watch._thread.join(60)
+    assert stream.looks == 5
+    assert watch.end() is None

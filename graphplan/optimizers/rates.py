@@ -135,10 +135,11 @@ class LearningRates:
             preparation.leave()
 
     def release(self) -> None:
-        """Give the flags up."""
+        """Give the flags up, and the device learning rates with them: stock kernels may not take one."""
         for preparation in self._preparations:
             preparation.undo()
         self._preparations = []
+        self._shadows = {}
 
     def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Shadow the groups whose kernels can read a device learning rate; renew shadows of replaced groups."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphplan.errors import SkipReason
 from graphplan.stats import Stats
 
 
@@ -11,6 +12,8 @@ def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str
     """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""
     if backend == "eager":
         return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
+    if stats.captured == 0 and stats.skipped[SkipReason.BUSY]:
+        return f"graphplan: no step was captured in {stats.calls} steps: {SkipReason.BUSY.value}"
     if stats.captured == 0:
         return (
             f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "

@@ -120,6 +120,9 @@ class GraphedStep(Exclusive, Told):
         if around is not None and changing_mode() is not None and not runs_within_step():
             self._refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
         with running_step(), self._pace or nullcontext():
+            if self._pace is not None and self._pace.waits and self._pace.is_over(self._calls):
+                self._pace = None
+                self._managed.resume()
             if around is not None:
                 return self._runner.surrounded(args, kwargs, around, self._options, self._demoted)
             return self._find_way(args, kwargs)
@@ -142,11 +145,8 @@ class GraphedStep(Exclusive, Told):
         if self._demoted is not None:
             return self._refused(feed, self._demoted)
         if self._pace is not None and self._pace.waits:
-            if not self._pace.is_over():
-                self._tell(None)
-                return self._wait(self._pace, feed)
-            self._pace = None
-            self._managed.resume()
+            self._tell(None)
+            return self._wait(feed)
         try:
             entry, program = self._lookup.find(feed)
         except RefusalError as error:
@@ -229,10 +229,10 @@ class GraphedStep(Exclusive, Told):
             self._demote(error)
             return self._refused(feed, error)
         if entry.warm >= self._options.warmup_steps:
-            if self._pace is not None and self._pace.begins_to_wait():
+            if self._pace is not None and self._pace.begins_to_wait(self._calls):
                 entry.warm = self._options.warmup_steps - 1
                 self._managed.pause()
-                return self._wait(self._pace, feed)
+                return self._wait(feed)
             self._pace = None
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
@@ -252,13 +252,11 @@ class GraphedStep(Exclusive, Told):
             self._lookup.keep(feed, entry)
         return result
 
-    def _wait(self, pace: Pace, feed: Feed) -> Any:
+    def _wait(self, feed: Feed) -> Any:
         """The step as it is without graphplan, where the warm-up's memory is: each stream has its own."""
         assert self._runner.backend is not None
-        assert self._runner.device is not None
         args, kwargs = feed.rebuild(self._lookup.moved(feed).leaves)
-        step = partial(self._runner.untouched, args, kwargs, SkipReason.BUSY)
-        return pace.measured(partial(self._runner.backend.run, step), self._runner.device)
+        return self._runner.backend.run(partial(self._runner.untouched, args, kwargs, SkipReason.BUSY))
 
     def _settle(self, entry: Entry) -> None:
         """See to it that the programs, with the new one, take no more memory than they may."""
@@ -299,5 +297,7 @@ class GraphedStep(Exclusive, Told):
             self._short.forget()
             self._buffers.clear()
             self._managed.release()
+            if self._pace is not None:
+                self._pace.close()
             self._compiled.undo()
             self._closed = True

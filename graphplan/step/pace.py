@@ -7,7 +7,6 @@ part of the run. Until then the step is what it is without graphplan.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from graphplan.step.idleness import Idleness
 from graphplan.step.peers import Peers
 
 SHARE = 0.005
@@ -26,10 +26,12 @@ _WAY = 31
 """
 _PAYS = 1000
 """Steps in which a program has to save what the way to it took, and as much again for checks."""
-_DOUBTS = 3
-"""After so many steps in a row between which it could, there is something to gain after all."""
+_MOST_IDLE = 2 * _WAY / _PAYS
+"""Of a step's time, what the device may have nothing to do in, since replays would save that."""
+_WATCHED = 3
+"""Steps that are watched before it is decided again."""
 _OFTEN = 64
-"""At most so many steps go by until it is looked at how the last ones went."""
+"""At most so many steps go by until it is decided again."""
 Result = TypeVar("Result")
 
 
@@ -37,6 +39,7 @@ Result = TypeVar("Result")
 class _Sample:
     """One eager step: device events around it, and the seconds that the host took for it and since the step before."""
 
+    stream: torch.cuda.Stream
     begin: Any
     end: Any
     host: float
@@ -47,14 +50,10 @@ class _Sample:
         # If the device is not even done, the host is ahead with all that it has done since then, too.
         return not self.end.query() or self.begin.elapsed_time(self.end) / 1000 > self.host + self.outside
 
-    def leaves_gaps(self, before: _Sample) -> bool:
-        """Whether replays could save enough: the device waits for the host in the step, or for long after the one
-        ``before``. (Who reads a value in each step has the host wait for the device: that is no time of the host's.)
-        """
-        if not self.end.query():
-            return False
-        gap = before.end.elapsed_time(self.begin) / 1000
-        return self.host > self.begin.elapsed_time(self.end) / 1000 or gap * _PAYS > 2 * _WAY * self.host
+
+def _is_turn(waited: int) -> bool:
+    """Whether it is decided again after so many calls that wait: 4, 8, 16, 32, and every 64."""
+    return waited % _OFTEN == 0 if waited >= _OFTEN else waited in (4, 8, 16, 32)
 
 
 class Pace:
@@ -67,9 +66,10 @@ class Pace:
         self._start: float | None = None
         self._left: float | None = None
         self._outside = inf
-        self._samples: deque[_Sample] = deque(maxlen=_DOUBTS + 1)
-        self._until: float | None = None
-        self._waited = 0
+        self._sample: _Sample | None = None
+        self._until = 0.0
+        self._first: int | None = None
+        self._idleness: Idleness | None = None
 
     def __enter__(self) -> None:
         now = perf_counter()
@@ -90,32 +90,44 @@ class Pace:
         result = call()
         taken = perf_counter() - start
         end.record(stream)
-        self._samples.append(_Sample(begin, end, taken, self._outside))
+        self._sample = _Sample(stream, begin, end, taken, self._outside)
         return result
 
-    def begins_to_wait(self) -> bool:
-        """Whether steps are to wait from now on: the host is ahead of the device with the last one measured."""
-        if not self._agree("busy", bool(self._samples) and self._samples[-1].is_ahead()):
+    def begins_to_wait(self, call: int) -> bool:
+        """Whether steps are to wait from the ``call``-th on: the host was ahead of the device in the one measured. One
+        long kernel at its end may do for that, which shows soon.
+        """
+        if not self._agree("busy", self._sample is not None and self._sample.is_ahead()):
             return False
+        assert self._sample is not None
         assert self._start is not None
-        self._until = self._start + _WAY * self._samples[-1].host / SHARE
+        self._until = self._start + _WAY * self._sample.host / SHARE
+        self._first = call
         return True
 
     @property
     def waits(self) -> bool:
         """Whether steps wait, since :meth:`begins_to_wait` has said so."""
-        return self._until is not None
+        return self._first is not None
 
-    def is_over(self) -> bool:
-        """Whether they have waited long enough, or are not what they were taken for; asked before each that waits."""
-        assert self._until is not None
-        self._waited += 1
-        # After 4, 8, 16, 32 and every 64 steps: ranks have to ask each other then.
-        if self._waited % _OFTEN and (self._waited & (self._waited - 1) or self._waited <= _DOUBTS):
+    def is_over(self, call: int) -> bool:
+        """Whether they have waited long enough, or the device has gaps after all; asked before each call."""
+        assert self._first is not None
+        assert self._sample is not None
+        waited = call - self._first
+        if _is_turn(waited + _WATCHED):
+            self._idleness = Idleness(self._sample.stream)
+        if not _is_turn(waited):
             return False
-        steps = list(self._samples)
-        doubtful = len(steps) > _DOUBTS and all(map(_Sample.leaves_gaps, steps[1:], steps))
-        return not self._agree(f"still busy {self._waited}", not doubtful and perf_counter() < self._until)
+        assert self._idleness is not None
+        share = self._idleness.end()
+        busy = share is not None and share <= _MOST_IDLE and perf_counter() < self._until
+        return not self._agree(f"busy after {waited}", busy)
+
+    def close(self) -> None:
+        """End what it may have begun."""
+        if self._idleness is not None:
+            self._idleness.end()
 
     def _agree(self, question: str, answer: bool) -> bool:
         return answer if self._peers is None else self._peers.all_say(question, answer)

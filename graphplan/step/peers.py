@@ -16,6 +16,8 @@ from graphplan.errors import PeerError, RefusalError
 
 _PATIENCE, _PAUSE = 10.0, 0.002
 """Seconds that a rank waits for the others, which most often are only a moment behind, and between two looks."""
+_SHORT_PATIENCE = 1.0
+"""Seconds of such a wait where it is as well not to be heard."""
 _numbers = count()
 
 
@@ -29,10 +31,10 @@ class Peers:
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        prefix = f"graphplan/{next(_numbers)}"
+        self._prefix = f"graphplan/{next(_numbers)}"
         self._store = store
-        self._own = f"{prefix}/{rank}"
-        self._keys = [f"{prefix}/{other}" for other in range(world_size)]
+        self._own = f"{self._prefix}/{rank}"
+        self._keys = [f"{self._prefix}/{other}" for other in range(world_size)]
         self._all_ready = False
         self._asked = False
         self._apart = False
@@ -108,17 +110,16 @@ class Peers:
         return self._wait(question, answer)
 
     def all_say(self, question: str, answer: bool) -> bool:
-        """Whether every rank answers ``question`` with yes, in time; a rank that says no does not wait for the others.
-
-        Where one of them refuses, that is a no: the next stage on the way to a program says why.
+        """Whether every rank answers ``question`` with yes within a second. What one rank is told, all are: who comes
+        late finds what was decided.
         """
-        if not answer:
-            self._store.set(f"{self._own}/{question}", "0")
-            return False
-        try:
-            return all(self._wait(question) or [False])
-        except PeerError:
-            return False
+        key = f"{self._prefix}/{question}"
+        if answer and self._store.add(f"{key}/yes", 1) < len(self._keys):
+            end = monotonic() + _SHORT_PATIENCE
+            while not self._store.check([key]) and monotonic() < end:
+                sleep(_PAUSE)
+            answer = False
+        return bool(self._store.compare_set(key, "", "yes" if answer else "no") == b"yes")
 
 
 def find_peers() -> Peers | None:

@@ -18,15 +18,23 @@ pytestmark = [needs_cuda, pytest.mark.paced]
 CALLS = 24
 
 
-def trained(width: int, **options: Any) -> GraphedStep:
-    """Make calls of a step whose layers are ``width`` wide, as fast as the host can."""
-    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(DEVICE)
-    optimizer = SGD(model.parameters(), lr=1e-6)
+def layers(width: int, depth: int) -> nn.Sequential:
+    """As many linear layers, with what is between them."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)))
+
+
+def trained(width: int, depth: int = 2, rows: int = 1, **options: Any) -> GraphedStep:
+    """Make calls of a step as fast as the host can: of ``depth`` layers that are ``width`` wide, and an embedding of as
+    many ``rows`` that the optimizer takes long for, in one kernel.
+    """
+    model = nn.ModuleDict({"layers": layers(width, depth), "embedding": nn.Embedding(rows, 1024)}).to(DEVICE)
+    optimizer = SGD(model.parameters(), lr=1e-6, momentum=0.9, fused=True)
     x = torch.randn(width, width, device=DEVICE)
+    first = torch.zeros(1, dtype=torch.long, device=DEVICE)
 
     def train_step(x: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        loss = model["layers"](x).square().mean() + model["embedding"](first).mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -72,3 +80,10 @@ def test_a_step_that_keeps_the_host_busy_does_not_wait() -> None:
     step = trained(64)
     assert step.stats.skipped == {}, step.report()
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - 6)
+
+
+def test_one_long_kernel_does_not_make_the_device_busy() -> None:
+    """Which it is for a large embedding; the host launches small layers for longer, while there is nothing to do."""
+    step = trained(64, depth=120, rows=400_000)
+    assert step.stats.skipped in ({}, {SkipReason.BUSY: 4}), step.report()
+    assert step.stats.captured == 1
