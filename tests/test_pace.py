@@ -37,7 +37,7 @@ class Device:
         self.idle: float | None = 0.0
         self.now = 0.0
         self.events = 0
-        self.watched = 0
+        self.watched = self.disturbed = 0
         self.watching = 0
         self._free = 0.0
 
@@ -66,7 +66,7 @@ class Device:
 
         def end() -> float | None:
             self.watching -= 1
-            return self.idle
+            return self.idle if self.watched != self.disturbed else 1.0
 
         return SimpleNamespace(end=end)
 
@@ -128,7 +128,7 @@ def test_a_step_waits_while_the_device_is_behind(make_device: MakeDevice) -> Non
     # after four calls that did, and after eight.
     assert step.stats.skipped == {SkipReason.BUSY: 8}
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - 11 - 4)
-    assert (device.events, device.watched, device.watching) == (2, 2, 0)
+    assert (device.events, device.watched, device.watching) == (2, 6, 0)
     assert step.stats.reasons == {SkipReason.BUSY.value: 8}
 
 
@@ -198,6 +198,16 @@ def test_a_device_that_turns_out_to_be_idle(make_device: MakeDevice, idle: float
     drive(rig, step)
     assert step.stats.skipped == {SkipReason.BUSY: waits}
     assert step.stats.captured == (waits == 4)
+
+
+def test_one_step_with_a_validation_after_it_says_nothing(make_device: MakeDevice) -> None:
+    """Of the three that are watched, each has to leave the device idle."""
+    device = make_device(LONG)
+    device.disturbed = 2
+    rig = build(rig_of)
+    step = paced(rig)
+    drive(rig, step)
+    assert step.stats.skipped == {SkipReason.BUSY: CALLS - 3}
 
 
 @pytest.mark.parametrize(("outside", "waits"), [(10, CALLS - 3), (60, 0)])

@@ -10,7 +10,7 @@ from typing import Protocol
 
 _PAUSE = 0.0002
 """Seconds between two looks, of which one takes some microseconds."""
-_FEWEST, _MOST = 20, 20_000
+_FEWEST, _MOST = 10, 20_000
 """Looks that say something, and after which it is enough."""
 
 

@@ -27,7 +27,7 @@ _WAY = 31
 _PAYS = 1000
 """Steps in which a program has to save what the way to it took, and as much again for checks."""
 _MOST_IDLE = 2 * _WAY / _PAYS
-"""Of a step's time, what the device may have nothing to do in, since replays would save that."""
+"""Of each step's time, what the device may have nothing to do in, since replays would save that."""
 _WATCHED = 3
 """Steps that are watched before it is decided again."""
 _OFTEN = 64
@@ -70,6 +70,7 @@ class Pace:
         self._until = 0.0
         self._first: int | None = None
         self._idleness: Idleness | None = None
+        self._shares: list[float] = []
 
     def __enter__(self) -> None:
         now = perf_counter()
@@ -115,13 +116,17 @@ class Pace:
         assert self._first is not None
         assert self._sample is not None
         waited = call - self._first
-        if _is_turn(waited + _WATCHED):
+        if self._idleness is not None:
+            # Where nobody can tell, steps are so short that the wait is short, too.
+            self._shares.append(self._idleness.end() or 0.0)
+            self._idleness = None
+        if any(_is_turn(waited + ahead) for ahead in range(1, _WATCHED + 1)):
             self._idleness = Idleness(self._sample.stream)
         if not _is_turn(waited):
             return False
-        assert self._idleness is not None
-        # Where nobody can tell, steps are so short that the wait is short, too.
-        idle = self._idleness.end() or 0.0
+        # A validation after one of the steps has their stream idle, too.
+        idle = min(self._shares)
+        self._shares = []
         return not self._agree(f"busy after {waited}", idle <= _MOST_IDLE and perf_counter() < self._until)
 
     def close(self) -> None:
