@@ -5,10 +5,12 @@ import torch
 
 from graphplan.owners import copy_all
 from graphplan.owners.copying import write_all
+from tests.gpu.helpers import needs_cuda
 from tests.test_copying import *  # noqa: F403
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@needs_cuda
 def test_nobody_waits_for_copies() -> None:
     """Of the device's tensors and the host's, large and small, together."""
     device = torch.device("cuda")
