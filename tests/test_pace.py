@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed import HashStore
-from torch.nn import functional as F
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from graphplan import SkipReason
 from graphplan.report import outcome
 from graphplan.step import GraphedStep, Options, Peers, idleness, pace, peers
 from graphplan.step.idleness import Idleness
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive
-from tests.zoo import Mlp, float_batches
+from tests.zoo import training_rig
 
 CALLS = 28
 LONG, SHORT = 1e6, 0.1
@@ -89,19 +88,19 @@ def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
     return make
 
 
-def rig_of(kind: Callable[..., Optimizer] = SGD, **options: Any) -> Rig:
+def rig_of(optimizer: str = "nesterov", fused: bool | None = True, foreach: bool | None = None) -> Rig:
     """With ``fused`` there is nothing to prepare the optimizer for."""
-    model = Mlp()
-    optimizer = kind(model.parameters(), **{"lr": 0.05, "fused": True} | options)
 
-    def train_step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss
+    def prepare(made: Optimizer) -> None:
+        made.param_groups[0]["foreach"] = foreach
 
-    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)))
+    return training_rig("mlp", optimizer, fused=fused, prepare=prepare, sizes=(6,) * CALLS)
+
+
+def with_work_after(rig: Rig, work: Callable[[int], object]) -> Rig:
+    """The same, with ``work(index)`` after the schedule's step, after each call."""
+    schedule = rig.after
+    return replace(rig, after=lambda index: (schedule(index), work(index)))
 
 
 def paced(rig: Rig, peers: Peers | None = None, **options: Any) -> GraphedStep:
@@ -121,8 +120,7 @@ def test_a_step_waits_while_the_device_is_behind(make_device: MakeDevice) -> Non
         # 31 steps that the host launched in a second each are half a per cent of 6200 seconds.
         device.now += {4: 6100, 9: 100}.get(index, 0)
 
-    rig.after = after
-    found = drive(rig, step)
+    found = drive(with_work_after(rig, after), step)
     assert_same_runs(expected, found)
     # Three calls warm up, and the other stages come after one that does so again. Whether to go on waiting is decided
     # after four calls that did, and after eight.
@@ -155,15 +153,14 @@ def test_the_optimizer_is_the_users_own_while_a_step_waits(make_device: MakeDevi
 def test_steps_that_are_asked_to_be_eager_are_the_users_own_too(make_device: MakeDevice, every: int) -> None:
     """Stock kernels take no device learning rate."""
     device = make_device(LONG)
-    rig = build(lambda: rig_of(AdamW, fused=None, foreach=True))
+    rig = build(lambda: rig_of("adamw", fused=None, foreach=True))
     step = paced(rig, eager_if=every)
     prepared: list[int] = []
 
     def after(index: int) -> None:
         prepared.append(len(step._managed.rates._preparations))
 
-    rig.after = after
-    drive(rig, step)
+    drive(with_work_after(rig, after), step)
     waits = prepared.index(0)
     assert prepared == [1] * waits + [0] * (CALLS - waits)
     assert step.stats.skipped[SkipReason.EAGER_IF] == -(-CALLS // every)
@@ -219,9 +216,8 @@ def test_what_the_host_does_between_steps_counts(make_device: MakeDevice, outsid
     def after(index: int) -> None:
         device.now += outside
 
-    rig.after = after
     step = paced(rig)
-    drive(rig, step)
+    drive(with_work_after(rig, after), step)
     assert step.stats.skipped == ({SkipReason.BUSY: waits} if waits else {})
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from graphplan.compiler import is_allowed
 from graphplan.errors import CaptureError
-from graphplan.owners import Walk, copy_all
+from graphplan.owners import Snapshot, Walk, copy_all
+from graphplan.tracer import Trace
 from graphplan.verify.compare import differing
 from graphplan.verify.state import collect_tensors
 
@@ -117,6 +118,13 @@ class Rehearsal:
 
     def _tensors(self, result: Any) -> dict[str, Tensor]:
         return collect_tensors(self._walk(), result, {}, (), lambda path: is_allowed(path, self._allow))
+
+    @staticmethod
+    def undo(facts: Trace, snapshot: Snapshot) -> None:
+        """Put everything back."""
+        facts.undo_unowned_writes()
+        snapshot.restore()
+        torch.clear_autocast_cache()
 
     def check(self, result: Any) -> None:
         """Compare with what the step has left now.

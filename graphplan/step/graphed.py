@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -83,7 +82,7 @@ class GraphedStep(Exclusive, Told):
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
         self._demoted: RefusalError | None = None
-        self._pace: Pace | None = Pace(peers) if options.paced else None
+        self._pace: Pace | None = Pace(options, peers) if options.paced else None
         self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
@@ -146,7 +145,7 @@ class GraphedStep(Exclusive, Told):
             return self._refused(feed, self._demoted)
         if self._pace is not None and self._pace.waits:
             self._tell(None)
-            return self._wait(feed)
+            return self._runner.eager(self._lookup.moved(feed), SkipReason.BUSY)
         try:
             entry, program = self._lookup.find(feed)
         except RefusalError as error:
@@ -232,7 +231,7 @@ class GraphedStep(Exclusive, Told):
             if self._pace is not None and self._pace.begins_to_wait(self._calls):
                 entry.warm = self._options.warmup_steps - 1
                 self._managed.pause()
-                return self._wait(feed)
+                return self._runner.eager(feed, SkipReason.BUSY)
             self._pace = None
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
@@ -244,19 +243,10 @@ class GraphedStep(Exclusive, Told):
                 self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
         result = self._stages.warm_up(entry, feed, self._pace)
-        assert self._runner.device is not None
-        if not self._options.is_paced(self._runner.device):
-            self._pace = None
         self._programs.count_attempt()
         if entry.warm <= 1 or entry.eager_calls <= 1:
             self._lookup.keep(feed, entry)
         return result
-
-    def _wait(self, feed: Feed) -> Any:
-        """The step as it is without graphplan, where the warm-up's memory is: each stream has its own."""
-        assert self._runner.backend is not None
-        args, kwargs = feed.rebuild(self._lookup.moved(feed).leaves)
-        return self._runner.backend.run(partial(self._runner.untouched, args, kwargs, SkipReason.BUSY))
 
     def _settle(self, entry: Entry) -> None:
         """See to it that the programs, with the new one, take no more memory than they may."""

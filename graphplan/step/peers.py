@@ -17,7 +17,7 @@ from graphplan.errors import PeerError, RefusalError
 _PATIENCE, _PAUSE = 10.0, 0.002
 """Seconds that a rank waits for the others, which most often are only a moment behind, and between two looks."""
 _SHORT_PATIENCE = 1.0
-"""Seconds of such a wait where it is as well not to be heard."""
+"""Seconds of such a wait where a rank that is not heard may as well have said no."""
 _numbers = count()
 
 

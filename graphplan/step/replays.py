@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphplan.backend import first_line
-from graphplan.errors import PeerError, SlowerError, VerifyError
+from graphplan.errors import SlowerError, VerifyError
 from graphplan.program import NO_CHECK, Program
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
@@ -101,9 +100,7 @@ class Replays:
         trials = self._trials.get(program, Trials())
         lost = trials.surely_below(self._options.least_speedup(program.plan.device))
         if self._peers is not None and program.plan.communicates and trials.are_enough:
-            # A rank that refuses meanwhile is heard of where the next thing would be a capture.
-            with suppress(PeerError):
-                lost = all(self._peers.vote(f"speed {self._stats.calls}", lost) or [False])
+            lost = self._peers.all_say(f"speed {self._stats.calls}", lost)
         if not lost:
             return None
         return SlowerError(

@@ -74,12 +74,10 @@ class Runner:
         self.count_eager(reason, detail)
         return result
 
-    def untouched(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason = SkipReason.BACKEND_EAGER
-    ) -> Any:
-        """The function and nothing else."""
+    def untouched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The function and nothing else, for ``backend="eager"``."""
         result = self.fn(*args, **kwargs)
-        self.count_eager(reason)
+        self.count_eager(SkipReason.BACKEND_EAGER)
         return result
 
     def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: RefusalError) -> Any:

@@ -154,8 +154,9 @@ class Stages:
         body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
         with self._stats.timed("trace"):
             result, walk = self._run_traced(entry, line, body, undo, rehearses=rehearses)
-            rehearsal = self._undo_rehearsal(result, facts, snapshot) if rehearses else None
+            rehearsal = Rehearsal(self._managed.walk, result, self._options.allow) if rehearses else None
             if rehearsal is not None:
+                rehearsal.undo(facts, snapshot)
                 result = self._runner.run(lambda: self._runner.call(feed))
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
@@ -200,14 +201,6 @@ class Stages:
             return result
 
         return self._runner.run(run, traced=traced), walks.pop()
-
-    def _undo_rehearsal(self, result: Any, facts: Trace, snapshot: Snapshot) -> Rehearsal:
-        """Put everything back after a trace of compiled code, which ran uncompiled."""
-        rehearsal = Rehearsal(self._managed.walk, result, self._options.allow)
-        facts.undo_unowned_writes()
-        snapshot.restore()
-        torch.clear_autocast_cache()
-        return rehearsal
 
     def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace, walk: Walk) -> None:
         """Keep a trace, after which ``walk`` was over the owners; with the second one comes the plan."""
