@@ -148,12 +148,12 @@ SETS = {
         5,
     ),
     "large": Choice(tuple(f"{name}_large" for name in _SMALL), ("eager", "floor", "graph_step", *_TYPICAL), 8),
-    "gpt2": Choice(("gpt2", "gpt2_small"), _PAIRS, 14),
+    "gpt2": Choice(("gpt2", "gpt2_small", "gpt2_large"), _PAIRS, 23),
     "other": Choice(("sac", "sac_large", "pinn", "pinn_large"), _PAIRS, 9),
 }  # fmt: skip
 SETS["all"] = Choice(
     tuple(dict.fromkeys(name for chosen in SETS.values() for name in chosen.workloads)),
     tuple(name for name in CONTENDERS if any(name in chosen.contenders for chosen in SETS.values())),
-    95,
+    104,
 )
 """Parts of the benchmark by name. A device takes part with those of the workloads that it has."""

@@ -229,6 +229,8 @@ GPU_WORKLOADS = _by_name(
     _resnet("resnet_large", width=64, blocks=2, side=32, size=512),
     _gpt("gpt2", 12, 768, 12, 1024, 8, vocabulary=50304, tied=True),
     _gpt("gpt2_small", 12, 768, 12, 1024, 1, vocabulary=50304, tied=True),
+    # Twelve sequences keep the device busy on any host.
+    _gpt("gpt2_large", 12, 768, 12, 1024, 12, vocabulary=50304, tied=True),
     _sac("sac", observed=17, acted=6, width=256, size=256),
     _sac("sac_large", observed=17, acted=6, width=256, size=8192),
     _pinn("pinn", width=128, depth=5, size=4096),
@@ -248,6 +250,7 @@ _CPU = (
     _resnet("resnet_large", width=8, blocks=1, side=16, size=32),
     _gpt("gpt2", 3, 48, 3, 32, size=2, vocabulary=512, tied=True),
     _gpt("gpt2_small", 3, 48, 3, 32, size=1, vocabulary=512, tied=True),
+    _gpt("gpt2_large", 3, 48, 3, 32, size=4, vocabulary=512, tied=True),
     _sac("sac", observed=5, acted=2, width=32, size=32),
     _sac("sac_large", observed=5, acted=2, width=32, size=256),
     _pinn("pinn", width=16, depth=2, size=32),

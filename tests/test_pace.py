@@ -22,62 +22,43 @@ from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive
 from tests.zoo import training_rig
 
 CALLS = 28
-LONG, SHORT = 1e6, 0.1
 
 
 class Device:
-    """One that takes ``busy`` seconds for each step, and the host's clock, on which each look takes one second.
-
-    ``idle`` is the part of the time in which it has nothing to do, as whoever looks at it all the time would see it.
+    """One that has nothing to do for such parts of the time, each time somebody watches it (the last one goes on). The
+    host's clock takes one second for each look at it.
     """
 
-    def __init__(self, busy: float) -> None:
-        self.busy = busy
-        self.idle: float | None = 0.0
+    def __init__(self, *idle: float) -> None:
+        self.idle = idle or (0.0,)
         self.now = 0.0
-        self.events = 0
-        self.watched = self.disturbed = 0
-        self.watching = 0
-        self._free = 0.0
+        self.watched = self.watching = 0
 
     def look(self) -> float:
         self.now += 1.0
         return self.now
 
-    def event(self, enable_timing: bool) -> Any:
-        event = SimpleNamespace(query=lambda: event.seconds <= self.now)
-        is_end = self.events % 2
-        self.events += 1
-
-        def record(stream: Any) -> None:
-            # It begins when the host says so and the work before is done, and ends after the last kernel is launched.
-            self._free = max(self._free + (self.busy if is_end else 0.0), self.now)
-            event.seconds = self._free
-
-        event.record = record
-        event.elapsed_time = lambda later: 1e3 * (later.seconds - event.seconds)
-        return event
-
     def watch(self, stream: Any) -> Any:
         """As :class:`Idleness`."""
+        share = self.idle[min(self.watched, len(self.idle) - 1)]
         self.watched += 1
         self.watching += 1
 
-        def end() -> float | None:
+        def end() -> float:
             self.watching -= 1
-            return self.idle if self.watched != self.disturbed else 1.0
+            return share
 
         return SimpleNamespace(end=end)
 
 
-MakeDevice = Callable[[float], Device]
+MakeDevice = Callable[..., Device]
 
 
 @pytest.fixture
 def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(busy: float) -> Device:
-        device = Device(busy)
-        cuda = SimpleNamespace(Event=device.event, current_stream=lambda device: None)
+    def make(*idle: float) -> Device:
+        device = Device(*idle)
+        cuda = SimpleNamespace(current_stream=lambda device: torch.device("cpu"))
         monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda))
         monkeypatch.setattr(pace, "perf_counter", device.look)
         monkeypatch.setattr(pace, "Idleness", device.watch)
@@ -110,7 +91,7 @@ def paced(rig: Rig, peers: Peers | None = None, **options: Any) -> GraphedStep:
 
 def test_a_step_waits_while_the_device_is_behind(make_device: MakeDevice) -> None:
     """It is the user's own meanwhile; when the way to a program is a small part of the run, it is taken."""
-    device = make_device(LONG)
+    device = make_device()
     twin = build(rig_of)
     expected = drive(twin, twin.step)
     rig = build(rig_of)
@@ -126,8 +107,18 @@ def test_a_step_waits_while_the_device_is_behind(make_device: MakeDevice) -> Non
     # after four calls that did, and after eight.
     assert step.stats.skipped == {SkipReason.BUSY: 8}
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - 11 - 4)
-    assert (device.events, device.watched, device.watching) == (2, 6, 0)
+    assert (device.watched, device.watching) == (1 + 6, 0)
     assert step.stats.reasons == {SkipReason.BUSY.value: 8}
+
+
+def test_the_last_of_the_warm_up_steps_decides(make_device: MakeDevice) -> None:
+    """Each that meets nothing new is watched."""
+    device = make_device(0.0, 0.0, 1.0)
+    rig = build(rig_of)
+    step = paced(rig, warmup_steps=5)
+    drive(rig, step)
+    assert step.stats.skipped == {}
+    assert (device.watched, device.watching, step.stats.captured) == (3, 0, 1)
 
 
 def test_it_is_decided_again_now_and_then() -> None:
@@ -136,12 +127,12 @@ def test_it_is_decided_again_now_and_then() -> None:
 
 def test_the_optimizer_is_the_users_own_while_a_step_waits(make_device: MakeDevice) -> None:
     """It is left as it was, and prepared once more afterwards. The report says what it is at the time."""
-    device = make_device(LONG)
+    device = make_device()
     rig = build(lambda: rig_of(fused=False))
     prepared: list[int] = []
     step = paced(rig)
     for index, call in enumerate(rig.calls):
-        device.now += LONG if index == 6 else 0
+        device.now += 1e6 if index == 6 else 0
         step(*call)
         prepared.append(len(step._managed.rates._preparations))
         assert step.prepared == ["SGD.param_groups[0]['fused']: False -> True"] * prepared[-1]
@@ -152,7 +143,7 @@ def test_the_optimizer_is_the_users_own_while_a_step_waits(make_device: MakeDevi
 @pytest.mark.parametrize("every", [2, 5])
 def test_steps_that_are_asked_to_be_eager_are_the_users_own_too(make_device: MakeDevice, every: int) -> None:
     """Stock kernels take no device learning rate."""
-    device = make_device(LONG)
+    device = make_device()
     rig = build(lambda: rig_of("adamw", fused=None, foreach=True))
     step = paced(rig, eager_if=every)
     prepared: list[int] = []
@@ -171,11 +162,10 @@ def test_steps_that_are_asked_to_be_eager_are_the_users_own_too(make_device: Mak
 
 def test_whoever_ends_the_wait_need_not_be_a_step_that_waits(make_device: MakeDevice) -> None:
     """The call after four that waited is asked to be eager, and is prepared all the same."""
-    device = make_device(LONG)
+    make_device(0.07)
     rig = build(lambda: rig_of(fused=False))
     step = paced(rig, eager_if=lambda x, y: len(prepared) == 7)
     prepared: list[int] = []
-    device.idle = 0.07
     for call in rig.calls:
         step(*call)
         prepared.append(len(step._managed.rates._preparations))
@@ -184,41 +174,25 @@ def test_whoever_ends_the_wait_need_not_be_a_step_that_waits(make_device: MakeDe
 
 
 @pytest.mark.parametrize(
-    ("idle", "waits"), [(0.06, CALLS - 3), (0.07, 4), (None, CALLS - 3)], ids=["hardly", "often", "nobody can tell"]
+    ("idle", "waits"),
+    [
+        ((0.06,), CALLS - 3),
+        ((0.07,), 4),
+        # The step before tells little, and one with a validation after it says nothing of the two others.
+        ((0.49, 0.0), CALLS - 3),
+        ((0.0, 0.0, 1.0, 0.0), CALLS - 3),
+        ((0.51, 0.0), 0),
+    ],
 )
-def test_a_device_that_turns_out_to_be_idle(make_device: MakeDevice, idle: float | None, waits: int) -> None:
-    """Then there is something to gain, and the way to a program is taken."""
-    device = make_device(LONG)
-    device.idle = idle
+def test_what_the_device_has_to_do(make_device: MakeDevice, idle: tuple[float, ...], waits: int) -> None:
+    """Where it has often nothing to do, there is something to gain, and the way to a program is taken."""
+    device = make_device(*idle)
     rig = build(rig_of)
     step = paced(rig)
     drive(rig, step)
-    assert step.stats.skipped == {SkipReason.BUSY: waits}
-    assert step.stats.captured == (waits == 4)
-
-
-def test_one_step_with_a_validation_after_it_says_nothing(make_device: MakeDevice) -> None:
-    """Of the three that are watched, each has to leave the device idle."""
-    device = make_device(LONG)
-    device.disturbed = 2
-    rig = build(rig_of)
-    step = paced(rig)
-    drive(rig, step)
-    assert step.stats.skipped == {SkipReason.BUSY: CALLS - 3}
-
-
-@pytest.mark.parametrize(("outside", "waits"), [(10, CALLS - 3), (60, 0)])
-def test_what_the_host_does_between_steps_counts(make_device: MakeDevice, outside: int, waits: int) -> None:
-    """The device takes fifty seconds for a step that is launched in one."""
-    device = make_device(50)
-    rig = build(rig_of)
-
-    def after(index: int) -> None:
-        device.now += outside
-
-    step = paced(rig)
-    drive(with_work_after(rig, after), step)
     assert step.stats.skipped == ({SkipReason.BUSY: waits} if waits else {})
+    assert step.stats.captured == (waits <= 4)
+    assert device.watching == 0
 
 
 @pytest.mark.parametrize(
@@ -228,13 +202,13 @@ def test_what_the_host_does_between_steps_counts(make_device: MakeDevice, outsid
 )
 def test_no_step_waits_where_there_is_something_to_gain(make_device: MakeDevice, options: dict[str, Any]) -> None:
     """The host is what takes long; or whoever asks for programs wants them in any case."""
-    device = make_device(LONG if options else SHORT)
+    device = make_device(0.0 if options else 0.51)
     rig = build(rig_of)
     step = paced(rig, **options)
     drive(rig, step)
     assert step.stats.skipped == {}
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY)
-    assert device.events == (0 if options else 2)
+    assert (device.watched, device.watching) == (0 if options else 1, 0)
 
 
 @pytest.mark.parametrize("least", [None, 1e-6])
@@ -247,7 +221,7 @@ def test_the_cpu_is_its_own_host(least: float | None) -> None:
 
 
 def test_a_fit_that_waited_to_its_end_says_so(make_device: MakeDevice) -> None:
-    make_device(LONG)
+    make_device()
     rig = build(rig_of)
     step = paced(rig)
     drive(rig, step)
@@ -283,7 +257,7 @@ def test_ranks_wait_together(
     make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch, answers: dict[str, bool], waits: int
 ) -> None:
     """This one's device is behind all the time, and it waits no longer than the other one."""
-    make_device(LONG)
+    make_device()
     ranks = Ranks(monkeypatch)
     for question, answer in answers.items():
         ranks.say(question, answer)
@@ -315,40 +289,58 @@ def test_all_ranks_hear_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stream:
     """Has nothing to do at every other look, until it ``fails``."""
 
-    def __init__(self, fails: int) -> None:
+    def __init__(self, fails: int = 10**9) -> None:
         self.looks = 0
         self.seen = threading.Event()
         self._fails = fails
 
     def query(self) -> bool:
         self.looks += 1
-        if self.looks == 2 * idleness._FEWEST:
-            self.seen.set()
         if self.looks > self._fails:
-            self.seen.set()
             raise RuntimeError("the device is gone")
+        if self.looks == 21:
+            self.seen.set()
         return bool(self.looks % 2)
 
 
-def test_looks_at_a_stream() -> None:
-    stream = Stream(fails=10**9)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Each look comes a second after the one before."""
+    made = Device()
+    monkeypatch.setattr(idleness, "perf_counter", made.look)
+    return made
+
+
+def test_looks_at_a_stream(clock: Device) -> None:
+    """Until it is told to end, and then a last time."""
+    stream = Stream()
     watch = Idleness(stream)
     assert stream.seen.wait(60)
-    share = watch.end()
-    assert share is not None
-    assert abs(share - 0.5) <= 1 / stream.looks
+    assert watch.end() == (stream.looks + 1) // 2 / stream.looks
     assert not watch._thread.is_alive()
 
 
-def test_too_few_looks_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a device that fails, which is for others to tell; and nobody looks for ever."""
-    stream = Stream(fails=3)
-    watch = Idleness(stream)
-    assert stream.seen.wait(60)
-    assert watch.end() is None
+@pytest.mark.parametrize(("passed", "share"), [((9.0, 1.0), 0.9), ((1.0, 9.0), 0.1), ((0.0, 0.0), 0.0)])
+def test_each_look_stands_for_the_time_since_the_last(
+    clock: Device, monkeypatch: pytest.MonkeyPatch, passed: tuple[float, float], share: float
+) -> None:
+    monkeypatch.setattr(idleness, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(idleness, "_PAUSE", 60.0)
+    watch = Idleness(Stream())
+    clock.now += passed[0]
+    watch._look()
+    clock.now += passed[1]
+    assert watch.end() == share
+
+
+def test_nobody_looks_for_ever(clock: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor at a device that fails, which is for others to tell."""
+    failing = Idleness(Stream(fails=3))
+    failing._thread.join(60)
+    assert failing.end() == 2 / 3
     monkeypatch.setattr(idleness, "_MOST", 5)
-    stream = Stream(fails=10**9)
+    stream = Stream()
     watch = Idleness(stream)
     watch._thread.join(60)
+    assert watch.end() == 3 / 5
     assert stream.looks == 5
-    assert watch.end() is None

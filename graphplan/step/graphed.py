@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -118,7 +117,7 @@ class GraphedStep(Exclusive, Told):
         around = surroundings() if self._options.backend != "eager" else None
         if around is not None and changing_mode() is not None and not runs_within_step():
             self._refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
-        with running_step(), self._pace or nullcontext():
+        with running_step():
             if self._pace is not None and self._pace.waits and self._pace.is_over(self._calls):
                 self._pace = None
                 self._managed.resume()

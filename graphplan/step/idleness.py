@@ -1,4 +1,4 @@
-"""How often a device has nothing to do, seen from a thread that looks again and again.
+"""For what part of the time a device has nothing to do, seen from a thread that looks again and again.
 
 Events cannot tell: they say when a step began and ended on the device, and not whether it waited for the host between.
 """
@@ -6,12 +6,13 @@ Events cannot tell: they say when a step began and ended on the device, and not 
 from __future__ import annotations
 
 from threading import Event, Thread
+from time import perf_counter
 from typing import Protocol
 
 _PAUSE = 0.0002
 """Seconds between two looks, of which one takes some microseconds."""
-_FEWEST, _MOST = 10, 20_000
-"""Looks that say something, and after which it is enough."""
+_MOST = 20_000
+"""Looks after which it is enough."""
 
 
 class Queue(Protocol):
@@ -22,26 +23,39 @@ class Queue(Protocol):
 
 
 class Idleness:
-    """Looks at ``stream`` from now on, until :meth:`end`."""
+    """Looks at ``stream`` from now on, until :meth:`end`. What is seen holds for the time since the look before."""
 
     def __init__(self, stream: Queue) -> None:
         self._stream = stream
-        self._looks = self._idle = 0
+        self._looks = 0
+        self._idle = 0.0
+        self._start = self._last = perf_counter()
         self._ended = Event()
-        self._thread = Thread(target=self._look, name="graphplan-idleness", daemon=True)
+        self._thread = Thread(target=self._look_again, name="graphplan-idleness", daemon=True)
         self._thread.start()
 
-    def _look(self) -> None:
-        while self._looks < _MOST and not self._ended.wait(_PAUSE):
-            try:
-                self._idle += self._stream.query()
-            except RuntimeError:
-                # A fault of the device, which whoever uses it is told of.
-                return
-            self._looks += 1
+    def _look_again(self) -> None:
+        while not self._ended.wait(_PAUSE) and self._look():
+            pass
 
-    def end(self) -> float | None:
-        """Stop, and say at what part of the looks there was nothing to do; None after too few of them."""
+    def _look(self) -> bool:
+        """Whether there is anything more to see."""
+        try:
+            is_idle = self._stream.query()
+        except RuntimeError:
+            # A fault of the device, which whoever uses it is told of.
+            self._looks = _MOST
+            return False
+        now = perf_counter()
+        self._idle += is_idle * (now - self._last)
+        self._last = now
+        self._looks += 1
+        return self._looks < _MOST
+
+    def end(self) -> float:
+        """Look a last time, and say for what part of the time there was nothing to do, from 0 to 1."""
         self._ended.set()
         self._thread.join()
-        return self._idle / self._looks if self._looks >= _FEWEST else None
+        if self._looks < _MOST:
+            self._look()
+        return self._idle / (self._last - self._start) if self._last > self._start else 0.0

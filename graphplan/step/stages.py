@@ -69,13 +69,13 @@ class Stages:
         self._captured: WeakSet[Program] = WeakSet()
 
     def warm_up(self, entry: Entry, feed: Feed, pace: Pace | None = None) -> Any:
-        """An eager step that takes in the owners that it turns out to use; ``pace`` measures it if nobody watches."""
+        """An eager step that takes in the owners that it turns out to use. Once all are known, ``pace`` watches it."""
         self._runner.settle_backend(feed)
         assert self._runner.backend is not None
         call: Callable[[], Any] = partial(self._runner.call, feed)
         if entry.settled and pace is not None:
             assert self._runner.device is not None
-            call = partial(pace.measured, call, self._runner.device)
+            call = partial(pace.watched, call, self._runner.device)
         body = lambda: self._managed.discover_all(call, is_settled=entry.settled)  # noqa: E731
         with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
             result, walk = self._run(body)
