@@ -1,11 +1,11 @@
-"""Steps that wait with their program, since the device is busy all the time. The device and its clock are made up."""
+"""Steps that wait with their program, since the device is busy all the time. The device is made up."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import repeat
+from itertools import accumulate, count, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,18 +25,11 @@ CALLS = 28
 
 
 class Device:
-    """One that has nothing to do for such parts of the time, each time somebody watches it (the last one goes on). The
-    host's clock takes one second for each look at it.
-    """
+    """One that has nothing to do for such parts of the time, each time somebody watches it; the last one goes on."""
 
     def __init__(self, *idle: float) -> None:
         self.idle = idle or (0.0,)
-        self.now = 0.0
         self.watched = self.watching = 0
-
-    def look(self) -> float:
-        self.now += 1.0
-        return self.now
 
     def watch(self, stream: Any) -> Any:
         """As :class:`Idleness`."""
@@ -60,7 +53,6 @@ def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
         device = Device(*idle)
         cuda = SimpleNamespace(current_stream=lambda device: torch.device("cpu"))
         monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda))
-        monkeypatch.setattr(pace, "perf_counter", device.look)
         monkeypatch.setattr(pace, "Idleness", device.watch)
         is_paced = Options.is_paced
         monkeypatch.setattr(Options, "is_paced", lambda options, device: is_paced(options, torch.device("cuda")))
@@ -90,18 +82,13 @@ def paced(rig: Rig, peers: Peers | None = None, **options: Any) -> GraphedStep:
 
 
 def test_a_step_waits_while_the_device_is_behind(make_device: MakeDevice) -> None:
-    """It is the user's own meanwhile; when the way to a program is a small part of the run, it is taken."""
-    device = make_device()
+    """It is the user's own meanwhile; when the device turns out to wait for the host, the way to a program is taken."""
+    device = make_device(*[0.0] * 4, 1.0)
     twin = build(rig_of)
     expected = drive(twin, twin.step)
     rig = build(rig_of)
     step = paced(rig)
-
-    def after(index: int) -> None:
-        # 31 steps that the host launched in a second each are half a per cent of 6200 seconds.
-        device.now += {4: 6100, 9: 100}.get(index, 0)
-
-    found = drive(with_work_after(rig, after), step)
+    found = drive(rig, step)
     assert_same_runs(expected, found)
     # Three calls warm up, and the other stages come after one that does so again. Whether to go on waiting is decided
     # after four calls that did, and after eight.
@@ -122,17 +109,30 @@ def test_the_last_of_the_warm_up_steps_decides(make_device: MakeDevice) -> None:
 
 
 def test_it_is_decided_again_now_and_then() -> None:
-    assert list(filter(pace._is_turn, range(200))) == [4, 8, 16, 32, 64, 128, 192]
+    assert list(filter(pace._is_turn, range(4000))) == [4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072]
+
+
+@pytest.mark.parametrize(("idle", "waits"), [(0.04, 8), (0.03, CALLS - 3)])
+def test_the_longer_a_run_the_less_has_to_be_gained(
+    make_device: MakeDevice, monkeypatch: pytest.MonkeyPatch, idle: float, waits: int
+) -> None:
+    """The 4 % would pay for 0.4 steps after ten calls, of which it is asked after the twelfth; less never does."""
+    monkeypatch.setattr(pace, "_WAY", 0.4)
+    monkeypatch.setattr(pace, "_PAYS", 8)
+    make_device(idle)
+    rig = build(rig_of)
+    step = paced(rig)
+    drive(rig, step)
+    assert step.stats.skipped == {SkipReason.BUSY: waits}
 
 
 def test_the_optimizer_is_the_users_own_while_a_step_waits(make_device: MakeDevice) -> None:
     """It is left as it was, and prepared once more afterwards. The report says what it is at the time."""
-    device = make_device()
+    make_device(0.07)
     rig = build(lambda: rig_of(fused=False))
     prepared: list[int] = []
     step = paced(rig)
-    for index, call in enumerate(rig.calls):
-        device.now += 1e6 if index == 6 else 0
+    for call in rig.calls:
         step(*call)
         prepared.append(len(step._managed.rates._preparations))
         assert step.prepared == ["SGD.param_groups[0]['fused']: False -> True"] * prepared[-1]
@@ -303,16 +303,9 @@ class Stream:
         return bool(self.looks % 2)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Each look comes a second after the one before."""
-    made = Device()
-    monkeypatch.setattr(idleness, "perf_counter", made.look)
-    return made
-
-
-def test_looks_at_a_stream(clock: Device) -> None:
-    """Until it is told to end, and then a last time."""
+def test_looks_at_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is told to end, and then a last time. A second goes by between two looks."""
+    monkeypatch.setattr(idleness, "perf_counter", count().__next__)
     stream = Stream()
     watch = Idleness(stream)
     assert stream.seen.wait(60)
@@ -322,19 +315,18 @@ def test_looks_at_a_stream(clock: Device) -> None:
 
 @pytest.mark.parametrize(("passed", "share"), [((9.0, 1.0), 0.9), ((1.0, 9.0), 0.1), ((0.0, 0.0), 0.0)])
 def test_each_look_stands_for_the_time_since_the_last(
-    clock: Device, monkeypatch: pytest.MonkeyPatch, passed: tuple[float, float], share: float
+    monkeypatch: pytest.MonkeyPatch, passed: tuple[float, float], share: float
 ) -> None:
-    monkeypatch.setattr(idleness, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(idleness, "perf_counter", accumulate((0.0, *passed)).__next__)
     monkeypatch.setattr(idleness, "_PAUSE", 60.0)
     watch = Idleness(Stream())
-    clock.now += passed[0]
     watch._look()
-    clock.now += passed[1]
     assert watch.end() == share
 
 
-def test_nobody_looks_for_ever(clock: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_looks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor at a device that fails, which is for others to tell."""
+    monkeypatch.setattr(idleness, "perf_counter", count().__next__)
     failing = Idleness(Stream(fails=3))
     failing._thread.join(60)
     assert failing.end() == 2 / 3

@@ -1,14 +1,14 @@
 """Whether a step is to wait with its program, since there is next to nothing to gain.
 
 Where the device cannot keep up with the host, it is busy all the time, and a replay has only the gaps between kernels
-to save. What the way to a program takes (traces, a capture, a check) is lost then. So it is taken once it is a small
-part of the run. Until then the step is what it is without graphplan.
+to save. What the way to a program takes (traces, a capture, checks) is lost then, and so is what kernels that can be
+captured take longer than others. So the way is taken once the device turns out to wait for the host. Until then the
+step is what it is without graphplan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 from typing import TypeVar
 
 import torch
@@ -17,28 +17,33 @@ from graphplan.step.idleness import Idleness
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 
-SHARE = 0.005
-"""Of a run's time, what the way to its program may take: later checks take as much again."""
-_WAY = 31
-"""As often as in the way to a program (two traces, a capture, its first check) the host could launch a step: GPT-2 with
-124M parameters on an H200, 0.65 s beyond the steps themselves, of which each is launched in 21 ms.
+_WAY = 62
+"""As often as in the way to a program (two traces, a capture, ten checks) the host could launch a step: GPT-2 with 124M
+parameters on an H200, 1.3 s beyond the steps themselves, of which each is launched in 21 ms.
 """
 _PAYS = 1000
-"""Steps in which a program has to save what the way to it took, and as much again for checks."""
-_MOST_IDLE = 2 * _WAY / _PAYS
-"""Of each step's time, what the device may have nothing to do in, since replays would save that."""
+"""Steps in which a program has to save that, or as many as there were already: a run may go on for as long again."""
+_LEAST_IDLE = 0.03
+"""Of each step's time, what a program has to save in any case: with the kernels that AdamW is prepared to use
+(capturable=True), GPT-2's step takes the device 4 % longer.
+"""
 _MAY_BE_IDLE = 0.5
 """The same, of the one step that comes before: it tells little, and to watch three more costs four that are eager."""
 _WATCHED = 3
 """Steps that are watched before it is decided again."""
-_OFTEN = 64
+_OFTEN = 1024
 """At most so many steps go by until it is decided again."""
 Result = TypeVar("Result")
 
 
 def _is_turn(waited: int) -> bool:
-    """Whether it is decided again after so many calls that wait: 4, 8, 16, 32, and every 64."""
-    return waited % _OFTEN == 0 if waited >= _OFTEN else waited in (4, 8, 16, 32)
+    """Whether it is decided again after so many calls that wait: 4, 8, 16, ... 1024, and every 1024."""
+    return waited % _OFTEN == 0 if waited >= _OFTEN else waited >= 4 and waited & (waited - 1) == 0
+
+
+def _pays(idle: float, calls: int) -> bool:
+    """Whether a program is worth the way to it, if a replay could save ``idle`` of each step's time."""
+    return idle > max(_WAY / max(_PAYS, calls), _LEAST_IDLE)
 
 
 class Pace:
@@ -50,7 +55,6 @@ class Pace:
         self._options = options
         self._peers = peers
         self._stream: torch.cuda.Stream | None = None
-        self._until = 0.0
         self._first: int | None = None
         self._idleness: Idleness | None = None
         self._shares: list[float] = []
@@ -64,10 +68,7 @@ class Pace:
         self.close()
         self._stream = torch.cuda.current_stream(device)
         self._idleness = Idleness(self._stream)
-        start = perf_counter()
-        result = call()
-        self._until = start + _WAY * (perf_counter() - start) / SHARE
-        return result
+        return call()
 
     def begins_to_wait(self, call: int) -> bool:
         """Whether steps are to wait from the ``call``-th on: the device was busy for most of the one watched."""
@@ -83,7 +84,7 @@ class Pace:
         return self._first is not None
 
     def is_over(self, call: int) -> bool:
-        """Whether they have waited long enough, or the device has gaps after all; asked before each call."""
+        """Whether they have waited long enough, since the device has gaps after all; asked before each call."""
         assert self._first is not None
         assert self._stream is not None
         waited = call - self._first
@@ -96,7 +97,7 @@ class Pace:
             return False
         # A validation after one of the steps has their stream idle, too.
         least, self._shares = min(self._shares), []
-        return not self._agree(f"busy after {waited}", least <= _MOST_IDLE and perf_counter() < self._until)
+        return not self._agree(f"busy after {waited}", not _pays(least, call))
 
     def close(self) -> None:
         """End what it may have begun."""

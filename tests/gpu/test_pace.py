@@ -68,8 +68,8 @@ def test_steps_that_wait_take_no_second_memory() -> None:
 
 
 def test_it_gets_its_program_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as the way there is a small part of the run; or at once, if that is what its user wants."""
-    monkeypatch.setattr(pace, "SHARE", 1e9)
+    """As soon as there is something to gain; or at once, if that is what its user wants."""
+    monkeypatch.setattr(pace, "_pays", lambda idle, calls: True)
     step = trained(8192)
     assert step.stats.skipped == {SkipReason.BUSY: 4}, step.report()
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - 3 - 4 - 4)
