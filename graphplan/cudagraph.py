@@ -23,6 +23,7 @@ from graphplan.backend import Backend, first_line, is_out_of_memory
 from graphplan.collector import no_collections
 from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
+from graphplan.idleness import UNDISTURBED
 from graphplan.nodes import Nodes
 from graphplan.pools import memory_apart
 from graphplan.roles import Footprint
@@ -124,6 +125,11 @@ class CUDAGraphBackend(Backend):
         self.watched: str | None = None
         """The name of what is recorded next, if torch shall watch what that reads."""
 
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where it captures, and runs what is to be captured."""
+        return self._stream
+
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` on the capture stream, ordered after and before the current one.
 
@@ -191,7 +197,7 @@ class CUDAGraphBackend(Backend):
         constants = DeviceConstants(self.constants) if self.constants else None
         options = capture_options(graph.capture_begin, watched=self.watched is not None)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with UNDISTURBED, torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, **options)
                 with constants or nullcontext():

@@ -46,7 +46,10 @@ class SkipReason(Enum):
     PEERS = "other ranks are not ready to capture yet"
     PEER = "another rank cannot capture the step"
     SURROUNDINGS = "a mode, a transform or forward-mode AD around the call, which a replay would not heed"
-    BUSY = "the device is busy all the time, so that a program could hardly gain anything (min_speedup=0 captures it)"
+    BUSY = (
+        "four steps show whether the device waits for the host; as long as it is busy all the time, a program could "
+        "hardly gain anything (min_speedup=0 captures at once)"
+    )
     SHAPE = "a feed signature that has no program yet"
 
 

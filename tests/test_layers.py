@@ -35,6 +35,7 @@ LAYERS = {
     "cudanodes": 1,
     "nodes": 0,
     "collector": 0,
+    "idleness": 0,
     "pools": 0,
     "streams": 2,
     "unchanged": 2,

@@ -67,8 +67,8 @@ class GraphPlanCallback(EvaluationHooks):
         memory_budget: how many bytes the programs of training may compute in, and those of evaluation likewise.
             One that is estimated to take more is not captured: its steps are eager, with one warning.
         min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
-            that is surely slower is dropped, and its steps are eager from then on. Where the device is busy all the
-            time, training goes on as without the callback until a program costs less than 1 % of the run so far; 0
+            that is surely slower is dropped, and its steps are eager from then on. On CUDA, training goes on as without
+            the callback for four steps after the warm-up, and then for as long as the device is busy all the time; 0
             captures all the same. None: 1.0 on CUDA, 0 on the CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; where

@@ -81,7 +81,7 @@ class GraphedStep(Exclusive, Told):
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
         self._demoted: RefusalError | None = None
-        self._pace: Pace | None = Pace(options, peers) if options.paced else None
+        self._pace: Pace | None = Pace(options, self._runner, peers) if options.paced else None
         self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
@@ -227,7 +227,7 @@ class GraphedStep(Exclusive, Told):
             self._demote(error)
             return self._refused(feed, error)
         if entry.warm >= self._options.warmup_steps:
-            if self._pace is not None and self._pace.begins_to_wait(self._calls):
+            if self._pace is not None and self._pace.begins(self._calls):
                 entry.warm = self._options.warmup_steps - 1
                 self._managed.pause()
                 return self._runner.eager(feed, SkipReason.BUSY)
@@ -241,7 +241,7 @@ class GraphedStep(Exclusive, Told):
                 self._short.forget()
                 self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
-        result = self._stages.warm_up(entry, feed, self._pace)
+        result = self._stages.warm_up(entry, feed)
         self._programs.count_attempt()
         if entry.warm <= 1 or entry.eager_calls <= 1:
             self._lookup.keep(feed, entry)

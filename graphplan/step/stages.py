@@ -30,7 +30,6 @@ from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
 from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
-from graphplan.step.pace import Pace
 from graphplan.step.peers import Peers
 from graphplan.step.refusals import Refusals
 from graphplan.step.room import Room
@@ -68,14 +67,11 @@ class Stages:
         self._stats = runner.stats
         self._captured: WeakSet[Program] = WeakSet()
 
-    def warm_up(self, entry: Entry, feed: Feed, pace: Pace | None = None) -> Any:
-        """An eager step that takes in the owners that it turns out to use. Once all are known, ``pace`` watches it."""
+    def warm_up(self, entry: Entry, feed: Feed) -> Any:
+        """An eager step that takes in the owners that it turns out to use."""
         self._runner.settle_backend(feed)
         assert self._runner.backend is not None
-        call: Callable[[], Any] = partial(self._runner.call, feed)
-        if entry.settled and pace is not None:
-            assert self._runner.device is not None
-            call = partial(pace.watched, call, self._runner.device)
+        call = partial(self._runner.call, feed)
         body = lambda: self._managed.discover_all(call, is_settled=entry.settled)  # noqa: E731
         with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
             result, walk = self._run(body)
