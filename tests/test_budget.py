@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from graphplan import CaptureError, MemoryBudgetError, OptionError, SkipReason, graph_step, graphed
-from graphplan.errors import PeerError
 from graphplan.roles import Footprint
 from graphplan.stats import Stats
 from graphplan.step import Options
@@ -208,35 +207,34 @@ def test_a_graphed_function_that_is_too_large() -> None:
 
 
 class Votes:
-    """Other ranks that answer."""
+    """Another rank that answers, or is not heard."""
 
-    def __init__(self, votes: list[bool] | None) -> None:
-        self.votes = votes
+    def __init__(self, other: bool | None) -> None:
+        self.other = other
 
-    def vote(self, question: str, answer: bool) -> list[bool] | None:
-        """What they say, and what this rank says."""
-        if self.votes == []:
-            raise PeerError("rank 1 cannot capture this step, so no rank does")
-        return None if self.votes is None else [*self.votes, answer]
+    def vote(self, question: str, answer: bool) -> bool | None:
+        """Whether both say yes."""
+        return None if self.other is None else self.other and answer
 
 
 @pytest.mark.parametrize(
-    ("votes", "budget", "text"),
+    ("other", "budget", "text"),
     [
-        ([True], 2**40, ""),
-        ([False], 2**40, "another rank has no memory"),
-        ([True], 1, "memory_budget allows"),
+        (True, 2**40, ""),
+        (False, 2**40, "another rank has no memory"),
+        (True, 1, "memory_budget allows"),
+        (False, 1, "memory_budget allows"),
         (None, 2**40, ""),
-        ([], 2**40, ""),
+        (None, 1, "memory_budget allows"),
     ],
 )
-def test_ranks_that_communicate_agree(votes: list[bool] | None, budget: int, text: str) -> None:
+def test_ranks_that_communicate_agree(other: bool | None, budget: int, text: str) -> None:
     rig = build(make_rig)
     step = managed(rig)
     drive(rig, step, BEFORE_REPLAY)
     plan = dataclasses.replace(step.plan, communicates=True)
     options = Options(memory_budget=budget)
-    room = Room(options, Programs(options, Stats()), cast("Any", Votes(votes)))
+    room = Room(options, Programs(options, Stats()), cast("Any", Votes(other)))
     entry = Entry()
     error = room.make(entry, plan, TapeBackend())
     assert entry.refusal is error

@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate, count, repeat
+from itertools import accumulate, count
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 from torch.optim import Optimizer
 
 from graphplan import SkipReason, idleness
 from graphplan.idleness import Idleness
 from graphplan.report import outcome
-from graphplan.step import GraphedStep, Options, Peers, pace, peers
+from graphplan.step import GraphedStep, Options, Peers, pace
+from tests.test_peers import Ranks
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive
 from tests.zoo import training_rig
 
@@ -52,7 +52,7 @@ MakeDevice = Callable[..., Device]
 def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
     def make(*idle: float) -> Device:
         device = Device(*idle)
-        cuda = SimpleNamespace(current_stream=lambda device: torch.device("cpu"))
+        cuda = SimpleNamespace(current_stream=lambda device: None)
         monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda))
         monkeypatch.setattr(pace, "Idleness", device.watch)
         is_paced = Options.is_paced
@@ -233,22 +233,6 @@ def test_a_fit_that_waited_to_its_end_says_so(make_device: MakeDevice) -> None:
     assert said == f"graphplan: no step was captured in {CALLS} steps: {SkipReason.BUSY.value}"
 
 
-class Ranks:
-    """Two ranks that meet in one store."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(peers, "_numbers", repeat(0))
-        self.store = HashStore()
-        self.rank_0, self.rank_1 = (Peers(self.store, rank, 2) for rank in range(2))
-
-    def say(self, question: str, answer: bool) -> None:
-        """What rank 1 says before rank 0 asks."""
-        if answer:
-            self.store.add(f"graphplan/0/{question}/yes", 1)
-        else:
-            assert not self.rank_1.all_say(question, False)
-
-
 @pytest.mark.parametrize(
     ("answers", "waits"),
     [
@@ -263,7 +247,7 @@ def test_ranks_wait_together(
 ) -> None:
     """This one's device is behind all the time, and it waits no longer than the other one."""
     make_device()
-    monkeypatch.setattr(peers, "_SHORT_PATIENCE", 0.02)
+    monkeypatch.setattr(pace, "_PATIENCE", 0.02)
     ranks = Ranks(monkeypatch)
     for question, answer in answers.items():
         ranks.say(question, answer)
@@ -274,22 +258,6 @@ def test_ranks_wait_together(
     drive(rig, step)
     assert step.stats.skipped == ({SkipReason.BUSY: waits} if waits else {})
     assert (step.stats.captured, step.stats.replayed) == (1, CALLS - (3 + waits + 4 if waits else BEFORE_REPLAY))
-
-
-def test_all_ranks_hear_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that comes when the others have given it up."""
-    ranks = Ranks(monkeypatch)
-    heard: list[bool] = []
-    other = threading.Thread(target=lambda: heard.append(ranks.rank_1.all_say("busy", True)))
-    other.start()
-    heard.append(ranks.rank_0.all_say("busy", True))
-    other.join()
-    assert heard == [True, True]
-    monkeypatch.setattr(peers, "_SHORT_PATIENCE", 0.02)
-    assert not ranks.rank_0.all_say("busy after 4", True)
-    assert not ranks.rank_1.all_say("busy after 4", True)
-    assert not ranks.rank_0.all_say("busy after 8", False)
-    assert not ranks.rank_1.all_say("busy after 8", True)
 
 
 class Stream:

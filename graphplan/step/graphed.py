@@ -143,7 +143,6 @@ class GraphedStep(Exclusive, Told):
         if self._demoted is not None:
             return self._refused(feed, self._demoted)
         if self._pace is not None and self._pace.waits:
-            self._tell(None)
             return self._runner.eager(self._lookup.moved(feed), SkipReason.BUSY)
         try:
             entry, program = self._lookup.find(feed)

@@ -31,6 +31,8 @@ _WATCHED = 3
 """Steps that are watched before it is decided. The middle one of them counts: a validation may come after one."""
 _FIRST = 5
 """Steps up to the first decision, which is asked for after one less."""
+_PATIENCE = 1.0
+"""Seconds that a rank waits for what the others say: one that is not heard may as well have said no."""
 _OFTEN = 256
 """As many times that are the most steps up to the next decision."""
 
@@ -100,4 +102,4 @@ class Pace:
         return None if watch is None else watch.end()
 
     def _agree(self, question: str, answer: bool) -> bool:
-        return answer if self._peers is None else self._peers.all_say(question, answer)
+        return answer if self._peers is None else self._peers.vote(question, answer, _PATIENCE) is True

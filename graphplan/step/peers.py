@@ -6,6 +6,7 @@ shapes gets to its capture later, and a collective in between would meet the ste
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import count
 from time import monotonic, sleep
 from typing import Any
@@ -16,8 +17,6 @@ from graphplan.errors import PeerError, RefusalError
 
 _PATIENCE, _PAUSE = 10.0, 0.002
 """Seconds that a rank waits for the others, which most often are only a moment behind, and between two looks."""
-_SHORT_PATIENCE = 1.0
-"""Seconds of such a wait where a rank that is not heard may as well have said no."""
 _numbers = count()
 
 
@@ -47,7 +46,7 @@ class Peers:
         """
         if self._apart:
             self.check()
-        elif self._wait(stage) is None:
+        elif not self._wait(stage):
             self._apart = True
 
     def may_advance(self, is_planned: bool) -> bool:
@@ -69,21 +68,29 @@ class Peers:
         """
         if not self._all_ready:
             self.check()
-            self._all_ready = self._wait("ready", only_look=self._asked) is not None
+            self._all_ready = self._wait("ready", only_look=self._asked)
             self._asked = True
         return self._all_ready
 
-    def _wait(self, question: str, answer: bool = True, *, only_look: bool = False) -> list[bool] | None:
-        """Every rank's answer; None if they do not all come in time, since what they wait for may be this very step."""
-        keys = [f"{key}/{question}" for key in self._keys]
-        self._store.set(f"{self._own}/{question}", str(int(answer)))
-        end = monotonic() + (0 if only_look else _PATIENCE)
+    def _wait(self, stage: str, *, only_look: bool = False) -> bool:
+        """Whether every rank comes to ``stage`` in time: what they wait for may be this very step."""
+        keys = [f"{key}/{stage}" for key in self._keys]
+        self._store.set(f"{self._own}/{stage}", "1")
+        return self._come(keys, 0 if only_look else _PATIENCE)
+
+    def _come(self, keys: list[str], patience: float) -> bool:
+        """Whether all ``keys`` are there within ``patience`` seconds.
+
+        Raises:
+            PeerError: if a rank refuses meanwhile.
+        """
+        end = monotonic() + patience
         while not self._store.check(keys):
             self.check()
             if monotonic() >= end:
-                return None
+                return False
             sleep(_PAUSE)
-        return [self._store.get(key) == b"1" for key in keys]
+        return True
 
     def refuse(self, error: RefusalError) -> None:
         """Tell the others why this rank cannot."""
@@ -101,25 +108,19 @@ class Peers:
                 said = self._store.get(key).decode()
                 raise PeerError(f"rank {rank} cannot capture this step, so no rank does: {said}")
 
-    def vote(self, question: str, answer: bool) -> list[bool] | None:
-        """Every rank's answer to ``question``, or None if not all of them ask it in time.
-
-        Raises:
-            PeerError: if one of them refuses meanwhile.
-        """
-        return self._wait(question, answer)
-
-    def all_say(self, question: str, answer: bool) -> bool:
-        """Whether every rank answers ``question`` with yes within a second. What one rank is told, all are: who comes
-        late finds what was decided.
+    def vote(self, question: str, answer: bool, patience: float = _PATIENCE) -> bool | None:
+        """Whether every rank answers ``question`` with yes; None if not all of them ask it within ``patience`` seconds,
+        or one refuses meanwhile. What one rank is told, all are: who comes late finds what was decided.
         """
         key = f"{self._prefix}/{question}"
+        decision = "yes" if answer else "no"
         if answer and self._store.add(f"{key}/yes", 1) < len(self._keys):
-            end = monotonic() + _SHORT_PATIENCE
-            while not self._store.check([key]) and monotonic() < end:
-                sleep(_PAUSE)
-            answer = False
-        return bool(self._store.compare_set(key, "", "yes" if answer else "no") == b"yes")
+            decision = "late"
+            # A rank that refuses is heard of where the next thing would be a capture.
+            with suppress(PeerError):
+                self._come([key], patience)
+        decided = self._store.compare_set(key, "", decision)
+        return {b"yes": True, b"no": False}.get(decided)
 
 
 def find_peers() -> Peers | None:

@@ -100,7 +100,7 @@ class Replays:
         trials = self._trials.get(program, Trials())
         lost = trials.surely_below(self._options.least_speedup(program.plan.device))
         if self._peers is not None and program.plan.communicates and trials.are_enough:
-            lost = self._peers.all_say(f"speed {self._stats.calls}", lost)
+            lost = self._peers.vote(f"speed {self._stats.calls}", lost) is True
         if not lost:
             return None
         return SlowerError(
@@ -113,16 +113,16 @@ class Replays:
         """Why this check cannot be, if so: it communicates twice, and every rank has to do that in the same step."""
         if self._peers is None:
             return "the step communicates with other ranks, which a check on one of them would keep waiting"
-        votes = self._peers.vote(f"check {self._stats.calls}", not reason)
-        if votes is None:
+        can = self._peers.vote(f"check {self._stats.calls}", not reason)
+        if can is None:
             return "the ranks do not check the same steps"
-        return reason or ("" if all(votes) else "another rank has no room for a check")
+        return reason or ("" if can else "another rank has no room for a check")
 
     def _wants_again(self, differs: bool) -> bool:
         """Whether any rank needs one more replay to measure the spread."""
         assert self._peers is not None
         self._asked += 1
-        return any(self._peers.vote(f"spread {self._stats.calls} {self._asked}", differs) or [differs])
+        return self._peers.vote(f"spread {self._stats.calls} {self._asked}", not differs) is not True
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         self._stop_checks(program, reason)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 
 from graphplan.backend import Backend
-from graphplan.errors import MemoryBudgetError, PeerError
+from graphplan.errors import MemoryBudgetError
 from graphplan.plan import Plan
 from graphplan.step.entry import Entry
 from graphplan.step.options import Options
@@ -39,13 +38,8 @@ class Room:
         return None if error is None else self._give_up(entry, error)
 
     def _agree(self, peers: Peers, error: MemoryBudgetError | None) -> MemoryBudgetError | None:
-        # What another rank refuses, this one hears of where the next thing would be a capture.
-        with suppress(PeerError):
-            votes = peers.vote(f"memory {self._programs.attempts}", error is None)
-            if error is None and not all(votes or [True]):
-                return MemoryBudgetError(
-                    "another rank has no memory for a program of this step, so no rank captures it"
-                )
+        if peers.vote(f"memory {self._programs.attempts}", error is None) is False and error is None:
+            return MemoryBudgetError("another rank has no memory for a program of this step, so no rank captures it")
         return error
 
     def _find(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:

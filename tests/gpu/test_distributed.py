@@ -63,7 +63,7 @@ def test_a_sigterm_ends_every_rank_before_the_same_step(ranks: list[dict[str, An
 
 
 def test_ranks_whose_devices_are_busy_wait_together(ranks: list[dict[str, Any]]) -> None:
-    """The fit is too short for a program to pay."""
+    """A program could not gain anything."""
     waits = [found["busy"]["waits"] for found in ranks]
     assert waits[0] == waits[1] >= EPOCHS * 150 // BATCH - 14, ranks[0]["busy"]["report"]
     assert [found["busy"]["captured"] for found in ranks] == [0, 0]
