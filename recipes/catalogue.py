@@ -133,7 +133,7 @@ SETS = {
     "core": Choice(
         ("mlp2", "transformer4", *_SMALL),
         ("eager", *_FLOORS, "graph_step", *_TYPICAL, *(f"typical_callback{added}" for added in _ADDED)),
-        8,
+        12,
     ),
     "rivals": Choice(
         _SMALL,
@@ -154,6 +154,6 @@ SETS = {
 SETS["all"] = Choice(
     tuple(dict.fromkeys(name for chosen in SETS.values() for name in chosen.workloads)),
     tuple(name for name in CONTENDERS if any(name in chosen.contenders for chosen in SETS.values())),
-    104,
+    108,
 )
 """Parts of the benchmark by name. A device takes part with those of the workloads that it has."""
