@@ -37,11 +37,14 @@ class Idleness:
         self._ended = Event()
         self._thread = Thread(target=self._look_again, name="graphplan-idleness", daemon=True)
         with suppress(RuntimeError):
-            # A process that has all the threads it may have trains on, with one look at the end.
+            # A process that has all the threads it may have trains on.
             self._thread.start()
 
     def _look_again(self) -> None:
+        """Only here, where no interrupt comes between taking the lock and giving it back."""
         while self._looks < _MOST and not self._ended.wait(_PAUSE):
+            self._look()
+        if self._looks < _MOST:
             self._look()
 
     def _look(self) -> None:
@@ -61,10 +64,11 @@ class Idleness:
         self._looks += 1
 
     def end(self) -> float:
-        """Look a last time, and say for what part of the time there was nothing to do, from 0 to 1."""
+        """Have it looked a last time, and say for what part of the time there was nothing to do, from 0 to 1; 1 where
+        nobody could look.
+        """
         self._ended.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._looks < _MOST:
-            self._look()
+        if self._thread.ident is None:
+            return 1.0
+        self._thread.join()
         return self._idle / (self._last - self._start) if self._last > self._start else 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, count
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from graphplan import SkipReason, idleness
 from graphplan.idleness import Idleness
 from graphplan.report import outcome
 from graphplan.step import GraphedStep, Options, Peers, pace
+from tests.devices import Device, pretend
 from tests.test_peers import Ranks
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive
 from tests.zoo import training_rig
@@ -25,41 +27,12 @@ CALLS = 28
 SIZES = (6,) * CALLS
 
 
-class Device:
-    """One that has nothing to do for such parts of the time, each time somebody watches it; the last one goes on."""
-
-    def __init__(self, *idle: float) -> None:
-        self.idle = idle or (0.0,)
-        self.watched = self.watching = 0
-
-    def watch(self, stream: Any) -> Any:
-        """As :class:`Idleness`."""
-        share = self.idle[min(self.watched, len(self.idle) - 1)]
-        self.watched += 1
-        self.watching += 1
-
-        def end() -> float:
-            self.watching -= 1
-            return share
-
-        return SimpleNamespace(end=end)
-
-
 MakeDevice = Callable[..., Device]
 
 
 @pytest.fixture
 def make_device(monkeypatch: pytest.MonkeyPatch) -> MakeDevice:
-    def make(*idle: float) -> Device:
-        device = Device(*idle)
-        cuda = SimpleNamespace(current_stream=lambda device: None)
-        monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda))
-        monkeypatch.setattr(pace, "Idleness", device.watch)
-        is_paced = Options.is_paced
-        monkeypatch.setattr(Options, "is_paced", lambda options, device: is_paced(options, torch.device("cuda")))
-        return device
-
-    return make
+    return partial(pretend, monkeypatch)
 
 
 def rig_of(
@@ -107,16 +80,16 @@ def test_it_is_decided_again_now_and_then() -> None:
 
 
 def test_the_optimizer_is_the_users_own_while_a_step_waits(make_device: MakeDevice) -> None:
-    """It is left as it was, and prepared once more afterwards. The report says what it is at the time."""
-    make_device(0.07)
+    """Once it is known to be long: it is left as it was, and prepared once more afterwards. That is in the report."""
+    make_device(*[0.0] * 3, 1.0)
     rig = build(lambda: rig_of(fused=False))
     prepared: list[int] = []
     step = paced(rig)
     for call in rig.calls:
         step(*call)
         prepared.append(len(step._managed.rates._preparations))
-        assert step.prepared == ["SGD.param_groups[0]['fused']: False -> True"] * prepared[-1]
-    assert prepared == [1] * 3 + [0] * 4 + [1] * (CALLS - 7)
+        assert step.prepared == ["SGD.param_groups[0]['fused']: False -> True"]
+    assert prepared == [1] * 7 + [0] * 5 + [1] * (CALLS - 12)
     assert step.stats.captured == 1
 
 
@@ -141,16 +114,16 @@ def test_steps_that_are_asked_to_be_eager_are_the_users_own_too(make_device: Mak
 
 
 def test_whoever_ends_the_wait_need_not_be_a_step_that_waits(make_device: MakeDevice) -> None:
-    """The call after four that waited is asked to be eager, and is prepared all the same."""
-    make_device(0.07)
+    """The call after nine that waited is asked to be eager, and is prepared all the same."""
+    make_device(*[0.0] * 3, 1.0)
     rig = build(lambda: rig_of(fused=False))
-    step = paced(rig, eager_if=lambda x, y: len(prepared) == 7)
+    step = paced(rig, eager_if=lambda x, y: len(prepared) == 12)
     prepared: list[int] = []
     for call in rig.calls:
         step(*call)
         prepared.append(len(step._managed.rates._preparations))
-    assert prepared == [1] * 3 + [0] * 4 + [1] * (CALLS - 7)
-    assert step.stats.skipped == {SkipReason.BUSY: 4, SkipReason.EAGER_IF: 1}
+    assert prepared == [1] * 7 + [0] * 5 + [1] * (CALLS - 12)
+    assert step.stats.skipped == {SkipReason.BUSY: 9, SkipReason.EAGER_IF: 1}
 
 
 @pytest.mark.parametrize(
@@ -215,6 +188,20 @@ def test_no_step_waits_where_there_is_something_to_gain(make_device: MakeDevice,
     assert device.watched == 0
 
 
+def test_deterministic_runs_do_not_wait(make_device: MakeDevice) -> None:
+    """When a device has nothing to do is a matter of time."""
+    device = make_device()
+    rig = build(rig_of)
+    step = paced(rig)
+    torch.use_deterministic_algorithms(True)
+    try:
+        drive(rig, step)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY)
+    assert device.watched == 0
+
+
 @pytest.mark.parametrize("least", [None, 1e-6])
 def test_the_cpu_is_its_own_host(least: float | None) -> None:
     """Nothing there could be busy meanwhile."""
@@ -231,6 +218,19 @@ def test_a_fit_that_waited_to_its_end_says_so(make_device: MakeDevice) -> None:
     drive(rig, step)
     said = outcome(step.stats, plans=0, backend="auto", warmup_steps=3)
     assert said == f"graphplan: no step was captured in {CALLS} steps: {SkipReason.BUSY.value}"
+
+
+@pytest.mark.parametrize(("calls", "is_long"), [(7, False), (8, True)])
+def test_a_short_fit_is_not_called_busy(make_device: MakeDevice, calls: int, is_long: bool) -> None:
+    """The calls that everybody waits for say nothing of the device."""
+    make_device()
+    rig = build(lambda: rig_of(sizes=(6,) * calls))
+    step = paced(rig)
+    drive(rig, step)
+    said = outcome(step.stats, plans=0, backend="auto", warmup_steps=3)
+    assert said.startswith(f"graphplan: no step was captured in {calls} steps")
+    assert (SkipReason.BUSY.value in said) is is_long
+    assert ("the first capture comes with step 6" in said) is not is_long
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_nobody_looks_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look at the end has to do."""
+    """Nobody can look, and nobody waits."""
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -344,4 +344,4 @@ def test_a_process_without_room_for_a_thread(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(threading.Thread, "start", start)
     stream = Stream()
     assert Idleness([stream]).end() == 1.0
-    assert stream.looks == 1
+    assert stream.looks == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import repeat
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,9 +13,12 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from graphplan.errors import OptimizerError
-from graphplan.step import Options, Peers, peers
+from graphplan.errors import OptimizerError, PeerError, SkipReason, VerifyError
+from graphplan.program import Program
+from graphplan.step import GraphedStep, Options, Peers, peers
 from graphplan.step.replays import Replays
+from tests.twins import Rig, assert_same_runs, build, drive
+from tests.zoo import training_rig
 
 
 class Ranks:
@@ -27,10 +31,9 @@ class Ranks:
 
     def say(self, question: str, answer: bool) -> None:
         """What rank 1 says before rank 0 asks."""
-        if answer:
-            self.store.add(f"graphplan/0/{question}/yes", 1)
-        else:
-            assert self.rank_1.vote(question, False) is False
+        if not answer:
+            self.store.add(f"graphplan/0/{question}/no", 1)
+        self.store.add(f"graphplan/0/{question}/asked", 1)
 
 
 @pytest.fixture
@@ -48,10 +51,11 @@ def test_every_rank_hears_what_all_say(ranks: Ranks, first: bool, second: bool) 
     assert heard == [first and second] * 2
 
 
+@pytest.mark.parametrize("early", [True, False])
 @pytest.mark.parametrize("late", [True, False])
-def test_who_comes_late_hears_what_was_decided(ranks: Ranks, late: bool) -> None:
-    """One that checked a step alone would wait for ever in the step's collectives."""
-    assert ranks.rank_0.vote("the same", True, 0.02) is None
+def test_who_comes_late_hears_what_was_decided(ranks: Ranks, early: bool, late: bool) -> None:
+    """One that checked a step alone would wait for ever in the step's collectives, whatever it said itself."""
+    assert ranks.rank_0.vote("the same", early, 0.02) is None
     assert ranks.rank_1.vote("the same", late) is None
 
 
@@ -73,6 +77,7 @@ Say = Callable[[Ranks, str], None]
         (lambda ranks, question: ranks.say(question, True), "no room", "no room"),
         (lambda ranks, question: ranks.say(question, False), "no room", "no room"),
         (lambda ranks, question: None, "", "the ranks do not check the same steps"),
+        (lambda ranks, question: None, "no room", "no room"),
     ],
 )
 def test_ranks_check_together(
@@ -85,21 +90,92 @@ def test_ranks_check_together(
 
 @pytest.mark.parametrize(
     ("differs", "other", "again"),
-    [(False, False, False), (False, True, True), (True, False, True), (True, True, True), (False, None, True)],
+    [(False, False, False), (False, True, True), (True, False, True), (True, True, True)],
 )
-def test_ranks_replay_as_often(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, differs: bool, other: bool | None, again: bool
-) -> None:
-    """If any of them differs from eager, or was not heard: it hears the same when it comes."""
-    monkeypatch.setattr(Peers.vote, "__defaults__", (0.02,))
-    if other is not None:
-        ranks.say("spread 7 1", not other)
+def test_ranks_replay_as_often(ranks: Ranks, differs: bool, other: bool, again: bool) -> None:
+    """If any of them differs from eager."""
+    ranks.say("spread 7 1", not other)
     assert replays_of(ranks.rank_0)._wants_again(differs) is again
-    if other is None:
-        assert replays_of(ranks.rank_1)._wants_again(differs) is again
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_rank_that_leaves_a_check_ends_it_for_all(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    """A replay here would meet its next step. Whoever comes later is told the same."""
+    monkeypatch.setattr(Peers.vote, "__defaults__", (0.02,))
+    for rank in (ranks.rank_0, ranks.rank_1):
+        with pytest.raises(PeerError, match="another rank has left the check"):
+            replays_of(rank)._wants_again(differs)
 
 
 def replays_of(rank: Peers) -> Replays:
     """Those of the seventh call."""
     runner = SimpleNamespace(stats=SimpleNamespace(calls=7), device=torch.device("cpu"))
     return Replays(cast("Any", runner), Options(), rank)
+
+
+CALLS = 12
+CHECKED = 6
+"""The call with the first check, and the one after with the second."""
+
+
+def drive_rank(ranks: Ranks, monkeypatch: pytest.MonkeyPatch, after: Callable[[int], object], **options: Any) -> Any:
+    """Rank 0's steps, as if they communicated, beside a twin's eager ones; ``after(index)`` follows each."""
+    monkeypatch.setattr(Peers.vote, "__defaults__", (0.02,))
+    for stage in ("ready", "trace 0", "trace 1"):
+        ranks.store.set(f"graphplan/0/1/{stage}", "1")
+    twin = build(rig_of)
+    expected = drive(twin, twin.step)
+    rig = build(rig_of)
+    step = GraphedStep(rig.step, rig.owners, Options(backend="tape", **options), peers=ranks.rank_0)
+
+    def communicating(index: int) -> None:
+        for program in step.drawn():
+            program.plan = replace(program.plan, communicates=True)
+        after(index)
+
+    schedule = rig.after
+    found = drive(replace(rig, after=lambda index: (schedule(index), communicating(index))), step)
+    assert_same_runs(expected, found)
+    return step
+
+
+def rig_of() -> Rig:
+    return training_rig("mlp", "nesterov", fused=True, sizes=(6,) * CALLS)
+
+
+def test_a_rank_whose_program_is_wrong_stops_the_others(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would go on with a program that was found wrong elsewhere. They hear of it with their next check."""
+
+    def after(index: int) -> None:
+        if index == CHECKED - 1:
+            ranks.say(f"check {CHECKED}", True)
+            ranks.say(f"spread {CHECKED} 1", True)
+            ranks.say(f"speed {CHECKED}", False)
+        if index == CHECKED:
+            ranks.rank_1.refuse(VerifyError("replay 1 of train_step is not what the eager step does"))
+
+    with pytest.warns(UserWarning, match="rank 1 cannot capture this step.*is not what the eager step does"):
+        step = drive_rank(ranks, monkeypatch, after, on_failure="eager")
+    assert (step.stats.replayed, step.stats.verified) == (1, 1)
+    assert step.stats.skipped == {SkipReason.PEER: CALLS - CHECKED - 1}
+    assert step.drawn() == []
+
+
+def test_a_rank_that_has_no_memory_for_a_check_ends_it(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one replay more is run here than there; what was not compared does not count as verified."""
+    runs: list[Program] = []
+    plain = Program.run
+    monkeypatch.setattr(Program, "run", lambda program, leaves: (runs.append(program), plain(program, leaves))[1])
+
+    def after(index: int) -> None:
+        if index == CHECKED - 1:
+            ranks.say(f"check {CHECKED}", True)
+        if index == CHECKED:
+            assert len(runs) == 1
+
+    step = drive_rank(ranks, monkeypatch, after)
+    assert (step.stats.replayed, step.stats.verified) == (CALLS - CHECKED, 0)
+    assert step.stats.events == {"not checked against eager: another rank has left the check": 1}
+    assert len(runs) == CALLS - CHECKED

@@ -321,3 +321,27 @@ def test_fused_kernels_on_cuda(kind: Callable[..., Optimizer], fused: bool) -> N
     assert bool(group.get("fused")) is (kind is SGD)
     plain.undo()
     preparation.undo()
+
+
+def test_counters_of_an_optimizer_that_others_step() -> None:
+    """They stay where those have them, on the host or on the device, until the optimizer is stepped here all the same.
+    (Where tensors are needs no device.)
+    """
+    with FakeTensorMode():
+        param = nn.Parameter(torch.empty(2, device="cuda"))
+        optimizer = AdamW([param])
+        host, device = torch.zeros(()), torch.zeros((), device="cuda")
+        for counter in (host, device):
+            optimizer.state[param] = {"step": counter}
+            preparation = Preparation(optimizer, steps=False)
+            assert optimizer.param_groups[0]["capturable"]
+            preparation.leave()
+            preparation.enter()
+            preparation.undo()
+            assert optimizer.state[param]["step"] is counter
+        optimizer.state[param] = {"step": host}
+        preparation = Preparation(optimizer, steps=False)
+        optimizer.step()
+        assert optimizer.state[param]["step"].device.type == "cuda"
+        preparation.undo()
+        assert optimizer.state[param]["step"].device.type == "cpu"

@@ -26,7 +26,8 @@ class EvaluationSeam(Seam):
     """The seam of the strategy's evaluation steps. It stays for the whole of a run, from one validation to the next."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: Options, backends: Backends) -> None:
-        options = replace(options, mode="inference", policy=options.policy or METRICS_TOO, eager_if=None)
+        policy = options.policy or METRICS_TOO
+        options = replace(options, mode="inference", policy=policy, eager_if=None, paced=False)
         super().__init__(trainer, module, options, Variant(None), backends)
         self._strategy: Any = trainer.strategy
         self._by_hook: dict[str, GraphedStep] = {}

@@ -91,13 +91,15 @@ class Preparation:
     """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them.
 
     They are set at once, taken off by :meth:`leave` and set again by :meth:`enter`. ``fused`` asks for fused kernels on
-    CUDA too: a gradient scaler decides about the optimizer's steps, or the user wants them for their speed.
+    CUDA too: a gradient scaler decides about the optimizer's steps, or the user wants them for their speed. Where
+    others step the optimizer (``steps`` is false), its counters stay where these have them, until it is stepped here.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False, steps: bool = True) -> None:
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self._fused = fused
+        self._steps = steps
         self.changes: list[str] = []
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
@@ -123,8 +125,7 @@ class Preparation:
                     original[key] = group.get(key)
                     group[key] = value
                     self._note(index, key, original[key], value)
-            if group.get("capturable") or group.get("fused"):
-                self._move_scalars(group)
+            self._move_scalars(group)
         if self._originals:
             # torch would warn that warm-up steps run a capturable optimizer without a capture, which is intended.
             vars(self.optimizer)[_WARNED] = True
@@ -152,6 +153,9 @@ class Preparation:
             self._check_gradients()
             return loss
 
+        if self._entered and not self._steps:
+            self._steps = True
+            self.enter()
         changed = with_closure(args, kwargs, checked) if self._entered else None
         if changed is None:
             self._check_gradients()
@@ -182,7 +186,8 @@ class Preparation:
             self.changes.append(text)
 
     def _move_scalars(self, group: Mapping[str, Any]) -> None:
-        for param in group["params"]:
+        on_device = self._steps and (group.get("capturable") or group.get("fused"))
+        for param in group["params"] if on_device else ():
             state = self.optimizer.state.get(param, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim == 0 and value.device != param.device:
@@ -213,7 +218,7 @@ class Preparation:
         self._handles = []
         self.leave()
         for index, group in enumerate(self.optimizer.param_groups):
-            if self._keeps_on_host(index, group):
+            if self._steps and self._keeps_on_host(index, group):
                 for param in group["params"]:
                     state = self.optimizer.state.get(param)
                     if state:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from graphplan.errors import SkipReason
 from graphplan.stats import Stats
 
+_LOOKED_AT = 4
+"""Steps that wait before it is decided whether more do."""
+
 
 def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str:
     """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""
     if backend == "eager":
         return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
-    if stats.captured == 0 and stats.skipped[SkipReason.BUSY]:
+    if stats.captured == 0 and stats.skipped[SkipReason.BUSY] > _LOOKED_AT:
         return f"graphplan: no step was captured in {stats.calls} steps: {SkipReason.BUSY.value}"
     if stats.captured == 0:
         return (

@@ -14,7 +14,7 @@ from torch import nn
 
 from graphplan.buffers import Buffers
 from graphplan.collector import no_collections
-from graphplan.errors import ClosedError, FeedError, OptionError, RefusalError, SkipReason, VerifyError
+from graphplan.errors import ClosedError, FeedError, OptionError, PeerError, RefusalError, SkipReason, VerifyError
 from graphplan.program import Program
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
@@ -61,7 +61,8 @@ class GraphedStep(Exclusive, Told):
             raise OptionError(f"the step is a {type(fn).__name__}; expected a function or another callable")
         self._options = options
         prepare = options.prepare_optimizers and options.backend != "eager"
-        self._managed = Managed(fn, owners, prepare=prepare, fuse=options.fuse_optimizer)
+        trains = options.mode == "train"
+        self._managed = Managed(fn, owners, prepare=prepare, fuse=options.fuse_optimizer, trains=trains)
         named = [owner for owner in self._managed.owners.values() if isinstance(owner, nn.Module)]
         if options.compile is not False and not named and compiles:
             raise OptionError("compile= is given without a module to compile; name it: owners={'model': model, ...}")
@@ -81,7 +82,7 @@ class GraphedStep(Exclusive, Told):
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
         self._demoted: RefusalError | None = None
-        self._pace: Pace | None = Pace(options, self._runner, peers) if options.paced else None
+        self._pace: Pace | None = Pace(options, self._runner, self._managed, peers) if options.paced else None
         self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
@@ -118,9 +119,8 @@ class GraphedStep(Exclusive, Told):
         if around is not None and changing_mode() is not None and not runs_within_step():
             self._refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
         with running_step():
-            if self._pace is not None and self._pace.waits and self._pace.is_over(self._calls):
+            if self._pace is not None and self._pace.is_over(self._calls):
                 self._pace = None
-                self._managed.resume()
             if around is not None:
                 return self._runner.surrounded(args, kwargs, around, self._options, self._demoted)
             return self._find_way(args, kwargs)
@@ -191,7 +191,12 @@ class GraphedStep(Exclusive, Told):
         """A replay that is checked against eager. After a difference, the step stays eager; without a gain, it does so
         for calls like this one.
         """
-        result, error = self._replays.check(program, feed)
+        try:
+            result, error = self._replays.check(program, feed)
+        except PeerError as refusal:
+            self._programs.forget()
+            self._demote(refusal)
+            return self._refused(feed, refusal)
         entry.refusal = self._replays.loss(program) if error is None else None
         assert self._runner.backend is not None
         self._room.after_check(self._runner.backend)
@@ -228,7 +233,6 @@ class GraphedStep(Exclusive, Told):
         if entry.warm >= self._options.warmup_steps:
             if self._pace is not None and self._pace.begins(self._calls):
                 entry.warm = self._options.warmup_steps - 1
-                self._managed.pause()
                 return self._runner.eager(feed, SkipReason.BUSY)
             self._pace = None
             captured = self.stats.captured

@@ -31,7 +31,9 @@ _CHURN = 3
 
 
 class Managed:
-    """Owners of one step, named and discovered, and the optimizers among them."""
+    """Owners of one step, named and discovered, and the optimizers among them. One that does not train (``trains``)
+    owns optimizers that others step.
+    """
 
     def __init__(
         self,
@@ -40,10 +42,12 @@ class Managed:
         *,
         prepare: bool,
         fuse: bool = False,
+        trains: bool = True,
     ) -> None:
         self._fn = fn
         self._prepare = prepare
         self._fuse = fuse
+        self._trains = trains
         self.owners = name_owners(owners)
         scalers = [owner for owner in self.owners.values() if isinstance(owner, GradScaler) and owner.is_enabled()]
         self._is_scaled = bool(scalers)
@@ -90,8 +94,8 @@ class Managed:
             self.refusal = error
             return
         if self._prepare:
-            preparation = Preparation(optimizer, fused=self._is_scaled or self._fuse)
-            self.changes += preparation.changes
+            preparation = Preparation(optimizer, fused=self._is_scaled or self._fuse, steps=self._trains)
+            self.changes += [change for change in preparation.changes if change not in self.changes]
             self._managed.add(id(optimizer))
             self.rates.keep(preparation)
         self.rates.attach([optimizer])
@@ -273,10 +277,9 @@ class Managed:
         return tuple(param.grad is not None for param in self._parameters)
 
     def pause(self) -> None:
-        """Put the optimizers' flags back until :meth:`resume`."""
+        """Put the optimizers' flags back until :meth:`resume`. What was changed stays noted: steps ran with it."""
         self.rates.release()
         self._managed = set()
-        self.changes.clear()
 
     def resume(self) -> None:
         """Prepare the optimizers again."""

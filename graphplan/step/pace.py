@@ -2,8 +2,8 @@
 
 Where the device cannot keep up with the host, it is busy all the time, and a replay has only the gaps between kernels
 to save. What the way to a program takes (traces, a capture, checks) is lost then, and so is what kernels that can be
-captured take longer than others. So the way is taken once the device turns out to wait for the host. Until then the
-step is what it is without graphplan.
+captured take longer than others. So the way is taken once the device turns out to wait for the host. Until then steps
+are eager, and once the device has turned out to be busy, they run the user's own kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.idleness import Idleness, Queue
+from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
@@ -50,9 +51,10 @@ class Pace:
     device waits for the slowest of them.
     """
 
-    def __init__(self, options: Options, runner: Runner, peers: Peers | None) -> None:
+    def __init__(self, options: Options, runner: Runner, managed: Managed, peers: Peers | None) -> None:
         self._options = options
         self._runner = runner
+        self._managed = managed
         self._peers = peers
         self._first: int | None = None
         self._watch: Idleness | None = None
@@ -73,8 +75,11 @@ class Pace:
         return True
 
     def is_over(self, call: int) -> bool:
-        """Whether the wait ends with the ``call``-th, since the device waits for the host; asked before each."""
-        assert self._first is not None
+        """Whether the wait ends with the ``call``-th, as the device waits for the host; asked before each. If it is to
+        go on, the optimizers become what they were.
+        """
+        if self._first is None:
+            return False
         waited = call - self._first
         share = self._ended()
         if share is not None:
@@ -84,7 +89,11 @@ class Pace:
         if not _is_turn(waited):
             return False
         share, self._shares = median(self._shares), []
-        return not self._agree(f"wait after {call}", share <= _MOST_IDLE)
+        if self._agree(f"wait after {call}", share <= _MOST_IDLE):
+            self._managed.pause()
+            return False
+        self._managed.resume()
+        return True
 
     def close(self) -> None:
         """End what it may have begun."""

@@ -111,14 +111,19 @@ class Peers:
     def vote(self, question: str, answer: bool, patience: float = _PATIENCE) -> bool | None:
         """Whether every rank answers ``question`` with yes; None if not all of them ask it within ``patience`` seconds,
         or one refuses meanwhile. What one rank is told, all are: who comes late finds what was decided.
+
+        A rank that says no waits for the others too: what follows, all of them do, or none.
         """
         key = f"{self._prefix}/{question}"
-        decision = "yes" if answer else "no"
-        if answer and self._store.add(f"{key}/yes", 1) < len(self._keys):
+        if not answer:
+            self._store.add(f"{key}/no", 1)
+        if self._store.add(f"{key}/asked", 1) < len(self._keys):
             decision = "late"
-            # A rank that refuses is heard of where the next thing would be a capture.
+            # What a rank refuses is for :meth:`check` to say.
             with suppress(PeerError):
                 self._come([key], patience)
+        else:
+            decision = "no" if self._store.add(f"{key}/no", 0) else "yes"
         decided = self._store.compare_set(key, "", decision)
         return {b"yes": True, b"no": False}.get(decided)
 

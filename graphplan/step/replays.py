@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphplan.backend import first_line
-from graphplan.errors import SlowerError, VerifyError
+from graphplan.errors import PeerError, SlowerError, VerifyError
 from graphplan.program import NO_CHECK, Program
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
@@ -47,7 +47,11 @@ class Replays:
         return result
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
-        """A replay that is checked against eager, where there is room for that; then eager's outcome stands."""
+        """A replay that is checked against eager, where there is room for that; then eager's outcome stands.
+
+        Raises:
+            PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
+        """
         number = program.replays + 1
         device = self._runner.device
         assert device is not None
@@ -115,14 +119,22 @@ class Replays:
             return "the step communicates with other ranks, which a check on one of them would keep waiting"
         can = self._peers.vote(f"check {self._stats.calls}", not reason)
         if can is None:
-            return "the ranks do not check the same steps"
+            self._peers.check()
+            return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
     def _wants_again(self, differs: bool) -> bool:
-        """Whether any rank needs one more replay to measure the spread."""
+        """Whether any rank needs one more replay to measure the spread.
+
+        Raises:
+            PeerError: if one has left the check, for want of memory: a replay here would wait for its next step.
+        """
         assert self._peers is not None
         self._asked += 1
-        return self._peers.vote(f"spread {self._stats.calls} {self._asked}", not differs) is not True
+        are_equal = self._peers.vote(f"spread {self._stats.calls} {self._asked}", not differs)
+        if are_equal is None:
+            raise PeerError("another rank has left the check")
+        return not are_equal
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         self._stop_checks(program, reason)

@@ -19,6 +19,7 @@ from torch import Tensor
 from graphplan.backend import first_line
 from graphplan.compiler import is_allowed
 from graphplan.dtensors import local
+from graphplan.errors import PeerError
 from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, walk_owners
 from graphplan.program import Program
 from graphplan.trees import map_result
@@ -244,7 +245,7 @@ def check_replay(
         allow: paths that replays may leave out, so that they may differ.
         device: where copies go.
         wants_again: whether the replay is to be run once more, told whether this rank wants that: where ranks
-            communicate in the step, all of them have to run it as often.
+            communicate in the step, all of them have to run it as often. A PeerError from it leaves the check open.
         is_timed: whether the device's clock is read, to tell what the replay and the eager step take.
         alone: whether the device is waited for before the eager step, if that is timed.
         noise: what earlier checks of ``program`` have shown of it, to which this one adds.
@@ -277,7 +278,7 @@ def check_replay(
     reason = ""
     try:
         found += check.compare(start, replayed, moves, result)
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, PeerError) as error:
         # The batch has been trained on: the caller must not go on as if it had not.
         reason = first_line(error)
     # As after every replay: what the caller gets back leads to no autograd graph.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 from graphplan import SkipReason, idleness
 from graphplan.cudagraph import CUDAGraphBackend
@@ -106,3 +108,49 @@ def test_nobody_looks_at_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPat
     assert watch.end() > 0
     assert watch._looks > step.stats.calls
     assert step.stats.captured == 1
+
+
+def test_a_fit_waits_and_its_validation_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation's program comes at once, and leaves AdamW's counters where training has them: on the device, on the
+    host once training waits on, and on the device again.
+    """
+    pytest.importorskip("lightning")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from graphplan import GraphPlanCallback
+
+    class Small(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = layers(64, 2)
+            self.places: list[str] = []
+
+        def training_step(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.net(x).square().mean()
+
+        def validation_step(self, x: torch.Tensor, batch_idx: int) -> None:
+            self.log("loss", self.net(x).square().mean())
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            (place,) = {state["step"].device.type for state in self.trainer.optimizers[0].state.values()}
+            self.places.append(place)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    callback, module = GraphPlanCallback(eval=True), Small()
+    batches = DataLoader(torch.randn(4, 64, 64), batch_size=None)
+    trainer = Trainer(
+        accelerator="gpu", devices=1, max_epochs=10, default_root_dir=tmp_path, logger=False, callbacks=[callback],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    decided = iter([True, True, False])
+    monkeypatch.setattr(pace.Pace, "_agree", lambda self, question, answer: next(decided))
+    trainer.fit(module, batches, batches)
+    stats, evaluated = callback.stats, callback.eval_stats
+    assert stats.skipped == {SkipReason.BUSY: 9}, callback.report()
+    assert (stats.captured, stats.recaptured, stats.replayed) == (1, 0, 40 - 3 - 9 - 4)
+    assert evaluated.skipped == {}, callback.report()
+    assert (evaluated.captured, evaluated.recaptured, evaluated.replayed) == (1, 0, 40 - 6)
+    assert module.places == ["cuda"] * 7 + ["cpu"] * 5 + ["cuda"] * 28
+    assert "['capturable']: False -> True" in callback.report()
