@@ -7,6 +7,7 @@ from graphplan.errors import BusyError as BusyError
 from graphplan.errors import CaptureError as CaptureError
 from graphplan.errors import CaptureMemoryError as CaptureMemoryError
 from graphplan.errors import CarryError as CarryError
+from graphplan.errors import CheckMemoryError as CheckMemoryError
 from graphplan.errors import ClosedError as ClosedError
 from graphplan.errors import ControlFlowError as ControlFlowError
 from graphplan.errors import CopyError as CopyError

@@ -202,6 +202,10 @@ class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
     """Memory ran out in a traced or captured call."""
 
 
+class CheckMemoryError(GraphPlanError, RuntimeError):
+    """Memory ran out in the eager step of a check, and other ranks wait for that step's collectives."""
+
+
 class MemoryBudgetError(CaptureError):
     """A program is estimated to take more memory than the budget allows or the device has: its steps are eager."""
 

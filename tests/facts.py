@@ -95,11 +95,11 @@ def difference(expected: Any, found: Any) -> str:
     return "" if expected == found else f"expected {expected!r}, found {found!r}"
 
 
-def assert_same(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def assert_same(expected: Mapping[str, Any], found: Mapping[str, Any], when: str = "") -> None:
     """Fail with the first paths whose values are missing or differ."""
     problems = [f"{path}: missing" for path in expected if path not in found]
     problems += [f"{path}: not expected" for path in found if path not in expected]
     for path in expected:
         if path in found and (text := difference(expected[path], found[path])):
             problems.append(f"{path}: {text}")
-    assert not problems, f"{len(problems)} differences:\n" + "\n".join(problems[:12])
+    assert not problems, f"{len(problems)} differences{when}:\n" + "\n".join(problems[:12])

@@ -341,7 +341,10 @@ def test_counters_of_an_optimizer_that_others_step() -> None:
             assert optimizer.state[param]["step"] is counter
         optimizer.state[param] = {"step": host}
         preparation = Preparation(optimizer, steps=False)
-        optimizer.step()
+        with torch.inference_mode():
+            # As an evaluation's are. Training's steps write them.
+            optimizer.step()
         assert optimizer.state[param]["step"].device.type == "cuda"
+        assert not optimizer.state[param]["step"].is_inference()
         preparation.undo()
         assert optimizer.state[param]["step"].device.type == "cpu"

@@ -191,7 +191,8 @@ class Preparation:
             state = self.optimizer.state.get(param, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim == 0 and value.device != param.device:
-                    state[key] = value.to(param.device)
+                    with torch.inference_mode(False):  # An evaluation's: the optimizer's steps write it.
+                        state[key] = value.to(param.device)
 
     def _strip(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         for index, group in enumerate(state_dict["param_groups"] if self._entered else ()):

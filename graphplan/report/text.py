@@ -15,12 +15,12 @@ def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str
     """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""
     if backend == "eager":
         return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
-    if stats.captured == 0 and stats.skipped[SkipReason.BUSY] > _LOOKED_AT:
+    if stats.captured == stats.traced == 0 and stats.skipped[SkipReason.BUSY] > _LOOKED_AT:
         return f"graphplan: no step was captured in {stats.calls} steps: {SkipReason.BUSY.value}"
     if stats.captured == 0:
         return (
             f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
-            f"{warmup_steps + 3} of one batch signature, or five later on CUDA, where min_speedup is not 0"
+            f"{warmup_steps + 3} of one batch signature, or five later where steps wait (see min_speedup)"
         )
     return summary(stats, plans=plans)
 

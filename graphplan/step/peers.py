@@ -108,22 +108,24 @@ class Peers:
                 said = self._store.get(key).decode()
                 raise PeerError(f"rank {rank} cannot capture this step, so no rank does: {said}")
 
-    def vote(self, question: str, answer: bool, patience: float = _PATIENCE) -> bool | None:
+    def vote(self, question: str, answer: bool, patience: float = _PATIENCE, *, together: bool = False) -> bool | None:
         """Whether every rank answers ``question`` with yes; None if not all of them ask it within ``patience`` seconds,
         or one refuses meanwhile. What one rank is told, all are: who comes late finds what was decided.
 
-        A rank that says no waits for the others too: what follows, all of them do, or none.
+        One no decides at once; with ``together`` whoever says it waits for the others, too: what follows, all of them
+        do, or none.
         """
-        key = f"{self._prefix}/{question}"
+        key, decision = f"{self._prefix}/{question}", "no"
         if not answer:
             self._store.add(f"{key}/no", 1)
-        if self._store.add(f"{key}/asked", 1) < len(self._keys):
-            decision = "late"
-            # What a rank refuses is for :meth:`check` to say.
-            with suppress(PeerError):
-                self._come([key], patience)
-        else:
-            decision = "no" if self._store.add(f"{key}/no", 0) else "yes"
+        if answer or together:
+            if self._store.add(f"{key}/asked", 1) < len(self._keys):
+                decision = "late"
+                # What a rank refuses is for :meth:`check` to say.
+                with suppress(PeerError):
+                    self._come([key], patience)
+            elif not self._store.add(f"{key}/no", 0):
+                decision = "yes"
         decided = self._store.compare_set(key, "", decision)
         return {b"yes": True, b"no": False}.get(decided)
 

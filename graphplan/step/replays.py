@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -10,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphplan.backend import first_line
-from graphplan.errors import PeerError, SlowerError, VerifyError
+from graphplan.errors import CheckMemoryError, PeerError, SlowerError, VerifyError
 from graphplan.program import NO_CHECK, Program
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
@@ -51,6 +52,7 @@ class Replays:
 
         Raises:
             PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
+            CheckMemoryError: if the eager step has no room, and other ranks run it as well.
         """
         number = program.replays + 1
         device = self._runner.device
@@ -64,22 +66,21 @@ class Replays:
         bound = self._options.least_speedup(device)
         # On the CPU nothing is queued.
         alone = device.type != "cuda" or trials.want_alone(bound)
+        self._asked = 0
         try:
             with self._stats.timed("verify"):
-                eager = lambda: self._runner.run(lambda: self._runner.call(feed))  # noqa: E731
-                again = self._wants_again if program.plan.communicates else bool
                 verdict = check_replay(
                     program,
                     feed.leaves,
-                    eager,
+                    partial(self._eager, program, feed),
                     allow=self._options.allow,
                     device=room,
-                    wants_again=again,
+                    on_any=self._on_any if program.plan.communicates else bool,
                     is_timed=trials.want_more(bound),
                     alone=alone,
                     noise=self._noises.setdefault(program, Noise()),
                 )
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, PeerError) as error:
             return self._unchecked(program, feed, first_line(error))
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
@@ -123,18 +124,31 @@ class Replays:
             return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
-    def _wants_again(self, differs: bool) -> bool:
-        """Whether any rank needs one more replay to measure the spread.
+    def _eager(self, program: Program, feed: Feed) -> Any:
+        """The eager step of a check."""
+        try:
+            return self._runner.run(lambda: self._runner.call(feed))
+        except torch.OutOfMemoryError as error:
+            if not program.plan.communicates:
+                raise
+            raise CheckMemoryError(
+                f"{first_line(error)}: in the eager step that {program.plan.name} was checked with, whose collectives "
+                "other ranks wait for. A check needs room for an eager step beside the program; make the batch "
+                "smaller, or leave checks out with verify='off'"
+            ) from error
+
+    def _on_any(self, says: bool) -> bool:
+        """Whether it is so on any rank that checks.
 
         Raises:
             PeerError: if one has left the check, for want of memory: a replay here would wait for its next step.
         """
         assert self._peers is not None
         self._asked += 1
-        are_equal = self._peers.vote(f"spread {self._stats.calls} {self._asked}", not differs)
-        if are_equal is None:
+        is_none = self._peers.vote(f"check {self._stats.calls} {self._asked}", not says, together=True)
+        if is_none is None:
             raise PeerError("another rank has left the check")
-        return not are_equal
+        return not is_none
 
     def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         self._stop_checks(program, reason)

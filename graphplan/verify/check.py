@@ -75,14 +75,14 @@ class _Check:
         feed: Sequence[Any],
         allow: Sequence[str],
         device: torch.device,
-        wants_again: Callable[[bool], bool],
+        on_any: Callable[[bool], bool],
         is_timed: bool,
         noise: Noise,
     ) -> None:
         self._program = program
         self._is_timed = is_timed
         self._noise = noise
-        self._wants_again = wants_again
+        self._on_any = on_any
         self._feed = feed
         self._allow = allow
         self._device = device
@@ -103,6 +103,20 @@ class _Check:
 
     def start(self) -> _Start:
         """What is there before the replay."""
+        return self._where_all_have_room(self._copied)
+
+    def _where_all_have_room(self, copy: Callable[[], Result]) -> Result:
+        """What ``copy`` makes. What comes next communicates: all ranks do it, or none."""
+        try:
+            made = copy()
+        except torch.OutOfMemoryError:
+            self._on_any(True)
+            raise
+        if self._on_any(False):
+            raise PeerError("another rank has no room for a check")
+        return made
+
+    def _copied(self) -> _Start:
         walk = self.walk()
         tensors = self.tensors(walk)
         snapshot = self.snapshot(walk, tensors.values())
@@ -143,10 +157,9 @@ class _Check:
         differences = differing_values(replayed.values, collect_values(walk, result, self.is_allowed))
         found: list[Difference] = []
         beyond = comparison.paths()
-        if self._wants_again(bool(beyond)):
-            end = self.snapshot(walk, self.tensors(walk).values())
+        if self._on_any(bool(beyond)):
             # More replays write where the eager step has.
-            eager = self.kept(end, left)
+            end, eager = self._where_all_have_room(lambda: self._kept(walk, left))
             try:
                 found = self._beyond_spread(start, beyond, replayed.tensors, eager)
             finally:
@@ -172,12 +185,13 @@ class _Check:
         except RuntimeError:
             return None
 
-    def kept(self, end: Snapshot, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of ``tensors``, of which ``end`` has most."""
+    def _kept(self, walk: Walk, tensors: Mapping[str, Tensor]) -> tuple[Snapshot, dict[str, Tensor]]:
+        """All that the step may change, to be put back, and copies of ``tensors``."""
+        end = self.snapshot(walk, self.tensors(walk).values())
         copies = {path: copy for path, tensor in tensors.items() if (copy := end.value(tensor)) is not None}
         others = [path for path in tensors if path not in copies]
         copies.update(zip(others, copy_all([tensors[path] for path in others], self._device), strict=True))
-        return copies
+        return end, copies
 
     def _beyond_spread(
         self,
@@ -196,11 +210,11 @@ class _Check:
             again.append(self._repeat(start))
             noisy = noisy or are_noisy(replayed, again, paths)
             found = unexplained(found, far, again, eager, noisy=noisy)
-            if not self._wants_again(bool(found) and not noisy):
+            if not self._on_any(bool(found) and not noisy):
                 break
         nudged = None
         # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
-        if self._wants_again(noisy and (bool(found) or not self._noise.is_known)):
+        if self._on_any(noisy and (bool(found) or not self._noise.is_known)):
             nudged = self._repeat(start, nudge=True)
             found = unexplained(found, far, again, eager, nudged, noisy=True)
         if not found and noisy:
@@ -231,7 +245,7 @@ def check_replay(
     *,
     allow: Sequence[str],
     device: torch.device,
-    wants_again: Callable[[bool], bool] = bool,
+    on_any: Callable[[bool], bool] = bool,
     is_timed: bool = True,
     alone: bool = True,
     noise: Noise | None = None,
@@ -244,17 +258,18 @@ def check_replay(
         eager: the same call of the step itself.
         allow: paths that replays may leave out, so that they may differ.
         device: where copies go.
-        wants_again: whether the replay is to be run once more, told whether this rank wants that: where ranks
-            communicate in the step, all of them have to run it as often. A PeerError from it leaves the check open.
+        on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
+            step, all of them have to run it as often. A PeerError from it ends the check.
         is_timed: whether the device's clock is read, to tell what the replay and the eager step take.
         alone: whether the device is waited for before the eager step, if that is timed.
         noise: what earlier checks of ``program`` have shown of it, to which this one adds.
 
     Raises:
-        torch.OutOfMemoryError: with everything as it was, if there is no room for the eager step beside the program.
+        torch.OutOfMemoryError, PeerError: with everything as it was, if there is no room for the eager step beside the
+            program, or on another rank for a copy.
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
-    check = _Check(program, leaves, allow, device, wants_again, is_timed, noise or Noise())
+    check = _Check(program, leaves, allow, device, on_any, is_timed, noise or Noise())
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
     start = check.start()

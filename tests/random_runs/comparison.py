@@ -166,6 +166,6 @@ def _check_values(found: Story, expected: Story) -> None:
     for number, (right, left) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         assert_same(flatten(**{f"output of call {number}": right}), flatten(**{f"output of call {number}": left}))
     assert_same(flatten(held=found.outputs), flatten(held=[keep(result) for result in found.held]))
-    for before, after in zip(expected.states, found.states, strict=True):
+    for number, (before, after) in enumerate(zip(expected.states, found.states, strict=True), 1):
         # They are flat, and copies.
-        assert_same(before, after)
+        assert_same(before, after, f" after call {min(number * OBSERVED, len(found.outputs))}")
