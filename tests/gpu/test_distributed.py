@@ -16,6 +16,7 @@ from tests.lightning.test_distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 SHARDED = ("fsdp", "fsdp clipped", "fsdp mixed")
+SCARCE = ("no room for a check", "no room to check again")
 FULL = EPOCHS * 150 // BATCH - 14
 """Replays on each rank: DDP wants eleven warm-up steps on CUDA."""
 
@@ -24,7 +25,7 @@ FULL = EPOCHS * 150 // BATCH - 14
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All rows in one process group."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, "one rank cannot", "sigterm", "busy"]
+    rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, *SCARCE, "one rank cannot", "sigterm", "busy"]
     return run_ranks(folder, rows, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
@@ -47,6 +48,15 @@ def test_accumulated_gradients_are_the_same_on_every_rank(ranks: list[dict[str, 
     """A batch that is not stepped on communicates nothing."""
     for found in ranks:
         assert found["accumulated"]["captured"] == 2, found["accumulated"]["report"]
+
+
+@pytest.mark.parametrize("row", SCARCE)
+def test_ranks_end_a_check_together(ranks: list[dict[str, Any]], row: str) -> None:
+    """As many replays on each, whose collectives would meet others otherwise."""
+    for found in ranks:
+        assert "not checked against eager" in found[row]["report"]
+        assert found[row]["verified"] == 0
+        assert found[row]["replayed"] >= FULL - 4
 
 
 def test_one_rank_that_cannot_keeps_all_eager(ranks: list[dict[str, Any]]) -> None:

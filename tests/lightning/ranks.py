@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning as L
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.data import DataLoader
 
 from graphplan import GraphPlanCallback, NotCapturedError, RefusalError, SkipReason
+from graphplan.verify import check
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, Observer, digits, ignore_lightning_warnings, with_step
 from tests.sharded import evaluate, sharded_rig
@@ -234,6 +236,27 @@ def sigterm() -> dict[str, Any]:
     return {"ended": None}
 
 
+def without_room(copy: int) -> dict[str, Any]:
+    """Rank 1 has no memory for such a copy in the first check, and rank 0 finds that it differs from eager."""
+    rank, copies = int(os.environ["RANK"]), []
+    stock = check._Check.snapshot, check._Check.guessed
+
+    def snapshot(self: Any, *args: Any) -> Any:
+        copies.append(args)
+        if rank == 1 and len(copies) == copy:
+            raise torch.OutOfMemoryError("no memory")
+        return stock[0](self, *args)
+
+    def guessed(self: Any, *args: Any) -> Any:
+        return stock[1](self, *args) if rank == 1 else SimpleNamespace(paths=lambda: ["model.net.0.bias"])
+
+    check._Check.snapshot, check._Check.guessed = snapshot, guessed
+    try:
+        return compare()
+    finally:
+        check._Check.snapshot, check._Check.guessed = stock
+
+
 ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": compare,
     "clipped": lambda: compare(gradient_clip_val=0.1),
@@ -253,6 +276,8 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp loop": sharded_loop,
     "tensor parallel": tensor_parallel,
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
+    "no room for a check": partial(without_room, 1),
+    "no room to check again": partial(without_room, 2),
     "sigterm": sigterm,
     "busy": lambda: compare(with_step(_takes_long), callback={"min_speedup": 1.0}),
     # The last one: the ranks part in an error.

@@ -70,6 +70,16 @@ def test_ranks_drop_a_program_together(ranks: list[dict[str, Any]], row: str) ->
     assert ranks[0][row]["replayed"] == ranks[1][row]["replayed"]
 
 
+@pytest.mark.parametrize("row", ["no room for a check", "no room to check again"])
+def test_ranks_end_a_check_together(ranks: list[dict[str, Any]], row: str) -> None:
+    """As many replays on each, whose collectives would meet others otherwise; later ones are not checked."""
+    reasons = ["another rank has no room for a check", "no memory"]
+    for found, reason in zip(ranks, reasons, strict=True):
+        assert f"not checked against eager: {reason}" in found[row]["report"]
+        assert found[row]["verified"] == 0
+        assert found[row]["replayed"] >= FULL - 4
+
+
 @pytest.mark.parametrize("row", ["evaluated", "fsdp evaluated"])
 def test_evaluation_is_replayed_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
     for found in ranks:
