@@ -25,7 +25,18 @@ FULL = EPOCHS * 150 // BATCH - 14
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All rows in one process group."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, *SCARCE, "one rank cannot", "sigterm", "busy"]
+    rows = [
+        "plain",
+        "clipped",
+        "accumulated",
+        "evaluated",
+        *SHARDED,
+        *SCARCE,
+        "wrong on one",
+        "one rank cannot",
+        "sigterm",
+        "busy",
+    ]
     return run_ranks(folder, rows, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
@@ -57,6 +68,12 @@ def test_ranks_end_a_check_together(ranks: list[dict[str, Any]], row: str) -> No
         assert "not checked against eager" in found[row]["report"]
         assert found[row]["verified"] == 0
         assert found[row]["replayed"] >= FULL - 4
+
+
+def test_a_program_that_is_wrong_on_one_rank_is_given_up_by_all(ranks: list[dict[str, Any]]) -> None:
+    """By the others with their next check."""
+    assert [found["wrong on one"]["replayed"] for found in ranks] == [1, 0]
+    assert "rank 1 cannot capture this step, so no rank does: replay 1 of" in ranks[0]["wrong on one"]["report"]
 
 
 def test_one_rank_that_cannot_keeps_all_eager(ranks: list[dict[str, Any]]) -> None:

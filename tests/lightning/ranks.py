@@ -257,6 +257,21 @@ def without_room(copy: int) -> dict[str, Any]:
         check._Check.snapshot, check._Check.guessed = stock
 
 
+def wrong_on_one() -> dict[str, Any]:
+    """Rank 1 finds in the first check that its program is not what the eager step does."""
+    stock = check._Check.compare
+
+    def compare_(self: Any, *args: Any) -> list[check.Difference]:
+        return [*stock(self, *args), check.Difference("model.net.0.bias", "made up")]
+
+    if os.environ["RANK"] == "1":
+        check._Check.compare = compare_
+    try:
+        return compare(callback={"on_failure": "eager"})
+    finally:
+        check._Check.compare = stock
+
+
 ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": compare,
     "clipped": lambda: compare(gradient_clip_val=0.1),
@@ -278,6 +293,7 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
     "no room for a check": partial(without_room, 1),
     "no room to check again": partial(without_room, 2),
+    "wrong on one": wrong_on_one,
     "sigterm": sigterm,
     "busy": lambda: compare(with_step(_takes_long), callback={"min_speedup": 1.0}),
     # The last one: the ranks part in an error.

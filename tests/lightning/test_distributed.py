@@ -80,6 +80,15 @@ def test_ranks_end_a_check_together(ranks: list[dict[str, Any]], row: str) -> No
         assert found[row]["replayed"] >= FULL - 4
 
 
+def test_a_program_that_is_wrong_on_one_rank_is_given_up_by_all(ranks: list[dict[str, Any]]) -> None:
+    """By the others with their next check."""
+    first, second = (found["wrong on one"] for found in ranks)
+    assert (first["replayed"], first["verified"]) == (1, 1), first["report"]
+    assert (second["replayed"], second["verified"]) == (0, 0), second["report"]
+    assert "rank 1 cannot capture this step, so no rank does: replay 1 of" in first["report"]
+    assert "model.net.0.bias made up" in second["report"].replace(":", "")
+
+
 @pytest.mark.parametrize("row", ["evaluated", "fsdp evaluated"])
 def test_evaluation_is_replayed_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
     for found in ranks:
