@@ -27,7 +27,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder: Path = tmp_path_factory.mktemp("ranks")
     rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, *SCARCE, "wrong on one", "one rank cannot"]
     rows += ["sigterm", "busy"]
-    return run_ranks(folder, rows, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+    launcher += ["--rdzv-endpoint", "localhost:0"]
+    return run_ranks(folder, rows, 2, launcher, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
 @pytest.mark.parametrize("row", ["plain", "clipped", "evaluated"])

@@ -1,4 +1,5 @@
 """What each rank does in the tests of several processes: ``python -m torch.distributed.run -m tests.lightning.ranks``.
+Started alone, with ``WORLD_SIZE`` and where ranks meet in the environment, the process is all of them.
 
 Every row is fitted twice in one process group, without and with the callback; each rank compares what it ended with,
 and writes down what its callback did.
@@ -10,6 +11,7 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -42,6 +44,8 @@ EPOCHS, BATCH = 4, 15
 CUDA = os.environ.get("GRAPHPLAN_RANKS") == "cuda"
 """Whether the ranks train on a GPU each."""
 BACKEND = "cudagraph" if CUDA else "tape"
+LONGEST = 380
+"""Seconds."""
 WORLD = int(os.environ.get("WORLD_SIZE", "2"))
 
 
@@ -301,12 +305,28 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+def become_ranks() -> list[int]:
+    """Be rank 0, and fork the others, so that everything is imported once; returns their process ids."""
+    children: list[int] = []
+    for rank in range(1, WORLD):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return []
+        children.append(child)
+    os.environ.update(RANK="0", LOCAL_RANK="0")
+    return children
+
+
 def main() -> None:
     """Run the rows that are asked for and write what came out of this rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("rows", nargs="+")
     arguments = parser.parse_args()
+    others = [] if "RANK" in os.environ else become_ranks()
+    # One that waits for ever would keep the test waiting, too.
+    signal.alarm(LONGEST)
     torch.set_num_threads(1)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     found = {}
@@ -316,6 +336,8 @@ def main() -> None:
             found[row] = ROWS[row]()
     rank = os.environ["RANK"]
     (arguments.folder / f"{rank}.json").write_text(json.dumps(found))
+    failed = [other for other in others if os.waitpid(other, 0)[1]]
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

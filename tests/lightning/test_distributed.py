@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,31 @@ pytestmark = [
 ]
 
 
-def run_ranks(folder: Path, rows: list[str], count: int = 2, **environment_of_ranks: str) -> list[dict[str, Any]]:
+def run_ranks(
+    folder: Path, rows: list[str], count: int = 2, launcher: Sequence[str] = (), **environment_of_ranks: str
+) -> list[dict[str, Any]]:
     """What the rows came to, by rank."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "--master-port", "0"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "tests.lightning.ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment_of_ranks}
     done = subprocess.run(
-        [*command, *rows], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
+        [sys.executable, *launcher, "-m", "tests.lightning.ranks", str(folder), *rows],
+        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def run_forked(folder: Path, rows: list[str], count: int) -> list[dict[str, Any]]:
+    """:func:`run_ranks` without a launcher, whose ranks would each import everything."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return run_ranks(folder, rows, count, WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All rows in one process group."""
-    return run_ranks(tmp_path_factory.mktemp("ranks"), list(ROWS))
+    return run_forked(tmp_path_factory.mktemp("ranks"), list(ROWS), 2)
 
 
 @pytest.mark.parametrize("row", ["plain", "clipped", "evaluated"])
@@ -122,7 +133,7 @@ def test_a_fit_under_fsdp_goes_on_from_a_checkpoint(ranks: list[dict[str, Any]],
 
 def test_replicas_of_shards_are_the_same_on_every_rank(tmp_path: Path) -> None:
     """HSDP on four ranks: sharded over two, twice."""
-    for found in run_ranks(tmp_path, ["fsdp replicated"], count=4):
+    for found in run_forked(tmp_path, ["fsdp replicated"], 4):
         assert found["fsdp replicated"]["captured"] == 1, found["fsdp replicated"]["report"]
         assert found["fsdp replicated"]["replayed"] >= 12, found["fsdp replicated"]["report"]
         assert found["fsdp replicated"]["verified"] >= 4, "checked in the same steps"
