@@ -30,11 +30,10 @@ from graphplan.verify.compare import (
     are_noisy,
     describe,
     differing_values,
-    fits,
     unexplained,
 )
 from graphplan.verify.noise import Beyond, Moves, Noise
-from graphplan.verify.rounding import can_be_nudged, nudge_by, take_back
+from graphplan.verify.rounding import nudged
 from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.state import State, are_same, collect_tensors, collect_values, tensors_of
 
@@ -212,30 +211,23 @@ class _Check:
             found = unexplained(found, far, again, eager, noisy=noisy)
             if not self._on_any(bool(found) and not noisy):
                 break
-        nudged = None
+        off = None
         # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
         if self._on_any(noisy and (bool(found) or not self._noise.is_known)):
-            nudged = self._repeat(start, nudge=True)
-            found = unexplained(found, far, again, eager, nudged, noisy=True)
+            off = self._repeat(start, nudge=True)
+            found = unexplained(found, far, again, eager, off, noisy=True)
         if not found and noisy:
-            self._noise.learn(start.old, far, again, eager, nudged)
+            self._noise.learn(start.old, far, again, eager, off)
         return describe(found, start.old, replayed, eager)
 
     def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:
         """What one more replay leaves; with ``nudge``, what it makes of parameters with other last bits."""
         start.snapshot.restore()
+        replay = lambda: self.replay(start.walk)[0].tensors  # noqa: E731
         if not nudge:
-            return self.replay(start.walk)[0].tensors
-        params = {path: local(param) for path, param in start.walk.parameters.values() if can_be_nudged(local(param))}
-        rounding = self._program.plan.rounding
-        for param in params.values():
-            nudge_by(param, rounding)
-        left = self.replay(start.walk)[0].tensors
-        for path, param in params.items():
-            old = start.snapshot.value(param)
-            if old is not None and path in left and fits(old, left[path]):
-                take_back(left[path], old, rounding)
-        return left
+            return replay()
+        params = {path: local(param) for path, param in start.walk.parameters.values()}
+        return nudged(replay, params, start.snapshot.value, self._program.plan.rounding)
 
 
 def check_replay(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
 from graphplan.owners import is_freed
+from graphplan.verify.compare import fits
 
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -33,3 +36,21 @@ def take_back(left: Tensor, old: Tensor, rounding: float) -> None:
     nudge = old.clone()
     nudge_by(nudge, rounding)
     left.sub_(nudge.sub_(old))
+
+
+def nudged(
+    replay: Callable[[], Mapping[str, Tensor]],
+    params: Mapping[str, Tensor],
+    old: Callable[[Tensor], Tensor | None],
+    rounding: float,
+) -> Mapping[str, Tensor]:
+    """What ``replay`` leaves if ``params`` have other last bits. ``old(param)`` is what a parameter held before."""
+    fit = {path: param for path, param in params.items() if can_be_nudged(param)}
+    for param in fit.values():
+        nudge_by(param, rounding)
+    left = replay()
+    for path, param in fit.items():
+        before = old(param)
+        if before is not None and path in left and fits(before, left[path]):
+            take_back(left[path], before, rounding)
+    return left
