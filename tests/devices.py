@@ -34,8 +34,7 @@ class Device:
 def pretend(monkeypatch: pytest.MonkeyPatch, *idle: float) -> Device:
     """Have steps on the CPU wait as those on such a device would."""
     device = Device(*idle)
-    cuda = SimpleNamespace(current_stream=lambda device: None)
-    monkeypatch.setattr(pace, "torch", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(pace, "Idleness", device.watch)
     is_paced = Options.is_paced
     monkeypatch.setattr(Options, "is_paced", lambda options, device: is_paced(options, torch.device("cuda")))

@@ -20,7 +20,7 @@ from graphplan.report import outcome
 from graphplan.step import GraphedStep, Options, Peers, pace
 from tests.devices import Device, pretend
 from tests.test_peers import Ranks
-from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive
+from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive, managed
 from tests.zoo import training_rig
 
 CALLS = 28
@@ -188,18 +188,22 @@ def test_no_step_waits_where_there_is_something_to_gain(make_device: MakeDevice,
     assert device.watched == 0
 
 
-def test_deterministic_runs_do_not_wait(make_device: MakeDevice) -> None:
-    """When a device has nothing to do is a matter of time."""
-    device = make_device()
-    rig = build(rig_of)
+@pytest.mark.parametrize("waits", [4, 9, CALLS - 3])
+def test_deterministic_runs_are_the_same_however_long_they_wait(make_device: MakeDevice, waits: int) -> None:
+    """When a device has nothing to do is a matter of time: their kernels are those of replays from the beginning."""
+    make_device(*{4: [1.0], 9: [0.0] * 3 + [1.0]}.get(waits, [0.0]))
+    make = lambda: rig_of("adamw", fused=None, foreach=True)  # noqa: E731
+    twin = build(make)
+    expected = drive(twin, managed(twin))
+    rig = build(make)
     step = paced(rig)
     torch.use_deterministic_algorithms(True)
     try:
-        drive(rig, step)
+        found = drive(rig, step)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert (step.stats.captured, step.stats.replayed) == (1, CALLS - BEFORE_REPLAY)
-    assert device.watched == 0
+    assert_same_runs(expected, found)
+    assert step.stats.skipped == {SkipReason.BUSY: waits}
 
 
 @pytest.mark.parametrize("least", [None, 1e-6])

@@ -68,9 +68,9 @@ class GraphPlanCallback(EvaluationHooks):
             One that is estimated to take more is not captured: its steps are eager, with one warning.
         min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
             that is surely slower is dropped, and its steps are eager from then on. On CUDA, training is eager for four
-            steps more after the warm-up, and then, with the optimizers' own kernels, for as long as the device is busy
-            all the time, unless torch is to use deterministic algorithms; 0 captures all the same. None: 1.0 on CUDA, 0
-            on the CPU.
+            steps more after the warm-up, and then, with the optimizers' own kernels unless torch is to use
+            deterministic algorithms, for as long as the device is busy all the time; 0 captures all the same. None: 1.0
+            on CUDA, 0 on the CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; where
             torch can, also check before each replay that the memory that the recording reads was not freed.

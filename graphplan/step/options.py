@@ -136,11 +136,8 @@ class Options:
         return 0.0 if device.type == "cpu" else 1.0
 
     def is_paced(self, device: torch.device) -> bool:
-        """Whether a step may wait with its program: what else it is asked for does not come with the program, and no
-        two runs need be alike, since the wait ends when the device does something that is a matter of time.
-        """
+        """Whether a step may wait with its program: what else it is asked for does not come with the program."""
         asks = self.compile is not False or self.fuse_optimizer or self.prefetch
-        asks = asks or torch.are_deterministic_algorithms_enabled()
         return self.paced and device.type == "cuda" and not asks and self.least_speedup(device) > 0
 
     @property

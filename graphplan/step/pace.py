@@ -76,7 +76,8 @@ class Pace:
 
     def is_over(self, call: int) -> bool:
         """Whether the wait ends with the ``call``-th, as the device waits for the host; asked before each. If it is to
-        go on, the optimizers become what they were.
+        go on, the optimizers become what they were, unless runs are to be repeatable: when the kernels would change is
+        a matter of time.
         """
         if self._first is None:
             return False
@@ -90,7 +91,8 @@ class Pace:
             return False
         share, self._shares = median(self._shares), []
         if self._agree(f"wait after {call}", share <= _MOST_IDLE):
-            self._managed.pause()
+            if not torch.are_deterministic_algorithms_enabled():
+                self._managed.pause()
             return False
         self._managed.resume()
         return True

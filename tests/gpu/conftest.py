@@ -53,12 +53,10 @@ def unpaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(autouse=True)
-def repeatable(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ask for deterministic kernels, and let no test's memory live on into the next. A step that may wait is none of a
-    deterministic run.
-    """
+def repeatable() -> Iterator[None]:
+    """Ask for deterministic kernels, and let no test's memory live on into the next."""
     filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(request.node.get_closest_marker("paced") is None)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     yield
     torch.use_deterministic_algorithms(False)

@@ -110,10 +110,14 @@ def test_nobody_looks_at_a_stream_that_is_captured(monkeypatch: pytest.MonkeyPat
     assert step.stats.captured == 1
 
 
-def test_a_fit_waits_and_its_validation_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_fit_waits_and_its_validation_does_not(
+    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Validation's program comes at once, and leaves AdamW's counters where training has them: on the device, on the
-    host once training waits on, and on the device again.
+    host once training waits on with the kernels that it had, and on the device again.
     """
+    torch.use_deterministic_algorithms(deterministic)
     pytest.importorskip("lightning")
     from lightning.pytorch import LightningModule, Trainer
 
@@ -152,5 +156,5 @@ def test_a_fit_waits_and_its_validation_does_not(tmp_path: Path, monkeypatch: py
     assert (stats.captured, stats.recaptured, stats.replayed) == (1, 0, 40 - 3 - 9 - 4)
     assert evaluated.skipped == {}, callback.report()
     assert (evaluated.captured, evaluated.recaptured, evaluated.replayed) == (1, 0, 40 - 6)
-    assert module.places == ["cuda"] * 7 + ["cpu"] * 5 + ["cuda"] * 28
+    assert module.places == ["cuda"] * 7 + ["cuda" if deterministic else "cpu"] * 5 + ["cuda"] * 28
     assert "['capturable']: False -> True" in callback.report()
