@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
 from sys import getrefcount
 from typing import Any
@@ -25,6 +25,10 @@ _OWN_REFERENCES = 3
 
 def _geometries(held: Any) -> list[tuple[Any, ...]]:
     return list(map(geometry, tensor_leaves(held)))
+
+
+def _places(tensors: Iterable[Any]) -> list[int]:
+    return [local(tensor).data_ptr() for tensor in tensors]
 
 
 def _others(held: Any) -> tuple[Any, ...]:
@@ -64,10 +68,13 @@ class Adopted:
     ) -> None:
         self._plan = plan
         self._entry_grads = {f"{path}.grad": grad for path, grad in entry_grads.items()}
+        self._unowned = [e for e in plan.externals if e.path is None and e.tensor is not None]
         self._copied = set(copied)
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self.guards = self._guard(walk, None)
+        self._places = {path: _places(aliases) for path, aliases in self._aliases.items()}
+        self._unowned_facts = self._facts_of_unowned()
 
     def take(self, walk: Walk) -> None:
         """Take the owners' tensors as they lie now; the Python values of the capture are still those that count."""
@@ -89,7 +96,7 @@ class Adopted:
         changed = {e.path for e in self._plan.externals if e.mutated}
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
         self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
-        unowned = [e.tensor for e in self._plan.externals if e.path is None and e.tensor is not None]
+        unowned = [external.tensor for external in self._unowned if external.tensor is not None]
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 
     def refresh(self) -> None:
@@ -111,9 +118,9 @@ class Adopted:
         changed = self.guards.changed_value(walk)
         if changed is not None:
             return f"the step's code reads {changed}"
-        structure = self.guards.changed_method() or self.guards.changed_structure()
-        if structure is not None:
-            return structure
+        gone = self.guards.changed_method() or self.guards.changed_structure() or self._lost_memory()
+        if gone is not None:
+            return gone
         moved: list[tuple[str, Slot]] = []
         sharing = _sharing(walk)
         for path, held in self._held.items():
@@ -131,6 +138,22 @@ class Adopted:
         self._note_sources(moved)
         self._copy_in(moved)
         return None
+
+    def _lost_memory(self) -> str | None:
+        """What no longer lies where the recording reads and writes it, described: values cannot be copied there."""
+        for path, aliases in self._aliases.items():
+            if _places(aliases) != self._places[path]:
+                # An alias shares the storage, and only storage.resize_ changes where that lies.
+                return f"the memory of {path} was given back (untyped_storage().resize_)"
+        for external, fact, now in zip(self._unowned, self._unowned_facts, self._facts_of_unowned(), strict=True):
+            if now != fact:
+                what = f"{external.name}, which no owner holds, was given other memory or another shape"
+                return f"{what} ({external.where})"
+        return None
+
+    def _facts_of_unowned(self) -> list[Any]:
+        tensors = [external.tensor for external in self._unowned if external.tensor is not None]
+        return list(zip(_places(tensors), map(geometry, tensors), strict=True))
 
     def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
         now = slot.get()

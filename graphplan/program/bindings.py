@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.errors import GradientError
+from graphplan.errors import GradientError, GuardError
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 
@@ -129,12 +129,29 @@ class Bindings:
         ``module.to`` moves a gradient to other memory. And an eager step makes new gradients, so that one which the
         caller keeps stays what it was: it gets memory of its own, and another tensor takes its place. Gradients that
         steps accumulate into are the same objects in eager steps too.
+
+        Raises:
+            GuardError: if :meth:`lost_memory` says so.
         """
         if list(map(Tensor.data_ptr, self._memory)) != self._pointers:
+            lost = self.lost_memory()
+            if lost is not None:
+                raise GuardError(lost)
             for memory, alias in zip(self._memory, self._aliases, strict=True):
                 memory.data = local(alias)
         if self._count() != self._counts:
             self._release_kept()
+
+    def lost_memory(self) -> str | None:
+        """The gradient that no longer has the memory that the recording writes, described. An alias shares its storage,
+        and only ``storage.resize_`` changes where that lies.
+        """
+        written = [param for param, grad in self._grads if grad is not None]
+        for param, alias, pointer in zip(written, self._aliases, self._pointers, strict=True):
+            if local(alias).data_ptr() != pointer:
+                path = next(path for path, known in self._walk.parameters.values() if known is param)
+                return f"the memory of {path}.grad was given back (untyped_storage().resize_)"
+        return None
 
     def _release_kept(self) -> None:
         counts = self._count()

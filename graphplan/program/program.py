@@ -104,6 +104,10 @@ class Program:
         """The checks of what the program adopted."""
         return self._adopted.guards
 
+    def fits(self) -> bool:
+        """Whether everything that a replay uses is where it was."""
+        return self.guards.hold() and self._bindings.lost_memory() is None
+
     def row(self) -> Row:
         """A comparison that holds while the program is open, and its guards are these."""
         return ("same_attributes", [self, self._adopted], ["is_open", "guards"], [self.is_open, self.guards])
@@ -177,6 +181,7 @@ class Program:
 
         Raises:
             ClosedError: after :meth:`close`.
+            GuardError: if the memory of a gradient that the recording writes was given back; nothing has run then.
         """
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
@@ -256,13 +261,13 @@ class Program:
         Raises:
             FeedError: if something does not fit, or shares memory with what the step changes.
             SurroundingsError: where a mode, a transform or forward-mode AD is active.
-            GuardError: if a tensor that the program adopted is no longer where it was.
+            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")
         feed = flatten(args, {})
         check_match(feed, self.plan.feed)
-        if not self.guards.hold():
+        if not self.fits():
             reason = self.resync()
             if reason is not None:
                 raise GuardError(f"the program of {self.plan.name} no longer fits: {reason}; capture it again")
@@ -279,7 +284,7 @@ class Program:
         Returns:
             None if the program fits again, else why it cannot.
         """
-        reason = self._adopted.follow()
+        reason = self._bindings.lost_memory() or self._adopted.follow()
         if reason is not None:
             return reason
         walk = walk_owners(self.plan.owners())
@@ -288,7 +293,7 @@ class Program:
         self._bindings.follow(walk)
         self._walk = walk
         self._adopted.take(walk)
-        return None if self.guards.hold() else "a tensor that nobody owns has moved"
+        return None if self.guards.hold() else "what the step depends on has changed"
 
     def close(self) -> None:
         """Give the recording's memory back."""

@@ -14,7 +14,16 @@ from torch import nn
 
 from graphplan.buffers import Buffers
 from graphplan.collector import no_collections
-from graphplan.errors import ClosedError, FeedError, OptionError, PeerError, RefusalError, SkipReason, VerifyError
+from graphplan.errors import (
+    ClosedError,
+    FeedError,
+    GuardError,
+    OptionError,
+    PeerError,
+    RefusalError,
+    SkipReason,
+    VerifyError,
+)
 from graphplan.program import Program
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
@@ -107,7 +116,13 @@ class GraphedStep(Exclusive, Told):
             self._programs.touch(call.entry)
             if self._before is not None:
                 self._before(call.program, None, "")
-            return self._replays.replay(call.program, leaves)
+            try:
+                return self._replays.replay(call.program, leaves)
+            except GuardError:
+                if call.program.fits():
+                    raise
+                # Nothing has run; on the long way the program is dropped.
+                return self._look_up(args, kwargs)
         finally:
             self._turn.release()
 

@@ -46,7 +46,7 @@ class Lookup:
                 looked = True
                 self._managed.look_again()
                 continue
-            if program is None or program.guards.hold():
+            if program is None or program.fits():
                 return entry, program
             # Following what moved may bring other hyper-parameters with it (a loaded checkpoint), hence another key.
             if not self._follow(program, entry):

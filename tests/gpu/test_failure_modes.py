@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,7 @@ from tests.failure_modes.naive import PLAIN, WHEN, changing_rig, loss_of, stay
 from tests.failure_modes.test_rows_05_08 import scaled_rig
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device, oracle
+from tests.test_lost_memory import LOSSES, REPLAYED, losing_rig
 from tests.twins import Rig, assert_same_runs, build, drive, managed
 from tests.zoo import Memory, float_batches
 
@@ -76,6 +78,14 @@ CHANGES = {
 def test_row_01_to_16_changes_between_calls(name: str) -> None:
     """Addresses that a graph holds are followed, copied into, or captured anew."""
     assert_follows(on_gpu(CHANGES[name]))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_row_15_memory_that_was_given_back(name: str) -> None:
+    """A graph would read and write where something else lies by now."""
+    step, _ = assert_like_eager(on_device(partial(losing_rig, name)), captured=2, replayed=REPLAYED)
+    (event,) = [event for event in step.stats.events if "recapture" in event]
+    assert re.search(LOSSES[name][1], event)
 
 
 OPTIMIZERS = {
