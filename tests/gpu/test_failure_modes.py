@@ -81,7 +81,7 @@ def test_row_01_to_16_changes_between_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_row_15_memory_that_was_given_back(name: str) -> None:
+def test_row_25_memory_that_was_given_back(name: str) -> None:
     """A graph would read and write where something else lies by now."""
     step, _ = assert_like_eager(on_device(partial(losing_rig, name)), captured=2, replayed=REPLAYED)
     (event,) = [event for event in step.stats.events if "recapture" in event]
