@@ -146,6 +146,8 @@ class Bindings:
         """The gradient that no longer has the memory that the recording writes, described. An alias shares its storage,
         and only ``storage.resize_`` changes where that lies.
         """
+        if list(map(Tensor.data_ptr, self._memory)) == self._pointers:
+            return None
         written = [param for param, grad in self._grads if grad is not None]
         for param, alias, pointer in zip(written, self._aliases, self._pointers, strict=True):
             if local(alias).data_ptr() != pointer:
