@@ -12,6 +12,8 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from tests.addresses import insist
+
 _MONITORING: Any = getattr(sys, "monitoring", None)
 LONG = ("test_soak.py", "test_properties.py")
 """Files with tests of a minute: begun first, so that at the end no process waits for another one's."""
@@ -52,6 +54,14 @@ def nothing_stays_installed() -> Iterator[None]:
     before = _installed()
     yield
     assert _installed() == before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fixed_addresses() -> Iterator[None]:
+    """The tape would follow memory that moves, and a CUDA graph would not."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        insist(monkeypatch)
+        yield
 
 
 @pytest.fixture(autouse=True)
