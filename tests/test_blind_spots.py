@@ -8,6 +8,8 @@ from __future__ import annotations
 import builtins
 import functools
 import importlib
+import logging
+import re
 import sys
 import warnings
 import weakref
@@ -20,6 +22,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.utils.data import Subset, TensorDataset
 
 from graphplan import HostScalarError, graph_step
 from graphplan.owners import kinds
@@ -322,6 +326,94 @@ def _follow(thing: Any, times: int) -> Any:
 def test_what_nobody_would_see_is_refused(name: str, message: str) -> None:
     with pytest.raises(HostScalarError, match=message):
         _run((_refused(name), lambda: None), graphed=True)
+
+
+class _Buffered:
+    """Holds objects of torch's that hold values."""
+
+    def __init__(self) -> None:
+        self.prior = Normal(torch.zeros(2), torch.ones(2), validate_args=False)
+        self.memory = TensorDataset(torch.arange(4.0))
+        self.part = Subset(self.memory, [1, 2])
+
+
+_OBJECTS: dict[str, tuple[Callable[[_Buffered], Tensor], Callable[[_Buffered], object]]] = {
+    "a distribution": (
+        lambda held: held.prior.log_prob(torch.ones(2)).sum(),
+        lambda held: setattr(held.prior, "scale", torch.full((2,), 2.0)),
+    ),
+    "a dataset": (
+        lambda held: held.memory[:2][0].sum(),
+        lambda held: setattr(held.memory, "tensors", (torch.arange(4.0) + 5,)),
+    ),
+    "a part of a dataset": (lambda held: held.part[0][0], lambda held: held.part.indices.reverse()),
+}
+
+
+@pytest.mark.parametrize("name", _OBJECTS)
+def test_what_torchs_own_objects_hold(name: str) -> None:
+    """Distributions and datasets are compared like objects of the user's."""
+    read, change = _OBJECTS[name]
+
+    def run(*, graphed: bool) -> list[float]:
+        held = _Buffered()
+
+        def step(x: Tensor) -> Tensor:
+            return x * read(held)
+
+        call: Any = graph_step(step, verify="off", backend="tape") if graphed else step
+        found = []
+        for number in range(20):
+            if number == 12:
+                change(held)
+            found.append(call(torch.ones(())).item())
+        assert not graphed or call.stats.replayed >= 10
+        return found
+
+    assert run(graphed=True) == run(graphed=False)
+    assert len(set(run(graphed=False))) == 2
+
+
+def test_a_distribution_that_each_step_makes_anew() -> None:
+    """Its tensors are bound again in each replay, like those of an object of the user's."""
+
+    def run(*, graphed: bool) -> list[float]:
+        held = _Buffered()
+
+        def step(x: Tensor) -> Tensor:
+            held.prior = Normal(x, x.exp(), validate_args=False)
+            return held.prior.entropy().sum()
+
+        call: Any = graph_step(step, owners={"held": held}, backend="tape") if graphed else step
+        found = []
+        for number in range(20):
+            found += [call(torch.full((2,), float(number))).item(), held.prior.loc.sum().item()]
+        assert not graphed or call.stats.replayed >= 10
+        return found
+
+    assert run(graphed=True) == run(graphed=False)
+
+
+@pytest.mark.parametrize("allow", [(), ("logging",)])
+def test_a_step_that_logs_is_told_once(allow: tuple[str, ...]) -> None:
+    """Only eager calls do; what a logger leaves out is not told."""
+    logger = logging.Logger("of its own", logging.INFO)
+    logger.addHandler(logging.NullHandler())
+
+    def step(x: Tensor) -> Tensor:
+        logger.debug("never")
+        logger.info("here")
+        return x * 2
+
+    call = graph_step(step, backend="tape", allow=allow)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            call(torch.ones(2))
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (0 if allow else 1)
+    text = r"the step calls logging at test_blind_spots\.py:\d+ in step: .*info.*only eager calls will write"
+    assert all(re.search(text, line) for line in told)
 
 
 def test_what_is_weakly_referenced_and_reached_otherwise() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from graphplan.owners import SCALARS, Numbers, free_name
+from graphplan.owners import SCALARS, Numbers, Reached, free_name
 
 _TRAINER = (
     "current_epoch",
@@ -26,7 +26,7 @@ _PROGRESS = ("ready", "started", "processed", "completed")
 
 
 def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
-    """Owners that stand for the numbers of the Trainer, its loops, schedulers and callbacks."""
+    """Owners that stand for the numbers of the Trainer, its loops and schedulers."""
     loop: Any = trainer.fit_loop
     owners: dict[str, Any] = {
         # Only evaluation is done to see whether it works.
@@ -40,11 +40,34 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
             owners[f"trainer.{name}.{part}"] = Numbers(getattr(progress, part), known, via=name)
     for index, config in enumerate(trainer.lr_scheduler_configs):
         owners[f"lr_schedulers[{index}]"] = config.scheduler
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    for callback in callbacks:
-        plain = [name for name, value in vars(callback).items() if isinstance(value, SCALARS)]
+    return owners
+
+
+_CALLBACKS = (
+    *("callbacks", "early_stopping_callback", "early_stopping_callbacks"),
+    *("checkpoint_callback", "checkpoint_callbacks", "progress_bar_callback"),
+)
+
+
+def reached_objects(trainer: Trainer) -> dict[str, Any]:
+    """Owners that a step's code comes to through the Trainer, if it names them."""
+    anything: Any = trainer
+    owners: dict[str, Any] = {
+        "trainer (its attributes)": Reached(trainer, ["trainer"], without=["callbacks"]),
+        "trainer.strategy": Reached(trainer.strategy, ["strategy"]),
+        "trainer.precision_plugin": Reached(trainer.precision_plugin, ["precision_plugin"]),
+    }
+    for index, logger in enumerate(trainer.loggers):
+        owners[f"trainer.loggers[{index}]"] = Reached(logger, ["logger", "loggers"])
+    datamodule = getattr(anything, "datamodule", None)
+    dataset = getattr(trainer.train_dataloader, "dataset", None)
+    if datamodule is not None:
+        owners["trainer.datamodule"] = Reached(datamodule, ["datamodule"])
+    if dataset is not None:
+        owners["trainer.train_dataloader.dataset"] = Reached(dataset, ["train_dataloader"])
+    for callback in anything.callbacks:
         name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
-        owners[name] = Numbers(callback, plain, via="callbacks")
+        owners[name] = Reached(callback, _CALLBACKS)
     return owners
 
 

@@ -19,6 +19,7 @@ from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.records import Items as Items
 from graphplan.owners.records import Library as Library
 from graphplan.owners.records import Namespace as Namespace
+from graphplan.owners.records import Reached as Reached
 from graphplan.owners.records import Scalar as Scalar
 from graphplan.owners.records import Slot as Slot
 from graphplan.owners.records import Via as Via

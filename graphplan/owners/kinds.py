@@ -37,6 +37,8 @@ _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning
 _HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
 FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
 """Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
+_OPEN = ("torch.distributions.", "torch.utils.data.dataset")
+"""Modules of those packages whose objects hold values of the user's, and are walked."""
 _ATOMS = (type, ModuleType, Enum, partial)
 
 
@@ -85,8 +87,10 @@ def is_user_object(value: Any) -> bool:
     if isinstance(value, torch.optim.Optimizer):
         # It is walked as an optimizer where it is an owner, whoever wrote it.
         return False
-    root = type(value).__module__.split(".")[0]
-    if root in FOREIGN or isinstance(value, (*_ATOMS, *SCALARS)):
+    module = type(value).__module__
+    if module.split(".")[0] in FOREIGN and not module.startswith(_OPEN):
+        return False
+    if isinstance(value, (*_ATOMS, *SCALARS)):
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
     return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))

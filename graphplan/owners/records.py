@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -85,14 +85,27 @@ class Via:
         self.name = name
 
 
+class Reached:
+    """An owner that a library's object leads to: it is walked once the step's code loads an attribute that is called
+    one of ``names``, whatever its type, but for its attributes ``without``.
+    """
+
+    def __init__(self, thing: Any, names: Iterable[str], *, without: Collection[str] = ()) -> None:
+        self.thing = thing
+        self.names = frozenset(names)
+        self.without = frozenset(without)
+
+
 class Namespace:
     """Names that a step's code uses: globals, closure variables, functions of modules and classes.
 
-    An owner whose items lie in many places. ``entries`` leads from a label to a space and the key in it.
+    An owner whose items lie in many places. ``entries`` leads from a label to a space and the key in it, ``attributes``
+    are those that the code loads, of whatever it has.
     """
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Any, Any]] = {}
+        self.attributes: set[str] = set()
         self.lacking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         """Names that code uses and that a space does not have: one there would stand before the built-in one."""
         self.settled: dict[str, tuple[Any, Scalar]] = {}
@@ -116,6 +129,7 @@ class Namespace:
     def plain(self) -> Namespace:
         """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
         plain = Namespace()
+        plain.attributes = self.attributes
         for label, (space, key) in self.entries.items():
             try:
                 if isinstance(space[key], (bool, int, float, complex, str, bytes, type(None))):

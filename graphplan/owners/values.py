@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from enum import Enum
 from typing import Any
 
@@ -190,19 +190,23 @@ class Values(Behind):
     def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
         if not visited and not self._first_visit(thing):
             return
-        inner = getattr(thing, "__dict__", None)
-        # An attribute dictionary may be its own ``__dict__``.
-        if isinstance(inner, dict) and inner is not thing:
-            self.walk.containers.append(inner)
-            self.walk.attributes.append((thing, inner))
-            for name, value in list(inner.items()):
-                self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+        self._attributes(thing, path, depth)
         if slots_of(type(thing)):
             slots = Attributes(thing)
             self.walk.containers.append(slots)
             for name, value in list(slots.items()):
                 self._value(value, f"{path}.{name}", slots, name, depth + 1, (thing, name))
         self._class_values(thing, path, depth)
+
+    def _attributes(self, thing: Any, path: str, depth: int, without: Collection[str] = ()) -> None:
+        inner = getattr(thing, "__dict__", None)
+        # An attribute dictionary may be its own ``__dict__``.
+        if isinstance(inner, dict) and inner is not thing:
+            self.walk.containers.append(inner)
+            self.walk.attributes.append((thing, inner))
+            for name, value in list(inner.items()):
+                if name not in without:
+                    self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
 
     def _marks(self, tensor: Tensor, path: str) -> None:
         """What code hung on a tensor."""

@@ -5,13 +5,13 @@ A *slot* is a container and a key that hold a tensor; its path is such as ``mode
 checks links and slots sees a replaced layer or a reloaded optimizer, which a kept list of tensors would not.
 
 Walking knows modules, optimizers, gradient scalers, and plain objects, dicts, lists and tuples; it does not enter
-objects of torch or Lightning that it was not given by name.
+objects of torch or Lightning that it was not given by name, but for distributions and datasets.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_plain_code, is_user_object
-from graphplan.owners.records import Namespace, Scalar, Slot, Via, Walk
+from graphplan.owners.records import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.spaces import Extent, Numbers, Rest, Room
 from graphplan.owners.values import Values
 
@@ -33,6 +33,10 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 
 
 class _Walker(Values):
+    def __init__(self, used: Collection[str]) -> None:
+        super().__init__()
+        self._used = used
+
     def enter(self, owner: Any, path: str) -> None:
         """Walk a named owner, whatever its type."""
         if isinstance(owner, Numbers):
@@ -45,6 +49,8 @@ class _Walker(Values):
                 self.walk.scalars[name] = replace(self.walk.scalars[name], via=owner.name)
         elif isinstance(owner, Namespace):
             self._names(owner)
+        elif isinstance(owner, Reached):
+            self._reached(owner, path)
         elif isinstance(owner, nn.Module):
             self._module(owner, path)
         elif isinstance(owner, torch.optim.Optimizer):
@@ -59,6 +65,23 @@ class _Walker(Values):
             self._object(owner, path, 0)
         else:
             self._behind(owner, path, 0, (owner, path))
+
+    def _reached(self, owner: Reached, path: str) -> None:
+        if owner.names.isdisjoint(self._used):
+            return
+        known = set(self.walk.slots)
+        if not owner.without:
+            self.enter(owner.thing, path)
+        elif self._first_visit(owner.thing):
+            self._attributes(owner.thing, path, 0, without=owner.without)
+        self._take_found(known)
+
+    def _take_found(self, known: Collection[str]) -> None:
+        """Tensors in slots other than ``known`` may be a whole dataset: nobody copies them."""
+        fresh = [slot for path, slot in self.walk.slots.items() if path not in known and not slot.is_parameter]
+        self.walk.found.update(id(tensor) for slot in fresh if slot.param is None for tensor in slot.tensors())
+        modules = [part for module in self.walk.modules for part in module._buffers.values()]
+        self.walk.found.difference_update(map(id, modules))
 
     def _names(self, names: Namespace) -> None:
         self.walk.lacking += names.lacking.values()
@@ -78,10 +101,7 @@ class _Walker(Values):
             self._value(value, label, space, key, 0, (names, f".{key}" if "." in label else key))
             if is_plain_code(value):
                 names.settled[label] = value, self.walk.scalars[label]
-        fresh = [slot for path, slot in self.walk.slots.items() if path not in known and not slot.is_parameter]
-        self.walk.found.update(id(tensor) for slot in fresh if slot.param is None for tensor in slot.tensors())
-        modules = [part for module in self.walk.modules for part in module._buffers.values()]
-        self.walk.found.difference_update(map(id, modules))
+        self._take_found(known)
 
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
         if not self._first_visit(module):
@@ -216,7 +236,7 @@ class _Walker(Values):
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:
     """Walk ``owners``: modules first, so that optimizers can name their state after the modules' parameters."""
-    walker = _Walker()
+    walker = _Walker(frozenset().union(*(o.attributes for o in owners.values() if isinstance(o, Namespace))))
     ranked = sorted(owners.items(), key=lambda item: _rank(item[1]))
     for name, owner in ranked:
         if isinstance(owner, Tensor):

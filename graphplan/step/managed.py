@@ -14,7 +14,7 @@ from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
-from graphplan.owners import Discovery, Library, Namespace, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import Discovery, Library, Namespace, Reached, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
@@ -153,7 +153,9 @@ class Managed:
                 self._met[number] = thing
             return asked[number]
 
+        reached = self._count_reached()
         grown = ran.name_all(self._fn, self._names, has_met) | ran.name_torchs(self._library)
+        grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
         is_new = self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
@@ -166,6 +168,11 @@ class Managed:
                 grown = True
         self.is_settled = not grown and all(asked.values())
         return grown
+
+    def _count_reached(self) -> int:
+        """How many owners the step's code has come to through libraries' objects."""
+        reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
+        return sum(not owner.names.isdisjoint(self._names.attributes) for owner in reached)
 
     @property
     def unborn(self) -> bool:

@@ -9,14 +9,20 @@ from graphplan.tracer import Trace
 
 
 def omissions(trace: Trace, allow: Sequence[str]) -> Iterator[str]:
-    """Warnings about what only the step's Python does: prints, and calls of extension modules, unless ``allow`` has
-    them.
+    """Warnings about what only the step's Python does: prints, calls of loggers and of extension modules, unless
+    ``allow`` has them.
     """
     if trace.prints and not is_allowed("print", allow):
         yield (
             f"the step prints at {trace.prints[0]}, and a replay runs no Python: only eager calls will "
             "print. Print what the step returns, outside it, or pass allow=('print',)"
         )
+    for name, source in trace.ran.writers.items():
+        if not is_allowed(name, allow):
+            yield (
+                f"the step calls {name} at {source}, and a replay runs no Python: only eager calls will write. Write "
+                f"after the step what it returns (in a Trainer: self.log, or a hook), or pass allow=({name!r},)"
+            )
     for name, source in trace.ran.extensions.items():
         if not is_allowed(name, allow):
             yield (

@@ -23,13 +23,18 @@ from torch import nn
 from graphplan.owners import SCALARS, Cell, Library, Members, Namespace, is_user_object
 from graphplan.tracer.modules import built_in, functions_by_name, imported, made_by_modules
 from graphplan.tracer.names import Names, names_of
-from graphplan.tracer.source import is_library
+from graphplan.tracer.source import find_source, is_library
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
 _BUILTINS = vars(builtins)
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 """Code of functions that are gone when they have been called: nobody could call one again with other variables."""
+_WRITERS = (
+    *(("logging.", "_log"), ("torch.utils.tensorboard.", "add_")),
+    *((f"{lightning}.loggers.", "log_") for lightning in ("lightning.pytorch", "pytorch_lightning")),
+)
+"""Modules of loggers, and how the names of methods begin that write."""
 _MANY = 16
 """Calls of one function with other closure variables that are told apart."""
 
@@ -46,6 +51,8 @@ class Ran:
         self._methods: dict[tuple[type, str], None] = {}
         self.extensions: dict[str, str] = {}
         """Functions of extension modules that user code called, and where."""
+        self.writers: dict[str, str] = {}
+        """Python's ``logging``, and methods of other loggers that wrote, and where."""
 
     @property
     def methods(self) -> Collection[tuple[type, str]]:
@@ -91,6 +98,13 @@ class Ran:
         kind = next((kind for kind in kinds if not _is_users(kind)), object)
         if hasattr(kind, name):
             self._methods[kind, name] = None
+            self._note_writer(kind, name)
+
+    def _note_writer(self, kind: type, name: str) -> None:
+        home = f"{kind.__module__}."
+        if any(home.startswith(module) and name.startswith(start) for module, start in _WRITERS):
+            label = "logging" if kind.__module__ == "logging" else f"{kind.__name__}.{name}"
+            self.writers.setdefault(label, str(find_source()))
 
     def name_torchs(self, names: Library) -> bool:
         """Add the functions that torch's own code calls by a global name to ``names``; whether any is new."""
@@ -111,6 +125,7 @@ class Ran:
         """
         new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
         for code, space in self._globals.items():
+            names.attributes |= names_of(code).attributes
             names.lacking |= {(id(space), name): (space, name) for name in built_in(code, space)}
             names.lacking |= {
                 (id(inner), name): (inner, name) for inner, name in made_by_modules(names_of(code), space)
