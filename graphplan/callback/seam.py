@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
 from graphplan.callback.logs import LogNotes, with_logs
-from graphplan.callback.numbers import WatchedIndex, trainer_numbers, unwatch
+from graphplan.callback.numbers import WatchedIndex, reached_objects, trainer_numbers, unwatch
 from graphplan.callback.standins import StandIn
 from graphplan.callback.sums import Sums
 from graphplan.callback.variants import Variant
@@ -141,7 +141,8 @@ class Seam(ABC):
         if scaler is not None:
             owners["scaler"] = scaler
         trains = self._options.mode == "train"
-        return owners | trainer_numbers(self._trainer, trains=trains) | hooked_callbacks(self._trainer)
+        numbers = trainer_numbers(self._trainer, trains=trains)
+        return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
         step = GraphedStep(body, owners, self._options, self._backends, find_peers(), compiles=False)
