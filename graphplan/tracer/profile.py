@@ -18,18 +18,19 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from graphplan.collector import no_collections
 from graphplan.owners import Namespace, Scalar, is_known, is_user_object
+from graphplan.tracer.conversions import READERS, Conversions
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
 from graphplan.tracer.spaces import Ran
 from graphplan.tracer.watching import Watcher, new_watcher, watcher_of_thread
 
 _IMPORTS = "<frozen importlib."
-_READERS = frozenset({"tolist", "numpy", "__dlpack__"})
 
 
 @dataclass(slots=True)
@@ -116,20 +117,22 @@ class Profile:
     """
 
     def __init__(
-        self, on_read: Callable[[str], None] = lambda name: None, on_print: Callable[[], None] = lambda: None
+        self, on_read: Callable[[str], None] | None = None, on_print: Callable[[], None] = lambda: None
     ) -> None:
         self._on_read = on_read
         self._on_print = on_print
         self._codes: dict[tuple[int, int], CodeType] = {}
         self._owners: dict[int, str | None] = {}
         self._known: set[Any] = set()
-        self._collector = ExitStack()
+        self._others = ExitStack()
         self._importing: FrameType | None = None
         self._watcher: Watcher
         self.ran = Ran()
 
     def __enter__(self) -> Profile:
-        self._collector.enter_context(no_collections())
+        self._others.enter_context(no_collections())
+        if self._on_read is not None:
+            self._others.enter_context(Conversions(self._on_read))
         self._watcher = new_watcher(self._note_call, self._note_c_call)
         try:
             self._watcher.start()
@@ -142,7 +145,7 @@ class Profile:
         try:
             self._watcher.stop()
         finally:
-            self._collector.close()
+            self._others.close()
             # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
             del self._watcher
             self._importing = None
@@ -186,8 +189,8 @@ class Profile:
         if self._importing is not None and self._is_importing():
             return
         owner, home = function.__self__, function.__module__
-        if function.__name__ in _READERS and isinstance(owner, Tensor):
-            self._on_read(f"Tensor.{function.__name__}")
+        if self._on_read and function.__name__ in READERS and (isinstance(owner, Tensor) or owner is torch._C):
+            self._on_read(READERS[function.__name__])
         elif function is print:
             self._on_print()
         elif (type(owner) if home is None else home) not in self._known:

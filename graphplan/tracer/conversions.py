@@ -1,0 +1,108 @@
+"""Reads of tensors that no dispatch mode hears of: torch turns its modes off while it makes a tensor of a list, and
+asks each tensor in the list for a number as Python does, by ``t.__float__()`` and the like; and where
+``torch.tensor_split`` takes indices from a tensor it looks straight at their memory.
+
+A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
+others while somebody watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from threading import Lock, get_ident
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+READERS = {name: f"Tensor.{name}" for name in ("tolist", "numpy")}
+READERS |= dict.fromkeys(("_to_dlpack", "_to_dlpack_versioned"), "Tensor.__dlpack__")
+"""Functions in C that look at a tensor's memory, which a profile function does hear of, and what leads to them."""
+_NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__")
+_OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
+_OF_INDICES = "torch.tensor_split with indices in a tensor (a list of numbers does without)"
+_PATIENCE = 1.0
+"""Seconds: Ctrl-C may come before the lock is given back, and nobody waits for long."""
+
+
+class Conversions:
+    """While it is entered, ``on_read(what)`` is called for each such read by the thread that entered it."""
+
+    _entered: ClassVar[list[Conversions]] = []
+    """Of all threads, inner ones last."""
+    _lock: ClassVar[Any] = Lock()
+
+    def __init__(self, on_read: Callable[[str], None]) -> None:
+        self._on_read = on_read
+        self._thread = 0
+
+    def __enter__(self) -> Conversions:
+        self._thread = get_ident()
+        self._change(self._entered.append)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._change(self._entered.remove)
+
+    def _change(self, change: Callable[[Conversions], None]) -> None:
+        is_held = self._lock.acquire(timeout=_PATIENCE)
+        try:
+            change(self)
+            if not self._entered:
+                _put_back()
+            elif "__float__" not in vars(Tensor):
+                _replace()
+        finally:
+            if is_held:
+                self._lock.release()
+
+    @classmethod
+    def tell(cls, what: str) -> None:
+        """Tell who watches this thread."""
+        for watch in reversed(cls._entered):
+            if watch._thread == get_ident():
+                watch._on_read(what)
+                return
+
+
+def _number(name: str) -> Callable[..., Any]:
+    convert = getattr(torch._C.TensorBase, name)
+
+    @wraps(convert)
+    def converting(self: Tensor) -> Any:
+        # Where modes are on, they hear of the operator.
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python):
+            Conversions.tell(_OF_LIST)
+        return convert(self)
+
+    return converting
+
+
+def _split(split: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(split)
+    def splitting(*args: Any, **kwargs: Any) -> Any:
+        given = [*args[1:], *(value for name, value in kwargs.items() if name != "input")]
+        # One index is read by an operator.
+        if any(isinstance(value, Tensor) and value.dim() for value in given):
+            Conversions.tell(_OF_INDICES)
+        return split(*args, **kwargs)
+
+    return splitting
+
+
+_SPLIT = torch.tensor_split
+_METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
+
+
+def _replace() -> None:
+    for name, method in _METHODS.items():
+        setattr(Tensor, name, method)
+    torch.tensor_split = _split(_SPLIT)
+
+
+def _put_back() -> None:
+    for name in _METHODS.keys() & vars(Tensor).keys():
+        # What torch's class inherits shows again.
+        delattr(Tensor, name)
+    torch.tensor_split = _SPLIT
