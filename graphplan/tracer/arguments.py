@@ -21,6 +21,15 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 """Types of arguments that are no tensors and hold none."""
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
+_LENGTHS = (
+    "reads the lengths of sequences on the host",
+    "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
+    "own; or pass eager_if=",
+)
+HOST_READS = {
+    "aten._pack_padded_sequence.default": _LENGTHS,
+}
+"""What operators read on the host although no tag says so, and what to do instead."""
 
 
 def is_allocation(name: str) -> bool:

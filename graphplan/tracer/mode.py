@@ -18,6 +18,7 @@ from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.arguments import (
+    HOST_READS,
     Schema,
     has_dynamic_shape,
     is_allocation,
@@ -88,6 +89,8 @@ class TraceMode(TorchDispatchMode):
         self._watch = watch
         self._internal: dict[int, int] = {}
         self._external: dict[int, int] = {}
+        self._fixed: set[tuple[str, int]] = set()
+        """What is made of Python's numbers alone: other values of it would be another program's."""
         self._weak: list[StorageWeakRef] = []
         self._allocations = Allocations()
         self._thread = get_ident()
@@ -139,8 +142,13 @@ class TraceMode(TorchDispatchMode):
         made = tensors_in(out)
         self._watch.check(name, tensors, made, source)
         self._check_sync(schema, args, kwargs, out, source)
+        if name in HOST_READS:
+            self._check_read(name, args, dict(zip(map(id, tensors), operands, strict=True)), source)
         self._trace.dtypes.update([tensor.dtype for tensor in made])
         fresh = [self._birth(tensor) for tensor in made]
+        computes = not (written or schema.is_random or is_allocation(name))
+        if constant is not None or (computes and self._fixed.issuperset(operands)):
+            self._fixed.update([("internal", self._internal.get(storage_id(tensor) or 0, -1)) for tensor in made])
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(scalars_of(schema, args, kwargs))
         threaded = get_ident() != self._thread
@@ -191,6 +199,7 @@ class TraceMode(TorchDispatchMode):
     def _mark_written(self, tensor: Tensor, name: str, source: Source) -> None:
         storage = storage_id(tensor)
         self.writes[storage] += 1
+        self._fixed.discard(("internal", self._internal.get(storage or 0, -1)))
         if storage in self._external:
             external = self._trace.externals[storage]
             copied = storage in self._trace.entry_slots and storage not in self._trace.found
@@ -238,8 +247,15 @@ class TraceMode(TorchDispatchMode):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         self._check_transfer(name, args, out, source)
 
-    def _refuse_sync(self, what: str, source: Source) -> None:
-        fix = optimizer_fix(source) if source.component == "optimizer" else _SYNC_FIX
+    def _check_read(self, name: str, args: tuple[Any, ...], given: dict[int, tuple[str, int]], source: Source) -> None:
+        # The first argument is what is worked on, if there is another tensor.
+        read = {operand for number, operand in given.items() if number != id(args[0])}
+        if not (read or set(given.values())) <= self._fixed:
+            what, fix = HOST_READS[name]
+            self._refuse_sync(f"{name} {what}", source, fix)
+
+    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX) -> None:
+        fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and f"{os.sep}torchmetrics{os.sep}" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"
         self.refuse(
