@@ -1,18 +1,20 @@
-"""Sequences of other lengths: what operators keep on the host without saying so."""
+"""Sequences of other lengths and nested tensors: what operators keep on the host without saying so."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from graphplan import HostSyncError, SkipReason
+from graphplan import CaptureError, HostSyncError, SkipReason
 from tests.twins import Rig, assert_equals_eager, assert_falls_back, assert_refused, line_of
+from tests.zoo import Box
 
 CALLS = 16
 
@@ -71,3 +73,65 @@ def changed_lengths(x: Tensor, one: Tensor) -> Tensor:
 def test_a_constant_that_is_written_to_is_none() -> None:
     make = partial(_called, changed_lengths, _rows, lambda index: torch.tensor(index // 9))
     assert_refused(make, HostSyncError, line_of(changed_lengths))
+
+
+def encoded(encoder: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    return encoder(x, src_key_padding_mask=mask)  # culprit
+
+
+def made_nested(encoder: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    parts = torch.nested.as_nested_tensor([x[0, :3], x[1, :4]])  # culprit
+    return torch.nested.to_padded_tensor(parts, 0.0)
+
+
+def made_jagged(encoder: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    parts = torch.nested.as_nested_tensor([x[0, :3], x[1, :4]], layout=torch.jagged)  # culprit
+    return torch.nested.to_padded_tensor(parts, 0.0)
+
+
+with warnings.catch_warnings():
+    # What torch says once: that they are a prototype.
+    warnings.simplefilter("ignore")
+    HELD = Box(item=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
+def taken_nested(encoder: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    return torch.nested.to_padded_tensor(HELD.item, 0.0)  # culprit
+
+
+def _mask(index: int, *, aligned: bool = True) -> Tensor:
+    mask = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [0, 0, 1, 1, 1]], dtype=torch.bool)
+    return (mask if aligned or index > 8 else mask.flip(1)).roll(index // 7, 0)
+
+
+def encoder_rig(step: Callable[..., Any], *, nested: bool = True, aligned: bool = True) -> Rig:
+    """Inference by a transformer whose padding is at the ends of the rows, at first in their beginning if told so."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+    rig = _called(partial(step, encoder), _rows, partial(_mask, aligned=aligned))
+    rig.owners["encoder"] = encoder
+    return rig
+
+
+@pytest.mark.parametrize("step", [made_nested, made_jagged, taken_nested], ids=lambda step: step.__name__)
+def test_nested_tensors_are_refused(step: Callable[..., Any]) -> None:
+    """Whose parts have lengths of their own: the operator, the line, and how to do without."""
+    make = partial(encoder_rig, step)
+    text = (
+        rf"aten\.\w+\S* (makes|gets) a nested tensor at {line_of(step)}.*to_padded_tensor.*enable_nested_tensor=False"
+    )
+    assert_refused(make, CaptureError, text)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_transformer_that_makes_nested_tensors_is_refused(aligned: bool) -> None:
+    """Torch looks at the mask on the host, and makes nested tensors if that suits it."""
+    make = partial(encoder_rig, encoded, aligned=aligned)
+    text = rf"aten\._nested_tensor_from_mask_left_aligned\S* reads the mask .* at {line_of(encoded)}"
+    assert_refused(make, HostSyncError, text, "enable_nested_tensor=False")
+    assert_falls_back(make, SkipReason.HOST_SYNC, text)
+
+
+def test_a_transformer_without_nested_tensors_is_captured() -> None:
+    """What the message advises."""
+    assert_equals_eager(partial(encoder_rig, encoded, nested=False))

@@ -26,8 +26,13 @@ _LENGTHS = (
     "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
     "own; or pass eager_if=",
 )
+NESTED_FIX = (
+    "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
+    "construct that with enable_nested_tensor=False"
+)
 HOST_READS = {
     "aten._pack_padded_sequence.default": _LENGTHS,
+    "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
 }
 """What operators read on the host although no tag says so, and what to do instead."""
 

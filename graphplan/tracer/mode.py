@@ -19,6 +19,7 @@ from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, Re
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.arguments import (
     HOST_READS,
+    NESTED_FIX,
     Schema,
     has_dynamic_shape,
     is_allocation,
@@ -144,6 +145,7 @@ class TraceMode(TorchDispatchMode):
         self._check_sync(schema, args, kwargs, out, source)
         if name in HOST_READS:
             self._check_read(name, args, dict(zip(map(id, tensors), operands, strict=True)), source)
+        self._check_nested(name, tensors, made, source)
         self._trace.dtypes.update([tensor.dtype for tensor in made])
         fresh = [self._birth(tensor) for tensor in made]
         computes = not (written or schema.is_random or is_allocation(name))
@@ -253,6 +255,15 @@ class TraceMode(TorchDispatchMode):
         if not (read or set(given.values())) <= self._fixed:
             what, fix = HOST_READS[name]
             self._refuse_sync(f"{name} {what}", source, fix)
+
+    def _check_nested(self, name: str, tensors: list[Tensor], made: list[Tensor], source: Source) -> None:
+        for verb, found in (("gets", tensors), ("makes", made)):
+            if any(tensor.is_nested for tensor in found):
+                self.refuse(
+                    CaptureError,
+                    f"{name} {verb} a nested tensor at {source}; only dense tensors can be captured. {NESTED_FIX}",
+                    component=source.component,
+                )
 
     def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX) -> None:
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
