@@ -1,4 +1,4 @@
-"""Sequences of other lengths and nested tensors: what operators keep on the host without saying so."""
+"""Sequences of other lengths, nested tensors and computed scales: what operators keep on the host without saying so."""
 
 from __future__ import annotations
 
@@ -90,9 +90,10 @@ def made_jagged(encoder: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
 
 
 with warnings.catch_warnings():
-    # What torch says once: that they are a prototype.
+    # What torch says once: that these are a prototype, and those are to be replaced.
     warnings.simplefilter("ignore")
     HELD = Box(item=torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
 
 
 def taken_nested(encoder: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
@@ -135,3 +136,67 @@ def test_a_transformer_that_makes_nested_tensors_is_refused(aligned: bool) -> No
 def test_a_transformer_without_nested_tensors_is_captured() -> None:
     """What the message advises."""
     assert_equals_eager(partial(encoder_rig, encoded, nested=False))
+
+
+def by_tensors(x: Tensor) -> Tensor:
+    scale = x.abs().max() / 127
+    return torch.quantize_per_tensor(x, scale, torch.tensor(0), torch.qint8).dequantize()  # culprit
+
+
+def by_tensors_of_many(x: Tensor) -> Tensor:
+    scales = x.abs().amax(1) / 127
+    parts = torch.quantize_per_tensor(x.unbind(), scales, torch.zeros(4), torch.qint8)  # culprit
+    return parts[0].dequantize()
+
+
+def dynamic(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor_dynamic(x, torch.qint8, False).dequantize()  # culprit
+
+
+def by_channel(x: Tensor) -> Tensor:
+    scales = x.abs().amax(1) / 127
+    return torch.quantize_per_channel(x, scales, torch.zeros(4), 0, torch.qint8).dequantize()  # culprit
+
+
+def made_by_channel(x: Tensor) -> Tensor:
+    whole, scales = (x * 10).to(torch.int8), x.abs().amax(1)
+    return torch._make_per_channel_quantized_tensor(whole, scales, torch.zeros(4), 0).dequantize()  # culprit
+
+
+COMPUTED = [by_tensors, by_tensors_of_many, dynamic, by_channel, made_by_channel]
+
+
+@pytest.mark.parametrize("step", COMPUTED, ids=lambda step: step.__name__)
+def test_computed_scales_are_refused(step: Callable[..., Any]) -> None:
+    """A quantised tensor has its scale on the host: the operator, the line, and what to do instead."""
+    make = partial(_called, step, lambda index: torch.randn(4, 8))
+    text = rf"aten\.\w+\S* reads the scale .* at {line_of(step)}.*fake_quantize.*as numbers"
+    assert_refused(make, HostSyncError, text)
+    assert_falls_back(make, SkipReason.HOST_SYNC, text)
+
+
+def by_numbers(x: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(x, 0.1, 3, torch.quint8).dequantize()
+
+
+def by_constants(x: Tensor) -> Tensor:
+    scales = torch.tensor([0.1, 0.2]).repeat(2)
+    whole = torch.quantize_per_channel(x, scales, torch.zeros(4), 0, torch.qint8)
+    return whole.dequantize() + torch.quantize_per_tensor(x, scales[0], torch.tensor(2), torch.qint8).dequantize()
+
+
+def faked(x: Tensor) -> Tensor:
+    return torch.fake_quantize_per_tensor_affine(x, x.abs().max() / 127, torch.tensor(0), -128, 127)
+
+
+@pytest.mark.parametrize("step", [by_numbers, by_constants, faked], ids=lambda step: step.__name__)
+def test_scales_that_stay_are_captured(step: Callable[..., Any]) -> None:
+    """Numbers, constants, and what the message advises."""
+    assert_equals_eager(partial(_called, step, lambda index: torch.randn(4, 8)))
+
+
+def test_a_dynamically_quantised_model_is_captured() -> None:
+    """Its activations have scales within one operator, its weights have theirs from before."""
+    with pytest.warns(DeprecationWarning, match="quantization"):
+        model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 4)).eval(), {nn.Linear})
+    assert_equals_eager(partial(_called, model, lambda index: torch.randn(4, 8)))

@@ -26,6 +26,11 @@ _LENGTHS = (
     "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
     "own; or pass eager_if=",
 )
+_SCALE = (
+    "reads the scale of its quantised result on the host",
+    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), give scale and zero point as numbers, or pass "
+    "eager_if=",
+)
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
@@ -33,6 +38,12 @@ NESTED_FIX = (
 HOST_READS = {
     "aten._pack_padded_sequence.default": _LENGTHS,
     "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
+    "aten.quantize_per_tensor.tensor_qparams": _SCALE,
+    "aten.quantize_per_tensor.tensors": _SCALE,
+    "aten.quantize_per_tensor_dynamic.default": _SCALE,
+    "aten.quantize_per_channel.default": _SCALE,
+    "aten._make_per_channel_quantized_tensor.default": _SCALE,
+    "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
 """What operators read on the host although no tag says so, and what to do instead."""
 
