@@ -8,19 +8,23 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from graphplan.tracer import Source
 
 
 @dataclass(frozen=True)
 class LogCall:
-    """One call of the result collection's ``log`` without its value. ``source`` is the line that made it; ``is_plain``
-    says that its sums are done already, and ``size`` the batch size that it counts with in a mean.
+    """One call of the result collection's ``log`` without its value. ``source`` is the line that made it, and ``dtype``
+    torch's default there, which precision plugins set while a step runs; ``is_plain`` says that its sums are done
+    already, and ``size`` the batch size that it counts with in a mean.
     """
 
     fx: str
     name: str
     options: tuple[tuple[str, Any], ...]
     source: Source = field(compare=False)
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     is_plain: bool = False
     size: int | None = None
 
@@ -34,8 +38,12 @@ class LogCall:
 
 
 @contextmanager
-def naming(call: LogCall) -> Iterator[None]:
-    """Have errors, which come after the step, tell where in it the call was made."""
+def as_in_step(call: LogCall) -> Iterator[None]:
+    """After a step: Lightning makes metrics, and casts values, of the default dtype that the call was made under; and
+    errors tell where in the step that was.
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(call.dtype)
     try:
         yield
     except Exception as error:
@@ -47,3 +55,5 @@ def naming(call: LogCall) -> Iterator[None]:
             # Python 3.10 has no notes.
             error.args = ("\n".join([*map(str, error.args[:1]), text]), *error.args[1:])
         raise
+    finally:
+        torch.set_default_dtype(dtype)

@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
-from graphplan.callback.calls import LogCall, naming
+from graphplan.callback.calls import LogCall, as_in_step
 from graphplan.callback.late import LOSS, LateCopies
 from graphplan.callback.noting import NotingResults
 from graphplan.callback.sums import Sums, Usual
@@ -232,7 +232,7 @@ class LogNotes:
                 results = results if results is not None else self._trainer._results
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
-                with naming(call):
+                with as_in_step(call):
                     results.log(call.fx, call.name, value, **dict(call.options))
             connector._current_fx = self._last_hook = call.fx
 
@@ -248,19 +248,21 @@ class LogNotes:
             metric = results.get(call.key)
             # Nobody but the optimizer computes with a learning rate, not even to sum what is logged of it.
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
-            if metric is not None and call.key not in self._plain and not is_rate and self._may_be_plain(metric):
+            if metric is not None and call.key not in self._plain and not is_rate and self._may_be_plain(metric, value):
                 self._plain[call.key], self._metrics[call.key] = call, metric
                 self._shows[call.key] = (vars(metric), metric.meta.on_step)
         means = [call.key for call in calls if call.key in self._plain and self._metrics[call.key].meta.on_epoch]
         self.sums.form(dict.fromkeys(means), self._metrics)
 
-    def _may_be_plain(self, metric: Any) -> bool:
+    def _may_be_plain(self, metric: Any, value: Any) -> bool:
         """Whether it holds one number that Lightning takes as it is, and if one of the epoch, a mean of one kind with
         the others.
         """
         meta = metric.meta
         if not metric.is_tensor or meta.enable_graph or meta.sync.should or metric.value.ndim:
             return False
+        if _kind(value) != _kind(metric.value):
+            return False  # Lightning casts it; in a group of means it would keep all of them from being summed.
         if not meta.on_epoch:
             return True
         kind = (metric.value.dtype, metric.value.device)
