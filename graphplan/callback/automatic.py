@@ -14,11 +14,12 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer import call
+from typing_extensions import override
 
 from graphplan.callback.arguments import Components
 from graphplan.callback.gates import keeps_optimizer_outside
 from graphplan.callback.numbers import WatchedIndex, group_numbers
-from graphplan.callback.seam import Seam
+from graphplan.callback.renewing import RenewingSeam
 from graphplan.callback.standins import ReplayedClosure
 from graphplan.callback.variants import Variant
 from graphplan.errors import (
@@ -45,9 +46,11 @@ _READS = (
 
 _SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 """Of the Trainer's, what its code in the step branches on."""
+_ALWAYS = 2
+"""Stand-ins that there are in every form."""
 
 
-class AutomaticSeam(Seam):
+class AutomaticSeam(RenewingSeam):
     """The seam of ``automatic_optimization``."""
 
     def __init__(
@@ -61,25 +64,31 @@ class AutomaticSeam(Seam):
     ) -> None:
         super().__init__(trainer, module, options, variant, backends)
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._optimizer = trainer.optimizers[0]
+        self._optimizer: Any = None
         self._sides = components
-        self._update: GraphedStep | None = None
-        self._refusal: str | None = None
-        self._components: GraphedStep | None = None
         self._uses_epoch = False
         self._same: Any = None
         self._fixed: tuple[Any, ...] = ()
         self._logs.takes_loss = True
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
-        self._whole = self._make(self._whole_body, self._owners(self._progress))
 
     def install(self) -> None:
         """Put the seam in."""
         self._compile()
-        self._whole.decide_refusals(self._escalates)
         self._put(self._loop, "run", self._run)
         self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
+        self._begin()
+
+    @override
+    def _begin(self) -> None:
+        self._optimizer = self._trainer.optimizers[0]
+        self._update: GraphedStep | None = None
+        self._refusal: str | None = None
+        self._components: GraphedStep | None = None
+        self._logs.sums_in_step = True
+        self._whole = self._make(self._whole_body, self._owners(self._progress))
+        self._whole.decide_refusals(self._escalates)
         outside = keeps_optimizer_outside(self._module)
         if self._options.backend == "eager":
             return
@@ -87,6 +96,14 @@ class AutomaticSeam(Seam):
             self.keep_forward_outside("components names the optimizer alone")
         elif outside is not None or not self._sides.optimizer:
             self.keep_optimizer_outside(outside or "components names forward and backward alone")
+
+    @override
+    def _end(self) -> None:
+        for standin in self._standins[_ALWAYS:]:
+            standin.take_off()
+        del self._standins[_ALWAYS:]
+        self._optimizer = self._update = self._components = None
+        del self._whole
 
     def _escalates(self, error: RefusalError) -> bool:
         """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it.
@@ -117,7 +134,7 @@ class AutomaticSeam(Seam):
     def keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
-        owners = {name: owner for name, owner in self._owners(self._progress).items() if name != "optimizer"}
+        owners = {name: owner for name, owner in self._owners(self._progress).items() if owner is not self._optimizer}
         owners |= group_numbers(self._optimizer)
         self._whole.close()
         self._components = self._make(self._closure_body, owners)
@@ -126,7 +143,9 @@ class AutomaticSeam(Seam):
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
-        if self._loop._skip_backward or "batch" not in kwargs or optimizer is not self._optimizer:
+        if self._loop._skip_backward or "batch" not in kwargs:
+            return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
+        if optimizer is not self._optimizer and not self._renew():
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
         self._context = (optimizer, batch_idx, kwargs)
         if self._components is None and self._update is None:

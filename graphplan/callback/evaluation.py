@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
 
-from graphplan.callback.seam import Seam
+from graphplan.callback.gates import members_of
+from graphplan.callback.renewing import RenewingSeam
 from graphplan.callback.variants import Variant
+from graphplan.native.comparing import Checks
 from graphplan.policy import Policy
 from graphplan.roles import Role
 from graphplan.step import Backends, GraphedStep, Options
@@ -22,7 +25,7 @@ METRICS_TOO = Policy("inference", static_roles=tuple(Role))
 """The inference policy, and state static as well: metrics that a step updates are state."""
 
 
-class EvaluationSeam(Seam):
+class EvaluationSeam(RenewingSeam):
     """The seam of the strategy's evaluation steps. It stays for the whole of a run, from one validation to the next."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: Options, backends: Backends) -> None:
@@ -30,18 +33,29 @@ class EvaluationSeam(Seam):
         options = replace(options, mode="inference", policy=policy, eager_if=None, paced=False)
         super().__init__(trainer, module, options, Variant(None), backends)
         self._strategy: Any = trainer.strategy
-        self._by_hook: dict[str, GraphedStep] = {}
 
     def install(self) -> None:
         """Put the seam in."""
         for hook in _HOOKS:
             self._put(self._strategy, hook, partial(self._run, hook))
+        self._begin()
+
+    @override
+    def _begin(self) -> None:
+        self._by_hook: dict[str, GraphedStep] = {}
+        self._are_same: Callable[[], bool] = Checks(members_of(self._strategy, "_optimizers")).hold
+
+    @override
+    def _end(self) -> None:
+        self._by_hook = {}
 
     def _run(self, hook: str, *args: Any) -> Any:
         """In place of the strategy's method of that name."""
         if not args or isinstance(args[0], Iterator):
             # The step takes batches from the loader itself.
             return self._stock(hook, *args)
+        if not self._are_same():
+            self._renew()
         kwargs = OrderedDict(zip(_ARGUMENTS, args, strict=False))
         self._context = (None, kwargs.get("batch_idx", 0), kwargs)
         if hook not in self._by_hook:

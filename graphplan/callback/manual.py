@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from graphplan.callback.gates import members_of
+from graphplan.callback.renewing import RenewingSeam
 from graphplan.callback.schedules import Schedules, Stepped
-from graphplan.callback.seam import Seam
 from graphplan.callback.variants import Variant
+from graphplan.native.comparing import Checks
 from graphplan.step import Backends, Options
 
 
-class ManualSeam(Seam):
+class ManualSeam(RenewingSeam):
     """The seam of ``manual_optimization``."""
 
     def __init__(
@@ -23,18 +26,31 @@ class ManualSeam(Seam):
         super().__init__(trainer, module, options, variant, backends)
         self._loop: Any = trainer.fit_loop.epoch_loop.manual_optimization
         self._schedules = Schedules(trainer)
-        self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
 
     def install(self) -> None:
         """Put the seam in."""
         self._compile()
-        self._whole.decide_refusals(lambda error: self._must_raise())
         self._put(self._loop, "run", self._run)
+        self._begin()
+
+    @override
+    def _begin(self) -> None:
+        self._are_same: Callable[[], bool] = Checks(members_of(self._trainer.strategy, "_optimizers")).hold
+        self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
+        self._whole.decide_refusals(lambda error: self._must_raise())
+
+    @override
+    def _end(self) -> None:
+        # Where no others are made, no optimizers are the same.
+        self._are_same = bool
+        del self._whole
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``manual_optimization.run``."""
         if "batch" not in kwargs:
             return self._stock_run(kwargs)
+        if not self._are_same() and not self._renew():
+            return self._stock_run(self._on_device(kwargs))
         self._context = (None, self._trainer.fit_loop.epoch_loop.batch_idx, kwargs)
         self._schedules.start()
         return self._through(self._whole)
