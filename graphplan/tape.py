@@ -122,8 +122,8 @@ class _TapeMode(TorchDispatchMode):
             if new:
                 self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         written = written_tensors(schema, args, kwargs)
-        if is_allocation(schema.name) or not (written or any(made)):
-            return
+        if is_allocation(schema.name) or not (written or any(made) or out is None):
+            return  # None is what an operator gives that only looks at values, and raises.
         outs = [_alias(t) if new else None for t, new in zip(results, made, strict=True)]
         writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
         lasts = schema.name in _CONSTANT

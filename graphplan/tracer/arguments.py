@@ -21,6 +21,8 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 """Types of arguments that are no tensors and hold none."""
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
+CHECK = "aten._linalg_check_errors.default"
+"""Looks at what an operator says of its success: on the host it does so in replays as well."""
 _LENGTHS = (
     "reads the lengths of sequences on the host",
     "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
@@ -31,12 +33,17 @@ _SCALE = (
     "Quantise in floating point (torch.fake_quantize_per_tensor_affine), give scale and zero point as numbers, or pass "
     "eager_if=",
 )
+_SUCCESS = (
+    "reads whether an operator could do its work on the host",
+    "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex), or pass eager_if=",
+)
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
 )
 HOST_READS = {
     "aten._pack_padded_sequence.default": _LENGTHS,
+    CHECK: _SUCCESS,
     "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
     "aten.quantize_per_tensor.tensor_qparams": _SCALE,
     "aten.quantize_per_tensor.tensors": _SCALE,

@@ -18,6 +18,7 @@ from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.arguments import (
+    CHECK,
     HOST_READS,
     NESTED_FIX,
     Schema,
@@ -143,8 +144,8 @@ class TraceMode(TorchDispatchMode):
         made = tensors_in(out)
         self._watch.check(name, tensors, made, source)
         self._check_sync(schema, args, kwargs, out, source)
-        if name in HOST_READS:
-            self._check_read(name, args, dict(zip(map(id, tensors), operands, strict=True)), source)
+        if name in HOST_READS and not (name == CHECK and tensors[0].device.type == "cpu"):
+            self._check_read(name, args, list(zip(tensors, operands, strict=True)), source)
         self._check_nested(name, tensors, made, source)
         self._trace.dtypes.update([tensor.dtype for tensor in made])
         fresh = [self._birth(tensor) for tensor in made]
@@ -249,10 +250,12 @@ class TraceMode(TorchDispatchMode):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         self._check_transfer(name, args, out, source)
 
-    def _check_read(self, name: str, args: tuple[Any, ...], given: dict[int, tuple[str, int]], source: Source) -> None:
-        # The first argument is what is worked on, if there is another tensor.
-        read = {operand for number, operand in given.items() if number != id(args[0])}
-        if not (read or set(given.values())) <= self._fixed:
+    def _check_read(
+        self, name: str, args: tuple[Any, ...], given: list[tuple[Tensor, tuple[str, int]]], source: Source
+    ) -> None:
+        # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
+        read = [pair for pair in given if pair[0] is not args[0]] or given
+        if any(tensor.device.type != "cpu" or operand not in self._fixed for tensor, operand in read):
             what, fix = HOST_READS[name]
             self._refuse_sync(f"{name} {what}", source, fix)
 
