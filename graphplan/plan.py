@@ -124,6 +124,7 @@ class Plan:
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
+        values: what those of ``reads`` and ``functions`` were before each traced step, by path.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
@@ -150,6 +151,7 @@ class Plan:
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
     functions: tuple[str, ...]
+    values: Mapping[str, Any]
     shared: frozenset[int]
     names: UsedNames
     device: torch.device
@@ -234,6 +236,6 @@ def _row(external: External, policy: Policy) -> tuple[str, str, str, str, str]:
     return (external.name, str(external.role), str(external.spec), storage, change)
 
 
-def frozen(mapping: Mapping[str, str]) -> Mapping[str, str]:
+def frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
     """A read-only copy."""
     return MappingProxyType(dict(mapping))

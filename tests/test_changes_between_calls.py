@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +14,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from tests.twins import Rig, assert_same_runs, build, drive, managed
-from tests.zoo import Mlp, float_batches
+from graphplan import GuardError, capture, compile_plan
+from tests.twins import (
+    BEFORE_REPLAY,
+    SECOND_TRACE,
+    TRACED,
+    Rig,
+    assert_equals_eager,
+    assert_same_runs,
+    build,
+    drive,
+    managed,
+)
+from tests.zoo import CALLS as ZOO_CALLS
+from tests.zoo import Mlp, attributes, float_batches, updating_rig
 
 CALLS, WHEN = 24, 12
 pytestmark = pytest.mark.filterwarnings("ignore:graphplan")
@@ -146,12 +159,13 @@ CHANGES = [
     _cleared_optimizer_state,
 ]
 CHANGES += [_new_group, _weights, _assigned_weights, _data, _in_place, _new_buffer, _eval, _eval_one, _freeze, _dropout]
+ZERO = partial(torch.zeros, ())
 REVERSIBLE = [_eval, _eval_one, _attribute, _branch, _dict_entry]
 CHANGES += [_momentum, _attribute, _branch, _dict_entry, _activation, _gradients, _own_gradients, _seed]
 
 
-def changing_rig(change: Callable[[Any, Any], None], back: bool) -> Rig:
-    """A step that reads many things, one of which the host changes after call ``WHEN``, and perhaps back again."""
+def changing_rig(change: Callable[[Any, Any], None], back: bool, when: int = WHEN) -> Rig:
+    """A step that reads many things, one of which the host changes after call ``when``, and perhaps back again."""
     model: Any = Mlp()
     model.bonus = nn.Parameter(torch.zeros(4), requires_grad=False)
     model.temperature, model.sharp, model.options = 0.5, False, {"smoothing": 0.1}
@@ -168,9 +182,9 @@ def changing_rig(change: Callable[[Any, Any], None], back: bool) -> Rig:
         return loss
 
     def after(index: int) -> None:
-        if index == WHEN:
+        if index == when:
             change(model, optimizer)
-        if index == WHEN + 4 and back:
+        if index == when + 4 and back:
             model.train()
             model.temperature, model.sharp, model.options["smoothing"] = 0.5, False, 0.1
 
@@ -188,6 +202,45 @@ def test_a_change_reaches_the_next_step(change: Callable[[Any, Any], None], on_f
     step = managed(rig, on_failure=on_failure)
     assert_same_runs(expected, drive(rig, step))
     assert step.stats.replayed >= WHEN + 1 - 6
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_a_change_between_the_traces_and_the_capture(change: Callable[[Any, Any], None]) -> None:
+    """What is captured is the step that was traced: another one is traced first."""
+    make = partial(changing_rig, change, back=False, when=SECOND_TRACE)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
+
+
+def _one_or_the_other(model: Any, x: Tensor, loss: Tensor) -> None:
+    name = "a" if model.first else "b"
+    setattr(model, name, getattr(model, name) * 0.5 + loss.detach())
+
+
+def _other_one(model: Any, index: int) -> None:
+    model.first = index < SECOND_TRACE
+
+
+def test_what_is_carried_changes_between_the_traces_and_the_capture() -> None:
+    """The plan says what is carried, and is another one."""
+    prepare = attributes(first=True, a=ZERO, b=ZERO)
+    make = partial(updating_rig, _one_or_the_other, prepare, _other_one)
+    step = assert_equals_eager(make, verify="off", replayed=ZOO_CALLS - BEFORE_REPLAY - TRACED)
+    assert step.plan.carries == ("model.b",)
+    assert any(re.search(r"traced anew: model\.first was True .* and is False", text) for text in step.stats.events)
+
+
+def test_a_plan_that_is_out_of_date() -> None:
+    """Captured by hand, it is refused."""
+    rig = build(partial(updating_rig, _one_or_the_other, attributes(first=True, a=ZERO, b=ZERO)))
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    rig.owners["model"].first = False
+    with pytest.raises(GuardError, match=r"model\.first was True .* and is False; compile another one"):
+        capture(plan, feed=rig.calls[0])
 
 
 @pytest.mark.parametrize("change", REVERSIBLE, ids=lambda change: change.__name__.strip("_"))

@@ -176,6 +176,24 @@ def test_a_step_that_reads_its_deque(update: Callable[..., None], fill: Callable
     assert_equals_eager(make, verify="off")
 
 
+def _oldest(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.mean = loss.detach() + (model.outs[0] if model.outs else 0)
+    model.outs.append(loss.detach())
+
+
+@pytest.mark.parametrize("maxlen", range(1, 9))
+@pytest.mark.parametrize("verify", ["off", "geometric"])
+def test_a_deque_that_is_full_sooner_or_later(maxlen: int, verify: str) -> None:
+    """Full from the captured call on, it drops an item there, and dropped none in the traces."""
+    make = partial(updating_rig, _oldest, attributes(outs=partial(deque, maxlen=maxlen), mean=lambda: torch.zeros(())))
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify=verify)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= len(rig.calls) - 12, step.stats
+
+
 def test_a_counter_reset_between_calls() -> None:
     """A counter that the host sets goes on from there."""
 

@@ -18,7 +18,7 @@ from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 from tests.facts import assert_same
 from tests.health import FailAt, Planted, carrying_rig, process_facts, scaled_rig
 from tests.twins import Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
-from tests.zoo import Mlp, float_batches, training_rig
+from tests.zoo import Box, Mlp, float_batches, training_rig
 
 PHASES = {"warm-up": 1, "first trace": 3, "second trace": 4, "capture": 5, "replay": 7}
 LSTM = partial(training_rig, "lstm", "adamw", sizes=(4,) * 12)
@@ -67,19 +67,19 @@ def fail_in_a_hook(register: Callable[[Rig, Any], Any], phase: str, wrap: Callab
     """States before and after a call that a hook ends, the run that goes on with its batch, and the step."""
 
     def hook() -> None:
-        if armed:
-            raise armed[0]
+        if armed.item is not None:
+            raise armed.item
 
-    armed: list[BaseException] = []
+    armed = Box(None)
     rig = build(LSTM)
     register(rig, hook)
     step, at = wrap(rig), PHASES[phase]
     begun = drive(rig, step, at)
-    armed.append(Planted("from a hook"))
+    armed.item = Planted("from a hook")
     with pytest.raises(Planted, match="from a hook"):
         step(*rig.calls[at])
     left = state_of(rig)
-    armed.clear()
+    armed.item = None
     rest = drive(replace(rig, calls=rig.calls[at:]), step)
     return begun.state, left, Record(begun.outputs + rest.outputs, state_of(rig)), step
 

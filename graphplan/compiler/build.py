@@ -70,7 +70,8 @@ def build_plan(
     _check_shared(feed, externals)
     assert second.device is not None
     # What a result shows is told as such, not as a value that was read.
-    outputs = tuple(_outputs(first, second, {*carries, *rebinds}))
+    moved = {path for path, rebinding in second.changes.rebindings.items() if rebinding.moved}
+    outputs = tuple(_outputs(first, second, {*carries, *rebinds} - moved))
     reads = find_reads(first, second, walk, counters, allow)
     functions = tuple(path for path in reads if _is_torchs(walk.value(path)))
     return Plan(
@@ -92,6 +93,7 @@ def build_plan(
         device=second.device,
         reads=tuple(path for path in reads if path not in functions),
         functions=functions,
+        values=frozen({path: second.entry_scalars[path] for path in reads}),
         shared=_shared_with_owners(second, externals),
         names=_names_used(first.reads, second.reads),
         host_facts=tuple(_host_facts(second)),

@@ -91,9 +91,10 @@ def _owned(slot: Slot, storage: int, traced: TracedExternal, *, carried: bool) -
 
 
 def _passed_on(slot: Slot) -> External:
-    """A slot whose old value no operator reads, but which another slot is bound to."""
+    """A slot whose old value no operator reads, but which another slot is bound to, or whose tensor stays."""
     spec = TensorSpec.of(slot.tensors()[0])
-    return External(slot.path, Role.STATE, spec, True, True, path=slot.path)
+    role = Role.PARAM if slot.is_parameter else Role.STATE
+    return External(slot.path, role, spec, True, True, path=slot.path)
 
 
 def _is_optimizer_path(path: str) -> bool:

@@ -152,11 +152,12 @@ def _items(items: list[Any] | None) -> str:
 
 
 def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """``(carries, rebinds)``: rebound slots whose old value the step reads, and the others.
+    """``(carries, rebinds)``: rebound slots whose old value the step reads or whose tensors stay and get other memory,
+    and the others.
 
     Raises:
         CarryError: if a carried slot changes shape or dtype.
-        HostEffectError: if only one of the steps rebinds a slot.
+        HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
     """
     carries, rebinds = [], []
     for path in {**first.changes.rebindings, **second.changes.rebindings}:
@@ -169,7 +170,14 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
                 "every call, or update it in place"
             )
         dropped = path.endswith(".grad") and two.after is None
-        if _is_read(two, second) and not dropped:
+        if two.joined is not None:
+            raise HostEffectError(
+                f"the step gives {path} other memory ({path}.data = ...), and before or after that it shares memory "
+                f"with {two.joined}; a replay leaves tensors in the memory that they have, so that what one of them "
+                f"gets would show in the other, or not. Give each memory of its own, or update it in place: "
+                f"{path}.data.copy_(...)"
+            )
+        if two.moved or (_is_read(two, second) and not dropped):
             _check_carry(two)
             carries.append(path)
         elif two.after is not None or two.before is not None:

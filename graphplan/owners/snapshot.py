@@ -69,6 +69,10 @@ class Snapshot:
                 param.grad = grad
         # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
         pairs = [pair for pair in self._tensors.values() if not is_freed(pair[0])]
+        for live, copy in pairs:
+            if (live.shape, live.dtype) != (copy.shape, copy.dtype):
+                # Somebody gave it memory of another kind (``tensor.data = ...``).
+                live.data = torch.empty_like(copy, device=live.device)
         on_host = [pair for pair in pairs if pair[0].device.type == "cpu"]
         unequal = Unequal([live for live, _ in on_host], [copy for _, copy in on_host])
         changed = [on_host[index] for index in unequal.places()]

@@ -60,11 +60,17 @@ class Adopted:
         plan: names the externals.
         copied: paths that buffers of the program stand for.
         walk: the owners as they are now.
+        values: the Python values that the step read, by path, as they were before it.
         entry_grads: by parameter path, the gradients that the step expects and accumulates into.
     """
 
     def __init__(
-        self, plan: Plan, copied: Collection[str], walk: Walk, entry_grads: Mapping[str, Tensor | None]
+        self,
+        plan: Plan,
+        copied: Collection[str],
+        walk: Walk,
+        values: Mapping[str, Any],
+        entry_grads: Mapping[str, Tensor | None],
     ) -> None:
         self._plan = plan
         self._entry_grads = {f"{path}.grad": grad for path, grad in entry_grads.items()}
@@ -72,7 +78,7 @@ class Adopted:
         self._copied = set(copied)
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
-        self.guards = self._guard(walk, None)
+        self.guards = self._guard(walk, values)
         self._places = {path: _places(aliases) for path, aliases in self._aliases.items()}
         self._unowned_facts = self._facts_of_unowned()
 
@@ -80,7 +86,7 @@ class Adopted:
         """Take the owners' tensors as they lie now; the Python values of the capture are still those that count."""
         self.guards = self._guard(walk, self.guards.values)
 
-    def _guard(self, walk: Walk, values: Mapping[str, Any] | None) -> Guards:
+    def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
         paths = {e.path for e in self._plan.externals if e.path is not None}
         adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
         # Tied weights have several names, of which a plan lists one: the others must go on holding the same tensor.

@@ -1,7 +1,8 @@
 """What a step binds anew: carries, rebound slots, gradients, counters, appended items.
 
 Inside the recording a carried slot's new value is copied into its old storage, so that replays chain. Carries are
-parallel assignments (``prev = cur; cur = f(cur)``): a source that lies in another carry's target is cloned first.
+parallel assignments (``prev = cur; cur = f(cur)``): a source that lies in another carry's target is cloned first. A
+tensor that the step gives other memory (``q.data = ...``) is carried too, and gets its old memory back.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
+from graphplan.tracer import place_of
 
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
@@ -65,10 +67,12 @@ class Bindings:
     def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
         self._plan = plan
         self._old = {path: before.slots[path].get() for path in plan.carries}
-        self._into = {path: stand_ins.get(path, old) for path, old in self._old.items()}
+        self._into = {path: tensor_leaves(stand_ins.get(path, old)) for path, old in self._old.items()}
+        # Their memory, wherever the step leaves the tensors themselves.
+        self._memory_of = {path: [tensor.detach() for tensor in into] for path, into in self._into.items()}
         self.homes = {path: old for path, old in self._old.items() if path not in stand_ins}
         """What is bound in carried slots between steps."""
-        self.targets = {storage_id(t) for into in self._into.values() for t in tensor_leaves(into)}
+        self.targets = {storage_id(tensor) for into in self._into.values() for tensor in into}
         self._fresh: dict[str, Any] = {}
         self._appended: dict[str, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
@@ -89,16 +93,18 @@ class Bindings:
             items = list(after.lists[append.path])[-append.count :]
             self._appended[append.path] = [_own(item, outside) for item in items]
         sources = {path: _own(value, self.targets) for path, value in new.items()}
-        for path, into in self._into.items():
-            for target, source in zip(tensor_leaves(into), tensor_leaves(sources[path]), strict=True):
-                if target is not source:
-                    target.detach().copy_(source)
+        for path, targets in self._memory_of.items():
+            for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
+                target.copy_(source)
 
     def bind_back(self, after: Walk) -> None:
         """Bind carried slots to their fixed storage, and note the gradients that the step leaves."""
         self.follow(after)
         for path, old in self._old.items():
             after.slots[path].set(old)
+            for tensor, memory in zip(self._into[path], self._memory_of[path], strict=True):
+                if place_of(tensor) != place_of(memory):
+                    tensor.data = memory
         touched = {path.removesuffix(".grad") for path in self._plan.rebinds if path.endswith(".grad")}
         touched |= set(self._plan.entry_grads)
         by_path = dict(after.parameters.values())

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from graphplan.backend import Backend
 from graphplan.buffers import Buffers, distinct
-from graphplan.errors import FeedError
+from graphplan.errors import FeedError, GuardError
 from graphplan.marks import dressed
 from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -25,7 +25,7 @@ from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
 from graphplan.signature import Feed
-from graphplan.tracer import runs_step
+from graphplan.tracer import runs_step, same_value
 from graphplan.unchanged import geometry
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
@@ -93,11 +93,17 @@ def capture_program(
     Raises:
         UncoveredRoleError: if an external's role is not static.
         FeedError: if a leaf shares memory with an owner's tensor in a way that no program could.
+        GuardError: if :func:`outdated` says so.
         RefusalError: if the step cannot be recorded. The caller restores owners' contents; bindings of copied roles are
             put back here.
     """
     check_policy(plan, policy)
     sharding, walk = come_to_rest(plan.owners())
+    changed = outdated(plan, walk)
+    if changed is not None:
+        raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
+    # What the step reads may be another value once it is over: a deque is full, say.
+    values = {path: value.get() for path in plan.values if (value := walk.value(path)) is not None}
     leases = _find_leases(plan, feed)
     inputs = _fill_inputs(plan, feed, buffers, leases) if Role.INPUT in policy.copy_roles else {}
     leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
@@ -126,9 +132,19 @@ def capture_program(
         bindings=bindings,
         outputs=body.outputs,
         walk=walk_owners(plan.owners()),
+        values=values,
         feed=feed,
         leases=leases,
     )
+
+
+def outdated(plan: Plan, walk: Walk) -> str | None:
+    """The first Python value that the step reads and that is not what it was in the traces, described."""
+    for path, old in plan.values.items():
+        value = walk.value(path)
+        if value is not None and not same_value(old, new := value.get()):
+            return f"{path} was {old!r} when the step was traced and is {new!r}"
+    return None
 
 
 def _fill_inputs(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease]) -> dict[int, Tensor]:

@@ -53,6 +53,7 @@ class Program:
         bindings: Bindings,
         outputs: Outputs,
         walk: Walk,
+        values: Mapping[str, Any],
         feed: Feed,
         leases: Mapping[int, Lease],
     ) -> None:
@@ -75,7 +76,7 @@ class Program:
         self._bindings = bindings
         self._outputs = outputs
         self._walk = walk
-        self._adopted = Adopted(plan, copied.paths, walk, bindings.entry_grads)
+        self._adopted = Adopted(plan, copied.paths, walk, values, bindings.entry_grads)
         self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
         self.nbytes = recording.nbytes
         self.generation = recording.generation

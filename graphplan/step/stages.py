@@ -22,7 +22,7 @@ from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
-from graphplan.program import Program, capture_program
+from graphplan.program import Program, capture_program, outdated
 from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
@@ -133,12 +133,22 @@ class Stages:
             undo.callback(snapshot.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
             undo.callback(torch.clear_autocast_cache)
-            if line.plan is None:
+            if line.plan is None or self._is_outdated(line, walk):
                 result = self._trace(entry, line, feed, undo, snapshot, rehearses=compiled)
             else:
                 result = self._capture(entry, line, feed, snapshot, compiled=compiled)
             undo.pop_all()
             return result
+
+    def _is_outdated(self, line: Line, walk: Walk) -> bool:
+        """Whether the step reads other Python values than in the traces; its plan is dropped then."""
+        assert line.plan is not None
+        with self._managed.rates:
+            changed = outdated(line.plan, walk)
+        if changed is not None:
+            self._stats.note(f"traced anew: {changed}")
+            line.plan = None
+        return changed is not None
 
     def _trace(
         self, entry: Entry, line: Line, feed: Feed, undo: ExitStack, snapshot: Snapshot, *, rehearses: bool

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.dtensors import local
-from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, storage_id, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 """Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
@@ -34,11 +36,17 @@ def place_of(tensor: Tensor) -> Place:
 
 @dataclass(frozen=True, slots=True)
 class Rebinding:
-    """A slot that holds other memory after the step than before it. ``None`` places mean that it held no tensor."""
+    """A slot that holds other memory after the step than before it. ``None`` places mean that it held no tensor.
+
+    ``moved``: whether it holds the same tensors, which the step gave other memory (``tensor.data = ...``). ``joined``
+    is the path of a tensor with which they share memory before the step or after it, in a way that no replay repeats.
+    """
 
     path: str
     before: tuple[Place, ...] | None
     after: tuple[Place, ...] | None
+    moved: bool = False
+    joined: str | None = None
 
 
 @dataclass(slots=True)
@@ -65,6 +73,9 @@ class Recorder:
         self.walk = walk
         self._weak: list[StorageWeakRef] = []
         self.places = {path: self._note(slot.tensors()) for path, slot in self.walk.slots.items()}
+        # Gradients are other tensors in each step, which may get the places of those before.
+        slots = ((path, slot) for path, slot in self.walk.slots.items() if slot.param is None)
+        self._held = {path: [weakref.ref(tensor) for tensor in slot.tensors()] for path, slot in slots}
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
@@ -92,12 +103,15 @@ class Recorder:
         for path, items in now.lists.items():
             self._compare_list(found, path, items, moves=any(place.startswith(f"{path}[") for place in read))
         grown = tuple(f"{path}[" for path in found.appended)
-        for path in {**self.places, **dict.fromkeys(now.slots, ())}:
-            before = self.places.get(path)
-            slot = now.slots.get(path)
-            after = tuple(place_of(t) for t in tensor_leaves(slot.get())) if slot else None
+        places = {path: tuple(map(place_of, slot.tensors())) for path, slot in now.slots.items()}
+        moved: list[str] = []
+        for path in {**self.places, **places}:
+            before, after = self.places.get(path), places.get(path)
             if before != after and (before or after) and not (grown and path.startswith(grown)):
                 found.rebindings[path] = Rebinding(path, before or None, after or None)
+                if self._is_held(path, now):
+                    moved.append(path)
+        self._note_moved(found, moved, places)
         for path, scalar in now.scalars.items():
             if isinstance(scalar.container, Numbers):
                 continue
@@ -109,6 +123,23 @@ class Recorder:
             if not (grown and path.startswith(grown)):
                 found.scalars[path] = (self.scalars[path], _ABSENT)
         return found, now
+
+    def _is_held(self, path: str, now: Walk) -> bool:
+        """Whether a slot holds the tensors that it held."""
+        held = self._held.get(path, [])
+        tensors = now.slots[path].tensors() if path in now.slots else []
+        return len(held) == len(tensors) > 0 and all(known() is t for known, t in zip(held, tensors, strict=True))
+
+    def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]]) -> None:
+        """Replays leave the tensors at ``moved`` where they lie: what shares memory with them has to move alike."""
+        before, after = (_Shared(sides, moved) for sides in (self.places, places))
+        for path in moved:
+            old, new = before.of(path), after.of(path)
+            others = (old.keys() | new.keys()) - {path}
+            if old == new:
+                others -= set(moved)
+            joined = min(others, default=None)
+            found.rebindings[path] = replace(found.rebindings[path], moved=True, joined=joined)
 
     def _compare_list(self, found: Changes, path: str, items: Items, *, moves: bool) -> None:
         """``moves``: a deque that drops items does not grow, but gives each item another place, since the step reads
@@ -122,6 +153,23 @@ class Recorder:
             found.appended[path] = new
         elif new is None and len(items) != len(old):
             found.moved[path] = (len(old), len(items))
+
+
+class _Shared:
+    """Which of ``places`` are in the same storages as those at ``paths``."""
+
+    def __init__(self, places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> None:
+        self._places = places
+        wanted = {place[0] for path in paths for place in places[path]} - {None}
+        self._in: defaultdict[int | None, list[str]] = defaultdict(list)
+        for path, there in places.items():
+            for storage in {place[0] for place in there} & wanted:
+                self._in[storage].append(path)
+
+    def of(self, path: str) -> dict[str, tuple[Any, ...]]:
+        """What lies there, ``path`` included, and where in the storage."""
+        found = {other for place in self._places[path] for other in self._in[place[0]]}
+        return {other: tuple(place[1:] for place in self._places[other]) for other in found}
 
 
 def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[Any] | None:

@@ -223,6 +223,9 @@ class _Check:
     def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:
         """What one more replay leaves; with ``nudge``, what it makes of parameters with other last bits."""
         start.snapshot.restore()
+        if not self._program.fits():
+            # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
+            self._program.resync()
         replay = lambda: self.replay(start.walk)[0].tensors  # noqa: E731
         if not nudge:
             return replay()

@@ -18,6 +18,7 @@ from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
 from tests.test_carries import CARRIES, recurrent_rig
 from tests.test_host_effects import HOST_EFFECTS
+from tests.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
 from tests.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
 from tests.twins import Rig, build, drive, managed
 from tests.zoo import CALLS, Mlp, float_batches, updating_rig
@@ -49,6 +50,11 @@ FORMS: dict[str, Callable[[], Rig]] = {
     "gradients zeroed in place at the end": partial(mlp_rig, zero="end", set_to_none=False),
     "a frozen layer": partial(mlp_rig, frozen=True),
     "hidden states of an LSTM": recurrent_rig,
+    "a teacher that is given other memory": partial(teacher_rig, ema),
+    "a teacher that is given other memory first": partial(teacher_rig, ema, first=True),
+    "a teacher that is given parts of one memory": partial(teacher_rig, in_one_memory, "buffers"),
+    "parameters that are given other memory": by_hand_rig,
+    "gradients that are given other memory": moved_gradients_rig,
 }
 
 
