@@ -19,11 +19,12 @@ def insist(monkeypatch: pytest.MonkeyPatch) -> None:
         record(tape, mode)
         lent = {memory._cdata for memory, _ in tape._lent}
         used = [t for kernel in mode.kernels for t in kernel.tensors() if t.layout is torch.strided and not is_freed(t)]
-        memories = {memory._cdata: memory for memory in (tensor.untyped_storage() for tensor in used)}
-        tape.places = [(memory, memory.data_ptr()) for key, memory in memories.items() if key not in lent]
+        # Tensors of the tape's own: programs count who has the memory.
+        tensors = {tensor.untyped_storage()._cdata: tensor for tensor in used}
+        tape.places = [(t, t.untyped_storage().data_ptr()) for key, t in tensors.items() if key not in lent]
 
     def check(tape: Any) -> None:
-        moved = [memory.nbytes() for memory, place in tape.places if memory.data_ptr() != place]
+        moved = [tensor.nbytes for tensor, place in tape.places if tensor.untyped_storage().data_ptr() != place]
         assert not moved, f"a replay of memory that has moved: {moved} bytes"
         replay(tape)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
-from sys import getrefcount
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -19,8 +20,9 @@ from graphplan.tracer import same_value
 from graphplan.unchanged import geometry
 
 _get_version = attrgetter("_version")
-_OWN_REFERENCES = 3
-"""A container, a local variable and the counting itself refer to a tensor that nobody else keeps."""
+_count_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+_LIVE: WeakSet[Adopted] = WeakSet()
+"""What open programs have adopted."""
 
 
 def _geometries(held: Any) -> list[tuple[Any, ...]]:
@@ -78,6 +80,7 @@ class Adopted:
         self._copied = set(copied)
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
+        self.uses: dict[int, int] = {}
         self.guards = self._guard(walk, values)
         self._places = {path: _places(aliases) for path, aliases in self._aliases.items()}
         self._unowned_facts = self._facts_of_unowned()
@@ -114,6 +117,14 @@ class Adopted:
             for path, source in self._sources.items():
                 self._aliases[path][0].copy_(source)
 
+    def count_uses(self, before: Mapping[int, int]) -> None:
+        """Note how many references to the adopted memory are this program's: all that there are now beyond ``before``,
+        as :func:`memory_uses` found them before the recording.
+        """
+        now = memory_uses(alias for aliases in self._aliases.values() for alias in aliases)
+        self.uses = {storage: count - before.get(storage, count) for storage, count in now.items()}
+        _LIVE.add(self)
+
     def follow(self) -> str | None:
         """Copy the values of tensors that moved to where the program reads them, and bind that back.
 
@@ -141,7 +152,9 @@ class Adopted:
         for path, parameter in walk.parameters.values():
             if self._plan.entry_grads.get(path) == "none" and parameter.grad is not None:
                 return f"{path}.grad is set, and was not when the step was captured"
-        self._note_sources(moved)
+        kept = self._kept(moved)
+        if kept is not None:
+            return kept
         self._copy_in(moved)
         return None
 
@@ -191,17 +204,6 @@ class Adopted:
             return f"requires_grad of {path} changed"
         return None
 
-    def _note_sources(self, moved: list[tuple[str, Slot]]) -> None:
-        """Remember what was put in place by somebody who still has it: later writes to it are meant for the step."""
-        ours = set(map(id, self._held.values()))
-        for path, slot in moved:
-            self._sources.pop(path, None)
-            now = slot.get()
-            new = isinstance(now, Tensor) and id(now) not in ours and not now.is_inference()
-            if new and getrefcount(now) > _OWN_REFERENCES:
-                self._sources[path] = local(now)
-        self._versions = [source._version for source in self._sources.values()]
-
     def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:
         """Why the slot's new memory must stay what it is: another tensor, which lay elsewhere, lies there too."""
         now = slot.get()
@@ -213,17 +215,81 @@ class Adopted:
                     return f"{path} shares memory with {other.path} now"
         return None
 
+    def _kept(self, moved: list[tuple[str, Slot]]) -> str | None:
+        """Why nothing can be copied to where old tensors lie: something else has that memory, or them."""
+        # Gradients that somebody keeps get memory of their own before a replay.
+        slots = {path: slot for path, slot in moved if slot.param is None}
+        left = {path: self._held[path] for path, slot in slots.items() if slot.get() is not self._held[path]}
+        staying = {id(held): path for path, held in self._held.items() if path not in slots}
+        known = [leaf for path in left for held in self._left(path) for leaf in tensor_leaves(held)]
+        known += [leaf for slot in slots.values() for leaf in slot.tensors()]
+        own = Counter(storage_id(leaf) for leaf in {id(leaf): leaf for leaf in known}.values())
+        for path in slots:
+            if path in left and id(left[path]) in staying:
+                return f"{path} was replaced, and {staying[id(left[path])]} is still what it was"
+            if any(count > own[storage] for storage, count in _others_uses(self._aliases[path]).items()):
+                return f"{path} lies elsewhere, and something else has the memory where it was"
+        return None
+
+    def _left(self, path: str) -> list[Any]:
+        """What programs have found in a slot, and what still lies where this one reads ``path``."""
+        held = {id(held): held for adopted in _LIVE for held in adopted._held.values()}
+        return [one for one in held.values() if _places(tensor_leaves(one)) == self._places[path]]
+
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
-        """Copy what moved into the fixed storage and bind it back: values first, since two slots may have swapped."""
+        """Copy what moved into the fixed storage, and have it lie there: values first, since two slots may have
+        swapped. What was there before goes on with memory of its own, since somebody may have kept it.
+        """
         with torch.no_grad():
             values = [[tensor.detach().clone() for tensor in slot.tensors()] for _, slot in moved]
-            for (path, _), new in zip(moved, values, strict=True):
-                for static, value in zip(self._aliases[path], new, strict=True):
+            olds = [[alias.clone() for alias in self._aliases[path]] for path, _ in moved]
+            for (path, _), value_of in zip(moved, values, strict=True):
+                for static, value in zip(self._aliases[path], value_of, strict=True):
                     static.copy_(value)
-        for path, slot in moved:
+        fresh = {id(leaf): leaf for _, slot in moved for leaf in slot.tensors()}
+        new = Counter(map(storage_id, fresh.values()))
+        shared = {path for path, slot in moved if any(n > new[s] for s, n in _others_uses(slot.tensors()).items())}
+        for (path, slot), old in zip(moved, olds, strict=True):
             held, now = self._held[path], slot.get()
             if now is held:
-                for static, tensor in zip(self._aliases[path], slot.tensors(), strict=True):
-                    tensor.data = static
-            else:
+                _lay(slot.tensors(), self._aliases[path])
+            elif slot.param is not None or any(tensor.is_inference() for tensor in slot.tensors()):
                 slot.set(held)
+            else:
+                here = [
+                    t.data_ptr() == alias.data_ptr()
+                    for t, alias in zip(tensor_leaves(held), self._aliases[path], strict=True)
+                ]
+                if all(here):
+                    _lay(tensor_leaves(held), old)
+                self._put_in(path, slot, shared=path in shared)
+        self._versions = [source._version for source in self._sources.values()]
+
+    def _put_in(self, path: str, slot: Slot, *, shared: bool) -> None:
+        """Have what somebody put in the slot lie in the fixed storage; if other tensors share its memory, a tensor in
+        its place: later writes to that memory are meant for the step.
+        """
+        now = slot.get()
+        self._sources.pop(path, None)
+        if shared and isinstance(now, Tensor) and _places(slot.tensors()) != self._places[path]:
+            self._sources[path] = local(now)
+            slot.set(self._aliases[path][0].detach())
+        else:
+            _lay(slot.tensors(), self._aliases[path])
+
+
+def memory_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """How many tensors have the memory behind each of ``tensors``, by storage. None where torch does not tell."""
+    storages = {storage for tensor in tensors if (storage := storage_id(tensor)) is not None}
+    # Python's view of the storage, which asking for it has made, is one more.
+    return {storage: _count_uses(storage) - 1 for storage in storages} if _count_uses is not None else {}
+
+
+def _others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """How many of those tensors are not the programs'."""
+    return {s: count - sum(one.uses.get(s, 0) for one in _LIVE) for s, count in memory_uses(tensors).items()}
+
+
+def _lay(tensors: Iterable[Tensor], memories: Iterable[Tensor]) -> None:
+    for tensor, memory in zip(tensors, memories, strict=True):
+        tensor.data = memory

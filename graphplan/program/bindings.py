@@ -188,6 +188,10 @@ class Bindings:
         places = ((walk.place(assignment.path), assignment.value) for assignment in self._plan.assignments)
         self._assignments = [(place.container, place.key, value) for place, value in places if place is not None]
 
+    def move_homes(self, walk: Walk) -> None:
+        """Take what is bound in ``walk``'s carried slots for what is bound there between steps."""
+        self.homes = {path: walk.slots[path].get() if path in walk.slots else home for path, home in self.homes.items()}
+
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
         for path, items in self._appended.items():

@@ -15,9 +15,10 @@ from graphplan.backend import Backend
 from graphplan.buffers import Buffers, distinct
 from graphplan.errors import FeedError, GuardError
 from graphplan.marks import dressed
-from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
+from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
+from graphplan.program.adopted import memory_uses
 from graphplan.program.bindings import Bindings
 from graphplan.program.leases import Lease, find_lease
 from graphplan.program.outputs import Outputs, lend_outputs
@@ -99,6 +100,27 @@ def capture_program(
     """
     check_policy(plan, policy)
     sharding, walk = come_to_rest(plan.owners())
+    held = [*(slot.get() for slot in walk.slots.values()), *homes.values()]
+    before = memory_uses(tensor for value in held for tensor in tensor_leaves(value))
+    program = _capture(
+        plan, feed, sharding, walk, policy=policy, backend=backend, buffers=buffers, homes=homes, lends=lends
+    )
+    program.count_uses(before)
+    return program
+
+
+def _capture(
+    plan: Plan,
+    feed: Feed,
+    sharding: Sharding,
+    walk: Walk,
+    *,
+    policy: Policy,
+    backend: Backend,
+    buffers: Buffers,
+    homes: Mapping[str, Any],
+    lends: bool,
+) -> Program:
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")

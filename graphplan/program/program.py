@@ -109,6 +109,10 @@ class Program:
         """Whether everything that a replay uses is where it was."""
         return self.guards.hold() and self._bindings.lost_memory() is None
 
+    def count_uses(self, before: Mapping[int, int]) -> None:
+        """Note which references to the adopted memory are the program's own: those that were not there ``before``."""
+        self._adopted.count_uses(before)
+
     def row(self) -> Row:
         """A comparison that holds while the program is open, and its guards are these."""
         return ("same_attributes", [self, self._adopted], ["is_open", "guards"], [self.is_open, self.guards])
@@ -292,6 +296,7 @@ class Program:
         self.plan.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
         self._bindings.follow(walk)
+        self._bindings.move_homes(walk)
         self._walk = walk
         self._adopted.take(walk)
         return None if self.guards.hold() else "what the step depends on has changed"
@@ -299,6 +304,7 @@ class Program:
     def close(self) -> None:
         """Give the recording's memory back."""
         self.is_open = False
+        self._adopted.uses = {}
         self._staging = None
         if self._recording is not None:
             self._recording.reset()

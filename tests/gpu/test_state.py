@@ -18,6 +18,7 @@ from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
 from tests.test_carries import CARRIES, recurrent_rig
 from tests.test_host_effects import HOST_EFFECTS
+from tests.test_kept_memory import KEPT, assert_kept
 from tests.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
 from tests.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
 from tests.twins import Rig, build, drive, managed
@@ -226,3 +227,9 @@ def test_constants_made_in_the_step() -> None:
 
     _, rig = assert_like_eager(on_device(partial(updating_rig, weighted, lambda model: None)))
     assert rig.calls[0][0].is_cuda == CUDA
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_stays_what_it_is(name: str) -> None:
+    """Values that are moved to the memory that a graph has are not moved over those of others."""
+    assert_kept(name, DEVICE, BACKEND, rtol=1e-4, atol=1e-5)
