@@ -169,7 +169,7 @@ def by_hand_rig() -> Rig:
         for param in model.parameters():
             if param.grad is not None:
                 param.data = param.data - 0.05 * param.grad
-        model.shadow.data = loss.detach() * torch.ones(4)
+        model.shadow.data = loss.detach() * torch.ones(4, device=x.device)
         return loss, model.shadow
 
     return Rig(train_step, {"model": model}, list(float_batches(CALLS)))
