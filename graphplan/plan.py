@@ -169,6 +169,10 @@ class Plan:
         """Externals of one role."""
         return tuple(external for external in self.externals if external.role is role)
 
+    def untouched(self, walk: Walk) -> set[str]:
+        """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
+        return walk.reached - {external.path for external in self.externals} - {*self.carries, *self.rebinds}
+
     def changed_tensors(self, walk: Walk) -> list[Tensor]:
         """The tensors in ``walk`` that the step changes."""
         slots = [walk.slots[e.path] for e in self.externals if e.mutated and e.path in walk.slots]

@@ -159,14 +159,16 @@ class Walk:
     ``lacking`` are names that dictionaries of globals do not have, though code uses them.
     ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
-    only known by a name in the step's code. ``attributes`` are modules and objects, with their dictionaries, ``marks``
-    the dictionaries of tensors, with their classes.
+    only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
+    ``attributes`` are modules and objects, with their dictionaries, ``marks`` the dictionaries of tensors, with their
+    classes.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
     scalars: dict[str, Scalar] = field(default_factory=dict)
     objects: dict[str, Scalar] = field(default_factory=dict)
     places: list[tuple[Any, Any]] = field(default_factory=list)
+    reached: set[str] = field(default_factory=set)
     found: set[int] = field(default_factory=set)
     lacking: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     lists: dict[str, Items] = field(default_factory=dict)

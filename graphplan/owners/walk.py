@@ -74,6 +74,7 @@ class _Walker(Values):
             self.enter(owner.thing, path)
         elif self._first_visit(owner.thing):
             self._attributes(owner.thing, path, 0, without=owner.without)
+        self.walk.reached |= self.walk.slots.keys() - known
         self._take_found(known)
 
     def _take_found(self, known: Collection[str]) -> None:

@@ -86,8 +86,10 @@ class Program:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all tensors that the owners hold."""
-        tensors = {id(t): t for slot in self._walk.slots.values() for t in slot.tensors()}
+        """Bytes of all tensors that the owners hold, but for those that the step has nothing to do with."""
+        untouched = self.plan.untouched(self._walk)
+        slots = [slot for path, slot in self._walk.slots.items() if path not in untouched]
+        tensors = {id(t): t for slot in slots for t in slot.tensors()}
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
     @property

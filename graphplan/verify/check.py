@@ -95,7 +95,7 @@ class _Check:
 
     def tensors(self, walk: Walk) -> dict[str, Tensor]:
         """All that the step may change, also what only a name leads to: code that nobody sees may write anywhere."""
-        return {**tensors_of(walk), **self._extra}
+        return {**tensors_of(walk, self._program.plan.untouched(walk).__contains__), **self._extra}
 
     def snapshot(self, walk: Walk, tensors: Iterable[Tensor]) -> Snapshot:
         return Snapshot(walk, extra=tensors, generators=self._program.plan.generators, device=self._device)
@@ -167,7 +167,14 @@ class _Check:
 
     def left(self, walk: Walk, result: Any) -> dict[str, Tensor]:
         """The tensors that can be compared, where they are now."""
-        return collect_tensors(walk, result, self._extra, self._program.plan.generators, self.is_allowed)
+        untouched = self._program.plan.untouched(walk)
+        return collect_tensors(
+            walk,
+            result,
+            self._extra,
+            self._program.plan.generators,
+            lambda path: path in untouched or self.is_allowed(path),
+        )
 
     def compared(self, replayed: State, moves: Moves | None, left: Mapping[str, Tensor]) -> Differing | Beyond:
         """The comparison of what the replay left with what the eager step did."""

@@ -243,6 +243,15 @@ def test_a_datamodule_that_is_not_named_is_not_walked(tmp_path: Path) -> None:
     assert Held.walked > 0
 
 
+def test_a_dataset_takes_no_part_in_checks(tmp_path: Path) -> None:
+    """Only what the step computes with is copied."""
+    prepare = _set(lambda trainer: trainer.datamodule, everything=torch.zeros(int(1e6)))
+    callback = tape()
+    _run(tmp_path, READ["a datamodule's tensor"][0], prepare, _nothing, callback)
+    assert callback.stats.verified >= 4
+    assert 0 < callback.stats.bytes_verified < 1e6
+
+
 @pytest.mark.parametrize("allow", [(), ("ExperimentWriter.log_metrics", "CSVLogger.log_metrics")])
 def test_a_step_that_writes_to_its_logger(allow: tuple[str, ...], tmp_path: Path) -> None:
     """Only eager calls do, and that is told."""
