@@ -28,6 +28,7 @@ from tests.twins import (
     drive,
     managed,
 )
+from tests.zoo import Box
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")
 
@@ -217,10 +218,11 @@ class Stop(torch.nn.GELU):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fails = False
+        # Hidden: another value of what the step reads would lead to another trace.
+        self.fails = Box(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
+        if self.fails.item:
             raise ZeroDivisionError("stopped")
         return super().forward(x)
 
@@ -242,10 +244,10 @@ def test_a_trace_or_capture_that_is_broken_off_leaves_fsdp_at_rest(call: int) ->
 
         def stumbling(x: Tensor, y: Tensor) -> Any:
             if next(calls) == call and stumbles:
-                net[2].fails = True
+                net[2].fails.item = True
                 with pytest.raises(ZeroDivisionError, match="stopped"):
                     step(x, y)
-                net[2].fails = False
+                net[2].fails.item = False
             return step(x, y)
 
         return drive(rig, stumbling)

@@ -44,7 +44,7 @@ CHANGES = sorted(EVENTS.keys() - FINAL - IDLE)
 KEYS = 8 * RUN.max_graphs
 LIMITS = {"Entries._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS + 1, "Stats.reasons": TEXTS + 1}
 LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "codes")}
-LIMITS |= {"Hooks._places": 256, "Hooks._empty": 256}
+LIMITS |= {"Hooks._places": 256, "Hooks._empty": 256, "Plan.values": 256}
 """Tables that may go on filling up to here."""
 PARTS_OF_A_KEY = 80
 """Other objects that a remembered key consists of, roughly."""
@@ -85,6 +85,14 @@ def alive() -> Counter[str]:
     return found
 
 
+def alive_beside(call: Any) -> Counter[str]:
+    """:func:`alive`, but for the externals of the plan that ``call`` keeps."""
+    plan, found = getattr(call, "plan", None), alive()
+    externals = 0 if plan is None else len(plan.externals)
+    found.subtract({"External": externals, "TensorSpec": externals})
+    return found
+
+
 def tables(thing: Any) -> dict[str, int]:
     """Lengths of all containers that graphplan's objects, reached from ``thing``, hold as attributes."""
     lengths: dict[str, int] = {}
@@ -117,15 +125,16 @@ def attributes(thing: Any) -> Iterator[tuple[str, Any]]:
 def drive_and_count(bench: Bench, call: Any) -> tuple[Tensor, Counter[str]]:
     """All steps; the sum of their losses, and how many more objects there are at the end than once it had settled.
 
-    What the programs of the moment consist of does not count.
+    What the programs of the moment consist of does not count, nor do the externals of the plan that is kept.
     """
+
     events = draw_events()
     total = drive(bench, call, 0, SETTLED, events)
     EVENTS["invalidate"](bench, 0)
-    before = alive()
+    before = alive_beside(call)
     total += drive(bench, call, SETTLED, STEPS, events)
     EVENTS["invalidate"](bench, 0)
-    after = alive()
+    after = alive_beside(call)
     after.subtract(before)
     return total, after
 
