@@ -5,6 +5,7 @@ Memory that runs out undoes both. The run goes on in any case.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import re
@@ -239,6 +240,8 @@ def test_casts_that_autocast_remembers_of_a_failed_capture() -> None:
     def fail(*args: Any) -> None:
         with pytest.raises(Planted, match="planted"), FailAt(60, Planted("planted")):
             step(*args)
+        # The error's frames hold what the step carries, and that would be captured anew instead of written over.
+        gc.collect()
 
     rig = build(carrying_rig)
     expected = within_autocast(rig, rig.step, lambda *args: None)
