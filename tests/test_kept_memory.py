@@ -97,6 +97,14 @@ def _reset(run: _Run, x: Tensor) -> list[Any]:
     return []
 
 
+def _in_turns(run: _Run, x: Tensor) -> list[Any]:
+    """Two programs of one step: the one that comes last has not met what was there meanwhile."""
+    run.model.scale = torch.full((4,), 0.5, device=x.device)
+    seen = [run.train(x[:2])]
+    old, run.model.scale = run.model.scale, torch.full((4,), 2.0, device=x.device)
+    return [*seen, run.train(x), old]
+
+
 def _view(run: _Run, x: Tensor) -> list[Any]:
     old = run.model.scale.view(2, 2)
     run.model.scale = torch.full((4,), 0.5, device=x.device)
@@ -130,6 +138,7 @@ KEPT: dict[str, tuple[Callable[[_Run, Tensor], list[Any]], int]] = {
     "a buffer, written to": (_own_buffer, 1),
     "a part of a buffer, written to": (_part, 1),
     "a hidden state, put back": (_hidden, 1),
+    "a buffer of two programs": (_in_turns, 2),
     "a hidden state, made anew": (_reset, 1),
     "a view of a buffer": (_view, 5),
     "parameters' data, put back": (_backup, 5),
@@ -155,6 +164,8 @@ def assert_kept(name: str, device: Any = "cpu", backend: str = "tape", **toleran
         for number in range(CALLS):
             x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).to(device)
             seen += [run.train(x), run.evaluate(x)]
+            if number < FIRST and change is _in_turns:
+                seen += [run.train(x[:2])]
             if number >= FIRST and number % 6 == 4:
                 seen += change(run, x)
             seen = copy.deepcopy(seen)

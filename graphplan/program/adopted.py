@@ -256,12 +256,9 @@ class Adopted:
             elif slot.param is not None or any(tensor.is_inference() for tensor in slot.tensors()):
                 slot.set(held)
             else:
-                here = [
-                    t.data_ptr() == alias.data_ptr()
-                    for t, alias in zip(tensor_leaves(held), self._aliases[path], strict=True)
-                ]
-                if all(here):
-                    _lay(tensor_leaves(held), old)
+                for leaves in map(tensor_leaves, self._left(path)):
+                    if not any(id(leaf) in fresh for leaf in leaves):
+                        _lay(leaves, old)
                 self._put_in(path, slot, shared=path in shared)
         self._versions = [source._version for source in self._sources.values()]
 
@@ -279,7 +276,7 @@ class Adopted:
 
 
 def memory_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """How many tensors have the memory behind each of ``tensors``, by storage. None where torch does not tell."""
+    """How many tensors have the memory behind each of ``tensors``, by storage. Nothing where torch does not tell."""
     storages = {storage for tensor in tensors if (storage := storage_id(tensor)) is not None}
     # Python's view of the storage, which asking for it has made, is one more.
     return {storage: _count_uses(storage) - 1 for storage in storages} if _count_uses is not None else {}
