@@ -55,8 +55,9 @@ def check_mode(mode: str) -> str:
 class Policy:
     """Roles with fixed addresses (``static_roles``) and, among them, those copied in before a replay (``copy_roles``).
 
-    A static role that is not copied has its own storage adopted and guarded. A role that is copied gets a buffer of
-    the program's. An external whose role is in neither list is refused before capture.
+    A static role that is not copied has its own storage adopted and guarded: for inputs, a feed that lies elsewhere
+    than the captured one is not replayed. A role that is copied gets a buffer of the program's. An external whose role
+    is in neither list is refused before capture.
 
     Raises:
         PolicyError: for an unknown mode or role, or a copied role that is not static.

@@ -94,5 +94,5 @@ def test_shared_memory_and_bare_plans() -> None:
         capture(plan, feed=rig.calls[0], backend="tape", policy=copied)
     program = capture(plan, feed=rig.calls[0], backend="tape")
     program.replay(rig.calls[0])
-    with pytest.raises(FeedError, match="shares memory with what the step changes, in other places than"):
+    with pytest.raises(FeedError, match="memory that the step changes is fed, or fed twice, in other places than"):
         program.replay(apart)

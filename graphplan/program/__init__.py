@@ -3,6 +3,7 @@
 from graphplan.program.capture import capture_program as capture_program
 from graphplan.program.capture import is_recorded as is_recorded
 from graphplan.program.capture import outdated as outdated
+from graphplan.program.inputs import MEMORY_IS_FED as MEMORY_IS_FED
 from graphplan.program.leases import Lease as Lease
 from graphplan.program.leases import StaticOutput as StaticOutput
 from graphplan.program.leases import plain as plain

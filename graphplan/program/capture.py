@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from types import MappingProxyType
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backend import Backend
-from graphplan.buffers import Buffers, distinct
+from graphplan.buffers import Buffers
 from graphplan.errors import FeedError, GuardError
 from graphplan.marks import dressed
 from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, tensor_leaves, walk_owners
@@ -20,7 +19,8 @@ from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.adopted import memory_uses
 from graphplan.program.bindings import Bindings
-from graphplan.program.leases import Lease, find_lease
+from graphplan.program.inputs import StaticInputs
+from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
@@ -126,11 +126,11 @@ def _capture(
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
     # What the step reads may be another value once it is over: a deque is full, say.
     values = {path: value.get() for path in plan.values if (value := walk.value(path)) is not None}
-    leases = _find_leases(plan, feed)
-    inputs = _fill_inputs(plan, feed, buffers, leases) if Role.INPUT in policy.copy_roles else {}
-    leaves = [inputs.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
+    inputs = StaticInputs(plan, feed, buffers, copies=Role.INPUT in policy.copy_roles)
+    leaves = [inputs.by_leaf.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
     copied = CopiedOwned(plan, policy, buffers, walk)
     _check_shared(plan, feed, walk, copied)
+    _check_adopted(plan, feed, inputs)
     copied.load({})
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in copied.stand_ins})
     bindings = Bindings(plan, walk, copied.stand_ins)
@@ -156,7 +156,6 @@ def _capture(
         walk=walk_owners(plan.owners()),
         values=values,
         feed=feed,
-        leases=leases,
     )
 
 
@@ -167,33 +166,6 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
         if value is not None and not same_value(old, new := value.get()):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
     return None
-
-
-def _fill_inputs(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease]) -> dict[int, Tensor]:
-    """Static inputs by leaf, with what is fed in them: lent memory as it is, and views of the buffers."""
-    inputs = {index: lease.tensor for index, lease in leases.items()}
-    for index, leaf in feed.tensors():
-        if index not in leases and index not in plan.shared:
-            inputs[index] = buffers.view(index, leaf, plan.device)
-            target = distinct(inputs[index])
-            with torch.no_grad():
-                target.copy_(leaf if target is inputs[index] else distinct(leaf))
-    return dict(sorted(inputs.items()))
-
-
-def _find_leases(plan: Plan, feed: Feed) -> dict[int, Lease]:
-    """Leaves that lie in lent memory already, where the program can use them without a copy."""
-    mutated = {external.leaf for external in plan.inputs if external.mutated}
-    storages = Counter(storage_id(leaf) for _, leaf in feed.tensors())
-    found = {index: find_lease(leaf) for index, leaf in feed.tensors() if index not in plan.shared}
-    return {
-        index: lease
-        for index, lease in found.items()
-        if lease is not None
-        and (lease.writable or index not in mutated)
-        and storages[storage_id(lease.tensor)] == 1
-        and lease.tensor.device == plan.device
-    }
 
 
 def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> None:
@@ -237,6 +209,16 @@ def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> No
                 f"{plan.feed.leaf_names[index]} shares memory with {slots[0].path}, which the step changes, and asks "
                 "for gradients of its own, which would stay those of the captured call. Feed it detached, or a clone"
             )
+
+
+def _check_adopted(plan: Plan, feed: Feed, inputs: StaticInputs) -> None:
+    """Refuse leaves that would have to be used in place, and ask for gradients."""
+    asking = next((index for index in inputs.adopted if feed.leaves[index].requires_grad), None)
+    if asking is not None:
+        raise FeedError(
+            f"{plan.feed.leaf_names[asking]} asks for gradients, which would stay those of the captured call's tensor, "
+            "since copy_roles lacks input. Feed it detached, or add input to copy_roles"
+        )
 
 
 def _named(plan: Plan, leaves: Collection[int]) -> str:

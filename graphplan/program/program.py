@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphplan.backend import Recording
-from graphplan.buffers import distinct
 from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
-from graphplan.marks import dressed
 from graphplan.native.comparing import Row
-from graphplan.native.moving import copy_in
 from graphplan.nodes import Nodes
 from graphplan.owners import Walk, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.adopted import Adopted
 from graphplan.program.bindings import Bindings
-from graphplan.program.leases import Lease
+from graphplan.program.inputs import ELSEWHERE, MEMORY_IS_FED, StaticInputs
 from graphplan.program.outputs import Outputs
-from graphplan.program.staging import Staging, is_stageable
 from graphplan.program.statics import CopiedOwned
 from graphplan.program.watching import replay
 from graphplan.roles import Role
-from graphplan.signature import Feed, check_match, flatten, shared_leaf
+from graphplan.signature import Feed, check_match, flatten
 from graphplan.surroundings import check_surroundings
 from graphplan.trees import map_result
 
-_wants_grad = attrgetter("requires_grad")
-_FEW = 3
-"""So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
 NO_CHECK = -1
 """No replay has this number."""
 
@@ -48,14 +40,13 @@ class Program:
         policy: Policy,
         *,
         recording: Recording,
-        inputs: Mapping[int, Tensor],
+        inputs: StaticInputs,
         copied: CopiedOwned,
         bindings: Bindings,
         outputs: Outputs,
         walk: Walk,
         values: Mapping[str, Any],
         feed: Feed,
-        leases: Mapping[int, Lease],
     ) -> None:
         self.plan = plan
         # Without the leaves: a program must not keep a batch alive.
@@ -63,21 +54,14 @@ class Program:
         self.policy = policy
         self._recording: Recording | None = recording
         self.is_open = True
-        self._indices = list(inputs)
-        self._statics = list(inputs.values())
-        self._targets = [distinct(static.detach()) for static in self._statics]
-        self._leases = dict(leases)
-        self._staging: Staging | None = None
-        self._shared = {index for index, static in inputs.items() if distinct(static) is not static}
-        mutated = {external.leaf for external in plan.inputs if external.mutated}
-        self._write_back = [(index, static) for index, static in inputs.items() if index in mutated]
-        self._wants_grad = [(index, static) for index, static in inputs.items() if static.grad is not None]
+        self._inputs = inputs
+        inputs.note_grads()
         self._copied = copied
         self._bindings = bindings
         self._outputs = outputs
         self._walk = walk
         self._adopted = Adopted(plan, copied.paths, walk, values, bindings.entry_grads)
-        self.bytes_per_replay = sum(s.numel() * s.element_size() for s in self._statics)
+        self.bytes_per_replay = inputs.nbytes
         self.nbytes = recording.nbytes
         self.generation = recording.generation
         self.replays = 0
@@ -119,69 +103,39 @@ class Program:
         """A comparison that holds while the program is open, and its guards are these."""
         return ("same_attributes", [self, self._adopted], ["is_open", "guards"], [self.is_open, self.guards])
 
-    def takes(self, feed: Feed) -> bool:
-        """Whether the program can be run on the feed: not where the step writes to a leaf that another one shares
-        memory with, nor where other leaves share memory with what the step changes in owners, or other parts of it,
-        than when the step was recorded.
+    def misfit(self, feed: Feed) -> str | None:
+        """Why the program cannot be run on the feed, if so: the step writes to a leaf that another one shares memory
+        with, or other leaves share memory with what the step changes in owners, or other parts of it, than when the
+        step was recorded; or a leaf that is not copied lies elsewhere.
         """
         written = self._adopted.written
         shared = [
             (i, leaf) for i, leaf in enumerate(feed.leaves) if isinstance(leaf, Tensor) and storage_id(leaf) in written
         ]
         if {index: leaf.data_ptr() for index, leaf in shared} != self._shared_at:
-            return False
-        return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
+            return MEMORY_IS_FED
+        if not self._inputs.are_at(feed.leaves):
+            return ELSEWHERE
+        return None if self._inputs.can_take(feed) else MEMORY_IS_FED
+
+    @property
+    def adopted_inputs(self) -> Mapping[int, int]:
+        """Addresses of the leaves that are not copied."""
+        return self._inputs.adopted
 
     @property
     def written(self) -> set[Any] | None:
-        """The owners' storages that the step writes to; None if it writes to what it is fed as well."""
-        return None if self._write_back else self._adopted.written
-
-    def load(self, leaves: Sequence[Any]) -> None:
-        """Copy the feed's tensors into the static inputs."""
-        sources = [leaves[index] for index in self._indices]
-        if self._leases:
-            self._load_lent(sources)
-            return
-        if self._shared:
-            pairs = zip(sources, self._indices, strict=True)
-            sources = [distinct(source) if index in self._shared else source for source, index in pairs]
-        if self._staging is None:
-            self._copy(sources)
-            return
-        self._copy(self._staging.fetch(sources))
-        self._staging.give_back()
-
-    def _copy(self, sources: list[Tensor]) -> None:
-        if len(sources) <= _FEW:
-            copy_in(self._targets, sources)
-            return
-        if any(map(_wants_grad, sources)):
-            sources = [source.detach() for source in sources]
-        torch._foreach_copy_(self._targets, sources, non_blocking=True)
+        """The owners' storages that the step writes to; None if it writes to copies of what it is fed as well."""
+        return None if self._inputs.are_changed else self._adopted.written
 
     def stage_inputs(self) -> None:
         """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""
-        if self.plan.device.type == "cuda" and not self._leases and any(map(is_stageable, self._targets)):
-            self._staging = Staging(self._targets, self.plan.device)
+        self._inputs.stage()
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of the buffers that inputs are staged in."""
-        return 0 if self._staging is None else self._staging.nbytes
-
-    def _load_lent(self, sources: Sequence[Tensor]) -> None:
-        """:meth:`load` where some inputs are lent memory: what lies there already stays as it is."""
-        with torch.no_grad():
-            for index, static, source in zip(self._indices, self._statics, sources, strict=True):
-                lease = self._leases.get(index)
-                if lease is not None and source.data_ptr() == static.data_ptr():
-                    continue
-                if lease is not None:
-                    # Results that somebody still holds are overwritten.
-                    lease.number += 1
-                target = distinct(static)
-                target.copy_(source if target is static else distinct(source), non_blocking=True)
+        return self._inputs.staged_bytes
 
     def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
         """Copy in, launch, repeat effects, return results. Guards are the caller's affair.
@@ -196,7 +150,7 @@ class Program:
         self.plan.rates.push()
         self._bindings.settle_grads()
         self._adopted.refresh()
-        self.load(leaves)
+        self._inputs.load(leaves)
         self._outputs.renew()
         replay(self._recording)
         self._bindings.repeat()
@@ -217,13 +171,12 @@ class Program:
     def run_eagerly(self, leaves: Sequence[Any]) -> Any:
         """:meth:`run` with the step itself in place of the recording: same copies in and out, no replay."""
         self._bindings.settle_grads()
-        self.load(leaves)
-        statics = dict(zip(self._indices, self._statics, strict=True))
-        worn = [dressed(statics.get(index, leaf), leaf) for index, leaf in enumerate(leaves)]
-        stands_for = {id(worn[index]): leaves[index] for index in statics}
+        self._inputs.load(leaves)
+        worn = self._inputs.dress(leaves)
+        stands_for = {id(worn[index]): leaves[index] for index in self._inputs.by_leaf}
         args, kwargs = self._rebuild(worn)
         result = self.plan.function()(*args, **kwargs)
-        self._give_back(leaves)
+        self._inputs.give_back(leaves)
         return map_result(lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
 
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
@@ -237,18 +190,8 @@ class Program:
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
-        self._give_back(leaves)
+        self._inputs.give_back(leaves)
         return self._outputs.build(leaves, self._walk)
-
-    def _give_back(self, leaves: Sequence[Any]) -> None:
-        if not self._write_back and not self._wants_grad:
-            return
-        with torch.no_grad():
-            for index, static in self._write_back:
-                leaves[index].copy_(static)
-            for index, static in self._wants_grad:
-                assert static.grad is not None
-                leaves[index].grad = static.grad.detach().clone()
 
     def replay(
         self,
@@ -278,11 +221,9 @@ class Program:
             reason = self.resync()
             if reason is not None:
                 raise GuardError(f"the program of {self.plan.name} no longer fits: {reason}; capture it again")
-        if not self.takes(feed):
-            raise FeedError(
-                f"the feed of {self.plan.name} shares memory with what the step changes, in other places than the feed "
-                "that was captured; a replay would not change it there. Feed clones, or capture a program for this feed"
-            )
+        misfit = self.misfit(feed)
+        if misfit is not None:
+            raise FeedError(f"{self.plan.name}: {misfit}")
         return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
 
     def resync(self) -> str | None:
@@ -307,7 +248,7 @@ class Program:
         """Give the recording's memory back."""
         self.is_open = False
         self._adopted.uses = {}
-        self._staging = None
+        self._inputs.unstage()
         if self._recording is not None:
             self._recording.reset()
             self._recording = None

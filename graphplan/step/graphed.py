@@ -39,7 +39,7 @@ from graphplan.step.replays import Replays
 from graphplan.step.room import Room
 from graphplan.step.runner import Backends, Runner
 from graphplan.step.short import ShortWay
-from graphplan.step.stages import MEMORY_IS_FED, Stages
+from graphplan.step.stages import Stages
 from graphplan.step.told import Told
 from graphplan.step.turn import Exclusive, running_step, runs_within_step
 from graphplan.surroundings import changing_mode, surroundings
@@ -169,9 +169,12 @@ class GraphedStep(Exclusive, Told):
         if entry.refusal is not None:
             return self._refused(feed, entry.refusal)
         if program is not None:
-            if not program.takes(feed):
-                self._tell(None, SkipReason.FEED, MEMORY_IS_FED)
-                return self._runner.eager(self._lookup.moved(feed), SkipReason.FEED, MEMORY_IS_FED)
+            misfit = program.misfit(feed)
+            if misfit is not None:
+                if program.adopted_inputs:
+                    self._refusals.warn(f"graphplan runs calls eagerly: {misfit}")
+                self._tell(None, SkipReason.FEED, misfit)
+                return self._runner.eager(self._lookup.moved(feed), SkipReason.FEED, misfit)
             self._tell(program)
             if program.replays + 1 == program.next_check:
                 with no_collections():

@@ -76,6 +76,6 @@ class ServedStep(GraphedStep):
                 return None
             feed = flatten(args, {})
             entry, program = self._lookup.find(feed)
-            if program is None or entry.refusal is not None or not program.takes(feed):
+            if program is None or entry.refusal is not None or program.misfit(feed) is not None:
                 return None
             return program, self._lookup.moved(feed)

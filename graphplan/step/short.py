@@ -63,6 +63,7 @@ class Call:
         self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
         others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
+        self._adopted = list(program.adopted_inputs.items())
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
@@ -79,6 +80,8 @@ class Call:
         tensors = [leaves[index] for index in self._tensors]
         written = self.program.written
         if written is None or not self._fit(tensors) or not lie(tensors, self._units, self._alignments, written):
+            return None
+        if self._adopted and any(leaves[index].data_ptr() != at for index, at in self._adopted):
             return None
         return leaves
 

@@ -6,27 +6,24 @@ an error ends; a trace that an error of the step's own ends leaves what an eager
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, is_reordered
-from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import LearningRateError, RefusalError, SkipReason
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
-from graphplan.program import Program, capture_program, outdated
+from graphplan.program import MEMORY_IS_FED, outdated
 from graphplan.signature import Feed, asks_for_gradients
+from graphplan.step.captures import Captures
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
-from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
 from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
@@ -40,7 +37,6 @@ from graphplan.trees import flatten_result
 Walked = TypeVar("Walked")
 _REORDERED = 5
 """As often traces may differ in the order of autograd's engine, after 4, 8, ... 64 further steps."""
-MEMORY_IS_FED = "memory that the step changes is fed, or fed twice"
 
 
 class Stages:
@@ -62,10 +58,9 @@ class Stages:
         self._runner = runner
         self._managed = managed
         self._options = options
-        self._buffers = buffers
+        self._captures = Captures(runner, managed, options, buffers)
         self._refusals = refusals
         self._stats = runner.stats
-        self._captured: WeakSet[Program] = WeakSet()
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it turns out to use."""
@@ -261,44 +256,12 @@ class Stages:
         return False
 
     def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> Any:
-        plan, backend = line.plan, self._runner.backend
-        assert plan is not None
-        assert backend is not None
-        with self._stats.timed("capture"):
-            if isinstance(backend, CUDAGraphBackend):
-                backend.generators = list(plan.generators)
-                backend.constants = list(plan.device_constants)
-                backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
-            recorded = uncompiled() if backend.executes and compiled else nullcontext()
-            with self._managed.rates, recorded:
-                homes = ChainMap(*(dict(program.homes) for program in self._captured if program.is_open))
-                program = capture_program(
-                    plan,
-                    feed,
-                    policy=self._options.roles,
-                    backend=backend,
-                    buffers=self._buffers,
-                    homes=homes,
-                    lends=self._options.outputs == "static",
-                )
-            if self._options.debug_eager and not backend.executes:
-                # What the step's Python did while it was captured is undone, since it does it again.
-                snapshot.restore()
-                result = self._runner.run(lambda: program.run_eagerly(feed.leaves))
-            else:
-                result = program.run_recorded(feed.leaves, executed=backend.executes)
-        if self._options.debug:
-            wait_for_device(program, "its capture")
-        if self._options.prefetch and self._options.feed_device is not None:
-            program.stage_inputs()
-        program.next_check = self._options.schedule.after(0)
-        self._captured.add(program)
+        assert line.plan is not None
+        program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
         line.program = program
-        if not plan.entry_grads:
+        if not line.plan.entry_grads:
             entry.any_program = program
         self._managed.refresh()
         self._managed.captured()
-        self._stats.captured += 1
         self._stats.end_call("captured")
-        self._stats.launches_eager += plan.launches
         return result

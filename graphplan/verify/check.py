@@ -23,23 +23,14 @@ from graphplan.errors import PeerError
 from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, walk_owners
 from graphplan.program import Program
 from graphplan.trees import map_result
-from graphplan.verify.compare import (
-    Difference,
-    Differing,
-    Far,
-    are_noisy,
-    describe,
-    differing_values,
-    unexplained,
-)
+from graphplan.verify.compare import Difference, Differing, differing_values
 from graphplan.verify.noise import Beyond, Moves, Noise
 from graphplan.verify.rounding import nudged
 from graphplan.verify.speed import Seconds, timed
+from graphplan.verify.spread import beyond_spread
 from graphplan.verify.state import State, are_same, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
-_REPLAYS = 3
-"""As often a replay is repeated until two of them differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +151,11 @@ class _Check:
             # More replays write where the eager step has.
             end, eager = self._where_all_have_room(lambda: self._kept(walk, left))
             try:
-                found = self._beyond_spread(start, beyond, replayed.tensors, eager)
+                found = beyond_spread(
+                    beyond, start.old, replayed.tensors, eager,
+                    repeat=lambda nudge: self._repeat(start, nudge=nudge),
+                    on_any=self._on_any, noise=self._noise, may_reorder=self._program.plan.may_reorder,
+                )  # fmt: skip
             finally:
                 end.restore()
         return found + differences
@@ -199,35 +194,7 @@ class _Check:
         copies.update(zip(others, copy_all([tensors[path] for path in others], self._device), strict=True))
         return end, copies
 
-    def _beyond_spread(
-        self,
-        start: _Start,
-        paths: list[str],
-        replayed: Mapping[str, Tensor],
-        eager: Mapping[str, Tensor],
-    ) -> list[Difference]:
-        """What more replays from the same state do not explain: noise may be so seldom that several show none."""
-        again: list[Mapping[str, Tensor]] = []
-        found = dict.fromkeys(paths, 0.0)
-        far = Far(replayed)
-        # Replays keep to the order in which sums were added up, and eager steps may not.
-        noisy = self._program.plan.may_reorder
-        for _ in range(_REPLAYS):
-            again.append(self._repeat(start))
-            noisy = noisy or are_noisy(replayed, again, paths)
-            found = unexplained(found, far, again, eager, noisy=noisy)
-            if not self._on_any(bool(found) and not noisy):
-                break
-        off = None
-        # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
-        if self._on_any(noisy and (bool(found) or not self._noise.is_known)):
-            off = self._repeat(start, nudge=True)
-            found = unexplained(found, far, again, eager, off, noisy=True)
-        if not found and noisy:
-            self._noise.learn(start.old, far, again, eager, off)
-        return describe(found, start.old, replayed, eager)
-
-    def _repeat(self, start: _Start, *, nudge: bool = False) -> Mapping[str, Tensor]:
+    def _repeat(self, start: _Start, *, nudge: bool) -> Mapping[str, Tensor]:
         """What one more replay leaves; with ``nudge``, what it makes of parameters with other last bits."""
         start.snapshot.restore()
         if not self._program.fits():

@@ -104,6 +104,22 @@ def test_hot_weight_swap() -> None:
     assert_same(before, flatten(model=model))
 
 
+def test_inputs_that_are_not_copied() -> None:
+    """Replays read what is fed where it lies, and take nothing that lies elsewhere."""
+    model = Mlp().eval().to(DEVICE)
+    batches = [to_device(x) for x, _ in float_batches(4)]
+    x = batches[0].clone()
+    plan = compile_plan(partial(_logits, model), x, owners={"model": model})
+    policy = Policy("inference", static_roles=("input", "param"), copy_roles=())
+    program = capture(plan, feed=(x,), policy=policy, backend=BACKEND)
+    for batch in batches:
+        x.copy_(batch)
+        assert torch.equal(program.replay((x,)), _logits(model, x))
+    assert program.bytes_per_replay == 0
+    with pytest.raises(FeedError, match="lies elsewhere than in the call that was captured, and copy_roles lacks input"):
+        program.replay((x.clone(),))
+
+
 def test_an_invalidated_step_captures_again() -> None:
     """After ``invalidate`` the next calls trace and capture anew, and the run stays eager's."""
     rig = build(make_rig)

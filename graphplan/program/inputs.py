@@ -1,0 +1,166 @@
+"""Static inputs: where a program's feed is copied, and what the step changes there is copied back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.buffers import Buffers, distinct
+from graphplan.marks import dressed
+from graphplan.native.moving import copy_in
+from graphplan.owners import storage_id
+from graphplan.plan import Plan
+from graphplan.program.leases import Lease, find_lease
+from graphplan.program.staging import Staging, is_stageable
+from graphplan.signature import Feed, shared_leaf
+
+_wants_grad = attrgetter("requires_grad")
+_FEW = 3
+"""So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
+
+
+MEMORY_IS_FED = (
+    "memory that the step changes is fed, or fed twice, in other places than in the call that was captured; a replay "
+    "would not change it there: feed clones"
+)
+ELSEWHERE = (
+    "the feed lies elsewhere than in the call that was captured, and copy_roles lacks input, so that it is not copied: "
+    "feed the same memory each time, or add input to copy_roles"
+)
+
+
+class StaticInputs:
+    """The static tensor of each leaf: a view of ``buffers`` or lent memory as it is, which holds ``feed`` now; without
+    ``copies``, and where ``feed`` shares memory with what the step changes, the leaf itself.
+    """
+
+    def __init__(self, plan: Plan, feed: Feed, buffers: Buffers, *, copies: bool) -> None:
+        self._leases = _find_leases(plan, feed) if copies else {}
+        self.by_leaf = _fill(plan, feed, buffers, self._leases) if copies else {}
+        # Memory of the caller's that is kept: nothing else can lie there.
+        self._kept = {} if copies else {i: leaf.detach() for i, leaf in feed.tensors() if i not in plan.shared}
+        self.adopted = {index: leaf.data_ptr() for index, leaf in self._kept.items()}
+        self._indices = list(self.by_leaf)
+        self._statics = list(self.by_leaf.values())
+        self._targets = [distinct(static.detach()) for static in self._statics]
+        self._device = plan.device
+        self._staging: Staging | None = None
+        self._shared = {index for index, static in self.by_leaf.items() if distinct(static) is not static}
+        mutated = {external.leaf for external in plan.inputs if external.mutated}
+        self._write_back = [(index, static) for index, static in self.by_leaf.items() if index in mutated]
+        self._grads: list[tuple[int, Tensor]] = []
+        self.nbytes = sum(s.numel() * s.element_size() for s in self._statics)
+
+    def note_grads(self) -> None:
+        """Once the step is recorded: give the gradients that it has left at inputs to the leaves after each run."""
+        self._grads = [(index, static) for index, static in self.by_leaf.items() if static.grad is not None]
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether the step writes to what it is fed."""
+        return bool(self._write_back)
+
+    def are_at(self, leaves: Sequence[Any]) -> bool:
+        """Whether the leaves that are not copied lie where they were."""
+        return not self.adopted or all(leaves[index].data_ptr() == at for index, at in self.adopted.items())
+
+    def can_take(self, feed: Feed) -> bool:
+        """Whether the step writes to no copy of a leaf of ``feed`` that another one shares memory with."""
+        return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
+
+    def load(self, leaves: Sequence[Any]) -> None:
+        """Copy the feed's tensors in."""
+        sources = [leaves[index] for index in self._indices]
+        if self._leases:
+            self._load_lent(sources)
+            return
+        if self._shared:
+            pairs = zip(sources, self._indices, strict=True)
+            sources = [distinct(source) if index in self._shared else source for source, index in pairs]
+        if self._staging is None:
+            self._copy(sources)
+            return
+        self._copy(self._staging.fetch(sources))
+        self._staging.give_back()
+
+    def _copy(self, sources: list[Tensor]) -> None:
+        if len(sources) <= _FEW:
+            copy_in(self._targets, sources)
+            return
+        if any(map(_wants_grad, sources)):
+            sources = [source.detach() for source in sources]
+        torch._foreach_copy_(self._targets, sources, non_blocking=True)
+
+    def _load_lent(self, sources: Sequence[Tensor]) -> None:
+        """:meth:`load` where some inputs are lent memory: what lies there already stays as it is."""
+        with torch.no_grad():
+            for index, static, source in zip(self._indices, self._statics, sources, strict=True):
+                lease = self._leases.get(index)
+                if lease is not None and source.data_ptr() == static.data_ptr():
+                    continue
+                if lease is not None:
+                    # Results that somebody still holds are overwritten.
+                    lease.number += 1
+                target = distinct(static)
+                target.copy_(source if target is static else distinct(source), non_blocking=True)
+
+    def give_back(self, leaves: Sequence[Any]) -> None:
+        """After a run: what the step has changed in its inputs, and their gradients, to the caller's tensors."""
+        if not self._write_back and not self._grads:
+            return
+        with torch.no_grad():
+            for index, static in self._write_back:
+                leaves[index].copy_(static)
+            for index, static in self._grads:
+                assert static.grad is not None
+                leaves[index].grad = static.grad.detach().clone()
+
+    def dress(self, leaves: Sequence[Any]) -> list[Any]:
+        """``leaves`` with the static tensors in their places, and the caller's attributes on those."""
+        return [dressed(self.by_leaf.get(index, leaf), leaf) for index, leaf in enumerate(leaves)]
+
+    def stage(self) -> None:
+        """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""
+        if self._device.type == "cuda" and not self._leases and any(map(is_stageable, self._targets)):
+            self._staging = Staging(self._targets, self._device)
+
+    def unstage(self) -> None:
+        """Undo :meth:`stage`."""
+        self._staging = None
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of the buffers that inputs are staged in."""
+        return 0 if self._staging is None else self._staging.nbytes
+
+
+def _find_leases(plan: Plan, feed: Feed) -> dict[int, Lease]:
+    """Leaves that lie in lent memory already, where the program can use them without a copy."""
+    mutated = {external.leaf for external in plan.inputs if external.mutated}
+    storages = Counter(storage_id(leaf) for _, leaf in feed.tensors())
+    found = {index: find_lease(leaf) for index, leaf in feed.tensors() if index not in plan.shared}
+    return {
+        index: lease
+        for index, lease in found.items()
+        if lease is not None
+        and (lease.writable or index not in mutated)
+        and storages[storage_id(lease.tensor)] == 1
+        and lease.tensor.device == plan.device
+    }
+
+
+def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease]) -> dict[int, Tensor]:
+    """Static tensors by leaf, with what is fed in them."""
+    inputs = {index: lease.tensor for index, lease in leases.items()}
+    for index, leaf in feed.tensors():
+        if index not in leases and index not in plan.shared:
+            inputs[index] = buffers.view(index, leaf, plan.device)
+            target = distinct(inputs[index])
+            with torch.no_grad():
+                target.copy_(leaf if target is inputs[index] else distinct(leaf))
+    return dict(sorted(inputs.items()))
