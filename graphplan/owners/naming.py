@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from graphplan.errors import OwnersError
@@ -26,7 +26,7 @@ def name_owners(owners: Mapping[str, Any] | Sequence[Any] | None) -> dict[str, A
     raise OwnersError(f"owners is a {type(owners).__name__}; expected a mapping from name to object, or a sequence")
 
 
-def free_name(name: str, taken: Mapping[str, Any]) -> str:
+def free_name(name: str, taken: Container[str]) -> str:
     """``name``, or ``name_2``, ``name_3``, … if it is taken."""
     if name not in taken:
         return name

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_plain_code, is_user_object
+from graphplan.owners.naming import free_name
 from graphplan.owners.records import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.spaces import Extent, Numbers, Rest, Room
 from graphplan.owners.values import Values
@@ -33,9 +34,15 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 
 
 class _Walker(Values):
-    def __init__(self, used: Collection[str]) -> None:
+    def __init__(self, owners: Mapping[str, Any]) -> None:
         super().__init__()
-        self._used = used
+        names = [owner for owner in owners.values() if isinstance(owner, Namespace)]
+        self._used = frozenset[str]().union(*(owner.attributes for owner in names))
+        self._roots = {
+            name: owner.thing if isinstance(owner, (Numbers, Via, Reached)) else owner
+            for name, owner in owners.items()
+            if not isinstance(owner, Namespace)
+        }
 
     def enter(self, owner: Any, path: str) -> None:
         """Walk a named owner, whatever its type."""
@@ -98,11 +105,22 @@ class _Walker(Values):
             if settled is not None and settled[0] is value:
                 self.walk.scalars[label] = settled[1]
                 continue
+            path = self._path_of(label, value, names)
             # What a module or a class holds is used as an attribute, which the dot says.
-            self._value(value, label, space, key, 0, (names, f".{key}" if "." in label else key))
-            if is_plain_code(value):
+            self._value(value, path, space, key, 0, (names, f".{key}" if "." in label else key))
+            if path == label and is_plain_code(value):
                 names.settled[label] = value, self.walk.scalars[label]
         self._take_found(known)
+
+    def _path_of(self, label: str, value: Any, names: Namespace) -> str:
+        """``label``, but what the owner of that name holds, or the variable of that name, is at paths of its own."""
+        root, dot, rest = label.partition(".")
+        if root not in self._roots and not (dot and root in names.entries):
+            return label
+        holder = self._roots[root] if root in self._roots else names.held(root)
+        if (holder is value and not dot) or isinstance(holder, (ModuleType, type, NoneType)):
+            return label
+        return free_name(root, self._roots.keys() | names.entries.keys()) + dot + rest
 
     def _module(self, module: nn.Module, path: str, depth: int = 0) -> None:
         if not self._first_visit(module):
@@ -237,7 +255,7 @@ class _Walker(Values):
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:
     """Walk ``owners``: modules first, so that optimizers can name their state after the modules' parameters."""
-    walker = _Walker(frozenset().union(*(o.attributes for o in owners.values() if isinstance(o, Namespace))))
+    walker = _Walker(owners)
     ranked = sorted(owners.items(), key=lambda item: _rank(item[1]))
     for name, owner in ranked:
         if isinstance(owner, Tensor):

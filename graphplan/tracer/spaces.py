@@ -143,7 +143,9 @@ class Ran:
         for code, space in self._globals.items():
             found = names_of(code)
             # globals()["scale"]
-            used = found.variables | (found.attributes if "globals" in found.variables else frozenset())
+            used = found.attributes if "globals" in found.variables else frozenset()
+            # A variable of a function around it is no global, though there may be one of that name.
+            used |= found.variables.difference(code.co_freevars, code.co_cellvars)
             for name in sorted(used & space.keys()):
                 if not name.startswith("__"):
                     yield name, space, name
