@@ -108,6 +108,8 @@ class Plan:
         externals: every tensor that comes from outside, each with one role.
         carries: slots that the step rebinds and whose old value it reads: replays copy the new value into the old
             storage.
+        replaced: those of ``carries`` whose old tensors the step only reads, so that whoever has these finds them
+            unchanged.
         rebinds: slots that the step rebinds without reading what they held.
         counters: Python numbers that every step raises by the same amount.
         appends: lists and deques that every step appends to.
@@ -125,6 +127,7 @@ class Plan:
         only.
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
         values: what those of ``reads`` and ``functions`` were before each traced step, by path.
+        twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
@@ -138,6 +141,7 @@ class Plan:
     feed: FeedSpec
     externals: tuple[External, ...]
     carries: tuple[str, ...]
+    replaced: frozenset[str]
     rebinds: tuple[str, ...]
     counters: tuple[Counter, ...]
     appends: tuple[Append, ...]
@@ -152,6 +156,7 @@ class Plan:
     reads: tuple[str, ...]
     functions: tuple[str, ...]
     values: Mapping[str, Any]
+    twins: frozenset[str]
     shared: frozenset[int]
     names: UsedNames
     device: torch.device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from graphplan.compiler.effects import (
     find_counters,
     find_reads,
     find_rebindings,
+    find_replaced,
 )
 from graphplan.compiler.marked import check_marks
 from graphplan.errors import FeedError, OutputError
@@ -79,6 +80,7 @@ def build_plan(
         feed=FeedSpec(feed),
         externals=externals,
         carries=carries,
+        replaced=find_replaced(carries, second),
         rebinds=rebinds,
         counters=counters,
         appends=appends,
@@ -94,6 +96,7 @@ def build_plan(
         reads=tuple(path for path in reads if path not in functions),
         functions=functions,
         values=frozen({path: second.entry_scalars[path] for path in reads}),
+        twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         names=_names_used(first.reads, second.reads),
         host_facts=tuple(_host_facts(second)),
@@ -194,6 +197,13 @@ def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
             f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
             "each, so that the change would not show in the other. Clone one of them before the call"
         )
+
+
+def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]) -> frozenset[str]:
+    """Slots of the memory that the step uses, beside those that stand for it: each of them may be rebound."""
+    known = {external.path for external in externals}
+    used = (slot for storage in trace.externals.keys() - shadows for slot in trace.entry_slots.get(storage, ()))
+    return frozenset(slot.path for slot in used if slot.path not in known and slot.param is None)
 
 
 def _shared_with_owners(trace: Trace, externals: Sequence[External]) -> frozenset[int]:

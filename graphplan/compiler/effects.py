@@ -185,6 +185,17 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
     return tuple(carries), tuple(rebinds)
 
 
+def find_replaced(carries: Iterable[str], trace: Trace) -> frozenset[str]:
+    """Those of ``carries`` whose old tensors the step leaves as they are."""
+    written = {storage for storage, external in trace.externals.items() if external.mutated}
+    rebindings = {path: trace.changes.rebindings[path] for path in carries}
+    return frozenset(
+        path
+        for path, rebinding in rebindings.items()
+        if not rebinding.moved and written.isdisjoint(place[0] for place in rebinding.before or ())
+    )
+
+
 def _is_read(rebinding: Rebinding, trace: Trace) -> bool:
     """Whether what the slot held is used: by an operator, as what another slot is bound to, or as a result."""
     others = {place[0] for other in trace.changes.rebindings.values() for place in other.after or ()}

@@ -7,6 +7,7 @@ memory lies.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_not
@@ -57,7 +58,9 @@ class Guards:
         self._missing = _missing_parts(walk)
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
-        places += _used_links(walk, plan, [slot.container for slot in slots], [value.container for _, value in read])
+        links = _used_links(walk, plan, [slot.container for slot in slots], [value.container for _, value in read])
+        self._shared = _with_other_names(links)
+        places += links
         places += [(parts, name, None) for parts, name in self._missing]
         whole, places = _take_whole(places)
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
@@ -154,6 +157,9 @@ class Guards:
         for container, key, child in self._links:
             if isinstance(child, Module) and not _holds(container, key, child):
                 return f"the {type(child).__name__} {key!r} was replaced or removed"
+        for container, key, child in self._shared:
+            if not _holds(container, key, child):
+                return f"{key!r} was one of several names of a {type(child).__name__}, and is not now"
         for parts, name in self._missing:
             if parts.get(name) is not None:
                 return f"{name!r} was None at capture and is there now"
@@ -214,6 +220,13 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
             used.add(id(home(container)))
             kept.append((container, key, child))
     return kept[::-1]
+
+
+def _with_other_names(links: Iterable[Place]) -> list[Place]:
+    """Links to containers that others of ``links`` lead to, too: what is in them was found by one of these names."""
+    containers = [link for link in links if not isinstance(link[2], Tensor | Module)]
+    names = Counter(id(child) for _, _, child in containers)
+    return [link for link in containers if names[id(link[2])] > 1]
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:

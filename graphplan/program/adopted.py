@@ -15,22 +15,18 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.guards import Guards
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
+from graphplan.program.memory import is_plain, lay, memory_uses, places, with_leaves
 from graphplan.roles import TensorSpec
 from graphplan.tracer import same_value
 from graphplan.unchanged import geometry
 
 _get_version = attrgetter("_version")
-_count_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 _LIVE: WeakSet[Adopted] = WeakSet()
 """What open programs have adopted."""
 
 
 def _geometries(held: Any) -> list[tuple[Any, ...]]:
     return list(map(geometry, tensor_leaves(held)))
-
-
-def _places(tensors: Iterable[Any]) -> list[int]:
-    return [local(tensor).data_ptr() for tensor in tensors]
 
 
 def _others(held: Any) -> tuple[Any, ...]:
@@ -78,11 +74,12 @@ class Adopted:
         self._entry_grads = {f"{path}.grad": grad for path, grad in entry_grads.items()}
         self._unowned = [e for e in plan.externals if e.path is None and e.tensor is not None]
         self._copied = set(copied)
+        self._replaced = plan.replaced.difference(copied)
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self.uses: dict[int, int] = {}
         self.guards = self._guard(walk, values)
-        self._places = {path: _places(aliases) for path, aliases in self._aliases.items()}
+        self._places = {path: places(aliases) for path, aliases in self._aliases.items()}
         self._unowned_facts = self._facts_of_unowned()
 
     def take(self, walk: Walk) -> None:
@@ -92,11 +89,8 @@ class Adopted:
     def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
         paths = {e.path for e in self._plan.externals if e.path is not None}
         adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
-        # Tied weights have several names, of which a plan lists one: the others must go on holding the same tensor.
-        same = {id(slot.get()) for slot in adopted}
         named = {slot.path for slot in adopted} | self._copied
-        twins = [s for s in walk.slots.values() if s.is_parameter and s.path not in named and id(s.get()) in same]
-        slots = adopted + twins
+        slots = [*adopted, *self._twins(walk, {id(slot.get()) for slot in adopted}, named)]
         self._slots = {slot.path: slot for slot in slots}
         # After the step, a gradient need not be what it was before it.
         self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
@@ -107,6 +101,11 @@ class Adopted:
         self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
         unowned = [external.tensor for external in self._unowned if external.tensor is not None]
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
+
+    def _twins(self, walk: Walk, held: Collection[int], named: Collection[str]) -> list[Slot]:
+        """Other slots of what is held: a plan lists one of several names, and all must go on leading to it."""
+        others = [slot for path, slot in walk.slots.items() if path not in named]
+        return [s for s in others if s.path in self._plan.twins or (s.is_parameter and id(s.get()) in held)]
 
     def refresh(self) -> None:
         """Copy what was written since to tensors that were put in place of adopted ones, and are still used."""
@@ -161,7 +160,7 @@ class Adopted:
     def _lost_memory(self) -> str | None:
         """What no longer lies where the recording reads and writes it, described: values cannot be copied there."""
         for path, aliases in self._aliases.items():
-            if _places(aliases) != self._places[path]:
+            if places(aliases) != self._places[path]:
                 # An alias shares the storage, and only storage.resize_ changes where that lies.
                 return f"the memory of {path} was given back (untyped_storage().resize_)"
         for external, fact, now in zip(self._unowned, self._unowned_facts, self._facts_of_unowned(), strict=True):
@@ -172,7 +171,7 @@ class Adopted:
 
     def _facts_of_unowned(self) -> list[Any]:
         tensors = [external.tensor for external in self._unowned if external.tensor is not None]
-        return list(zip(_places(tensors), map(geometry, tensors), strict=True))
+        return list(zip(places(tensors), map(geometry, tensors), strict=True))
 
     def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
         now = slot.get()
@@ -205,28 +204,39 @@ class Adopted:
         return None
 
     def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:
-        """Why the slot's new memory must stay what it is: another tensor, which lay elsewhere, lies there too."""
-        now = slot.get()
+        """Why the slot's new memory must stay what it is: another slot, which lay elsewhere, lies there too."""
+        if self._is_replaced(path, slot):
+            return None
         own = {storage_id(alias) for alias in self._aliases[path]}
         for tensor in slot.tensors():
             for other in sharing.get(storage_id(tensor), ()):
-                apart = own.isdisjoint(storage_id(alias) for alias in self._aliases.get(other.path, ()))
-                if other.get() is not now and apart:
+                known = self._aliases.get(other.path)
+                if known is None:
+                    apart = other.get() is not slot.get()
+                else:
+                    # The step replaces what is in some slots: it goes on from memory of its own there.
+                    apart = other.path not in self._replaced and own.isdisjoint(map(storage_id, known))
+                if apart:
                     return f"{path} shares memory with {other.path} now"
         return None
 
+    def _is_replaced(self, path: str, slot: Slot) -> bool:
+        """Whether the step only reads what is in the slot, and puts other tensors there: others are as good to it."""
+        return path in self._replaced and is_plain(slot.get())
+
     def _kept(self, moved: list[tuple[str, Slot]]) -> str | None:
         """Why nothing can be copied to where old tensors lie: something else has that memory, or them."""
-        # Gradients that somebody keeps get memory of their own before a replay.
-        slots = {path: slot for path, slot in moved if slot.param is None}
+        # Gradients that somebody keeps get memory of their own before a replay, and what steps replace is overwritten.
+        slots = {path: slot for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)}
         left = {path: self._held[path] for path, slot in slots.items() if slot.get() is not self._held[path]}
         staying = {id(held): path for path, held in self._held.items() if path not in slots}
         known = [leaf for path in left for held in self._left(path) for leaf in tensor_leaves(held)]
         known += [leaf for slot in slots.values() for leaf in slot.tensors()]
         own = Counter(storage_id(leaf) for leaf in {id(leaf): leaf for leaf in known}.values())
         for path in slots:
-            if path in left and id(left[path]) in staying:
-                return f"{path} was replaced, and {staying[id(left[path])]} is still what it was"
+            still = next((staying[id(held)] for held in self._left(path) if id(held) in staying), None)
+            if path in left and still is not None:
+                return f"{path} was replaced, and {still}, which lay there too, is still what it was"
             if any(count > own[storage] for storage, count in _others_uses(self._aliases[path]).items()):
                 return f"{path} lies elsewhere, and something else has the memory where it was"
         return None
@@ -234,7 +244,7 @@ class Adopted:
     def _left(self, path: str) -> list[Any]:
         """What programs have found in a slot, and what still lies where this one reads ``path``."""
         held = {id(held): held for adopted in _LIVE for held in adopted._held.values()}
-        return [one for one in held.values() if _places(tensor_leaves(one)) == self._places[path]]
+        return [one for one in held.values() if places(tensor_leaves(one)) == self._places[path]]
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
         """Copy what moved into the fixed storage, and have it lie there: values first, since two slots may have
@@ -251,16 +261,30 @@ class Adopted:
         shared = {path for path, slot in moved if any(n > new[s] for s, n in _others_uses(slot.tensors()).items())}
         for (path, slot), old in zip(moved, olds, strict=True):
             held, now = self._held[path], slot.get()
+            is_replaced = self._is_replaced(path, slot)
             if now is held:
-                _lay(slot.tensors(), self._aliases[path])
-            elif slot.param is not None or any(tensor.is_inference() for tensor in slot.tensors()):
+                lay(slot.tensors(), self._aliases[path])
+            elif slot.param is not None or (not is_replaced and any(t.is_inference() for t in slot.tensors())):
                 slot.set(held)
             else:
                 for leaves in map(tensor_leaves, self._left(path)):
                     if not any(id(leaf) in fresh for leaf in leaves):
-                        _lay(leaves, old)
-                self._put_in(path, slot, shared=path in shared)
+                        lay(leaves, old)
+                if is_replaced or self._is_home(slot):
+                    self._stand_in(path, slot)
+                else:
+                    self._put_in(path, slot, shared=path in shared)
         self._versions = [source._version for source in self._sources.values()]
+
+    def _is_home(self, slot: Slot) -> bool:
+        """Whether what somebody put in the slot lies where replays write what a step puts elsewhere."""
+        homes = {storage_id(alias) for path in self._replaced for alias in self._aliases.get(path, ())}
+        return not homes.isdisjoint(map(storage_id, slot.tensors()))
+
+    def _stand_in(self, path: str, slot: Slot) -> None:
+        """Put tensors of the program's own in the slot: what somebody put there stays what it is."""
+        if places(slot.tensors()) != self._places[path]:
+            slot.set(with_leaves(slot.get(), [alias.detach() for alias in self._aliases[path]]))
 
     def _put_in(self, path: str, slot: Slot, *, shared: bool) -> None:
         """Have what somebody put in the slot lie in the fixed storage; if other tensors share its memory, a tensor in
@@ -268,25 +292,13 @@ class Adopted:
         """
         now = slot.get()
         self._sources.pop(path, None)
-        if shared and isinstance(now, Tensor) and _places(slot.tensors()) != self._places[path]:
+        if shared and isinstance(now, Tensor) and places(slot.tensors()) != self._places[path]:
             self._sources[path] = local(now)
             slot.set(self._aliases[path][0].detach())
         else:
-            _lay(slot.tensors(), self._aliases[path])
-
-
-def memory_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """How many tensors have the memory behind each of ``tensors``, by storage. Nothing where torch does not tell."""
-    storages = {storage for tensor in tensors if (storage := storage_id(tensor)) is not None}
-    # Python's view of the storage, which asking for it has made, is one more.
-    return {storage: _count_uses(storage) - 1 for storage in storages} if _count_uses is not None else {}
+            lay(slot.tensors(), self._aliases[path])
 
 
 def _others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """How many of those tensors are not the programs'."""
+    """How many tensors that are not the programs' have the memory behind each of ``tensors``, by storage."""
     return {s: count - sum(one.uses.get(s, 0) for one in _LIVE) for s, count in memory_uses(tensors).items()}
-
-
-def _lay(tensors: Iterable[Tensor], memories: Iterable[Tensor]) -> None:
-    for tensor, memory in zip(tensors, memories, strict=True):
-        tensor.data = memory

@@ -105,6 +105,8 @@ class Bindings:
             for tensor, memory in zip(self._into[path], self._memory_of[path], strict=True):
                 if place_of(tensor) != place_of(memory):
                     tensor.data = memory
+        # Who else has them is counted.
+        self._old, self._into = {}, {}
         touched = {path.removesuffix(".grad") for path in self._plan.rebinds if path.endswith(".grad")}
         touched |= set(self._plan.entry_grads)
         by_path = dict(after.parameters.values())

@@ -14,13 +14,13 @@ from graphplan.backend import Backend
 from graphplan.buffers import Buffers
 from graphplan.errors import FeedError, GuardError
 from graphplan.marks import dressed
-from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
-from graphplan.program.adopted import memory_uses
 from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import StaticInputs
 from graphplan.program.leases import Lease
+from graphplan.program.memory import is_plain, memory_uses, with_leaves
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
@@ -100,27 +100,6 @@ def capture_program(
     """
     check_policy(plan, policy)
     sharding, walk = come_to_rest(plan.owners())
-    held = [*(slot.get() for slot in walk.slots.values()), *homes.values()]
-    before = memory_uses(tensor for value in held for tensor in tensor_leaves(value))
-    program = _capture(
-        plan, feed, sharding, walk, policy=policy, backend=backend, buffers=buffers, homes=homes, lends=lends
-    )
-    program.count_uses(before)
-    return program
-
-
-def _capture(
-    plan: Plan,
-    feed: Feed,
-    sharding: Sharding,
-    walk: Walk,
-    *,
-    policy: Policy,
-    backend: Backend,
-    buffers: Buffers,
-    homes: Mapping[str, Any],
-    lends: bool,
-) -> Program:
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
@@ -132,8 +111,11 @@ def _capture(
     _check_shared(plan, feed, walk, copied)
     _check_adopted(plan, feed, inputs)
     copied.load({})
-    _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in copied.stand_ins})
-    bindings = Bindings(plan, walk, copied.stand_ins)
+    bound = copied.stand_ins
+    _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
+    _make_homes(plan, feed, walk, homes, bound)
+    before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
+    bindings = Bindings(plan, walk, bound)
     body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
@@ -145,7 +127,7 @@ def _capture(
     assert body.after is not None
     assert body.outputs is not None
     bindings.bind_back(body.after)
-    return Program(
+    program = Program(
         plan,
         policy,
         recording=recording,
@@ -157,6 +139,8 @@ def _capture(
         values=values,
         feed=feed,
     )
+    program.count_uses(before)
+    return program
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
@@ -180,12 +164,28 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
         if type(home) is not Tensor or type(now) is not Tensor or now is home:
             continue
         alike = (*geometry(home), home.device) == (*geometry(now), now.device)
-        alone = sharing.get(storage_id(now) or 0) == [slot] and storage_id(home) not in taken
+        alone = path in plan.replaced or sharing.get(storage_id(now) or 0) == [slot]
+        alone = alone and storage_id(home) not in taken
         plain = not (home.requires_grad or home.is_inference() or now.is_inference() or vars(now) or vars(home))
         if alike and alone and plain:
             home.copy_(now)
             slot.set(home)
             taken.add(storage_id(home))
+
+
+def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
+    """Bind carried slots that the step only replaces to tensors of the programs' own: replays write there, and whoever
+    else has what lay in them (the zeros that a hidden state begins with) finds that unchanged.
+    """
+    sharing = walk.by_storage()
+    fed = {storage_id(leaf) for _, leaf in feed.tensors()}
+    for path in plan.replaced.difference(bound):
+        slot = walk.slots[path]
+        storages = list(map(storage_id, slot.tensors()))
+        is_own = slot.get() is homes.get(path) and all(sharing.get(s or 0) == [slot] for s in storages)
+        if not is_own and fed.isdisjoint(storages) and is_plain(slot.get()):
+            with torch.inference_mode(False):
+                slot.set(with_leaves(slot.get(), [tensor.clone() for tensor in slot.tensors()]))
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:

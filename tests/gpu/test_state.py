@@ -20,6 +20,7 @@ from tests.test_carries import CARRIES, recurrent_rig
 from tests.test_host_effects import HOST_EFFECTS
 from tests.test_kept_memory import KEPT, assert_kept
 from tests.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
+from tests.test_replaced_state import RESETS, reset_rig
 from tests.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
 from tests.twins import Rig, build, drive, managed
 from tests.zoo import CALLS, Mlp, float_batches, updating_rig
@@ -63,6 +64,12 @@ FORMS: dict[str, Callable[[], Rig]] = {
 def test_forms_of_a_step(name: str) -> None:
     """What the step does with its gradients and its memory does not matter."""
     assert_like_eager(on_device(FORMS[name]))
+
+
+@pytest.mark.parametrize("reset", RESETS)
+def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None]) -> None:
+    """Replays write to memory of their own."""
+    assert_like_eager(on_device(partial(reset_rig, reset, 5, every=5)))
 
 
 def micro_batch_rig() -> Rig:

@@ -1,0 +1,214 @@
+"""What a step replaces, put there by the host from tensors that others have; and several names of one thing.
+
+Checks are off in here: replays have to be right by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager
+from tests.zoo import CALLS, float_batches
+
+
+class Recurrent(nn.Module):
+    """Replaces a hidden state and a cell state in each step; others are read, or belong to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(8, 8)
+        self.register_buffer("zeros", torch.zeros(4, 8))
+        self.register_buffer("ones", torch.ones(4, 8))
+        self.h: Any = self.zeros
+        self.c: Any = self.ones
+        self.pair = (torch.zeros(4, 8), torch.zeros(4, 8))
+        self.best = torch.zeros(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.h, self.c = (state.detach() for state in self.cell(x, (self.h, self.c)))
+        first, second = self.pair
+        self.pair = (second, first * 0.5 + self.h)
+        return self.h.sum() + self.pair[1].mean() + self.best.mean()
+
+
+def hidden(model: Any) -> None:
+    """The buffer that a state begins with."""
+    model.h = model.zeros
+
+
+def both(model: Any) -> None:
+    """One tensor in two places."""
+    model.h = model.c = model.zeros
+
+
+def both_new(model: Any) -> None:
+    """One new tensor in two places."""
+    model.h = model.c = torch.zeros_like(model.zeros)
+
+
+def pair(model: Any) -> None:
+    """One tensor twice in a tuple."""
+    model.pair = (model.ones, model.ones)
+
+
+def swapped(model: Any) -> None:
+    """Each in the other's place."""
+    model.h, model.c = model.c, model.h
+
+
+def one_from_the_other(model: Any) -> None:
+    """What is carried in one place, in another as well."""
+    model.c = model.h
+
+
+def best(model: Any) -> None:
+    """What is carried, in a place that is only read."""
+    model.best = model.h
+
+
+def best_part(model: Any) -> None:
+    """Another tensor on the memory of what is carried, in a place that is only read."""
+    model.best = model.h.detach()
+
+
+def best_and_reset(model: Any) -> None:
+    """The old state goes on elsewhere."""
+    model.best = model.h
+    model.h = model.zeros
+
+
+def one_row(model: Any) -> None:
+    """A tensor whose rows are one memory."""
+    model.h = torch.zeros_like(model.zeros[:1]).expand(4, 8)
+
+
+def made_in_inference_mode(model: Any) -> None:
+    """A tensor of which autograd may know nothing."""
+    with torch.inference_mode():
+        model.h = torch.zeros_like(model.zeros)
+
+
+RESETS = [
+    *(hidden, both, both_new, pair, swapped, one_from_the_other, best, best_part, best_and_reset),
+    made_in_inference_mode,
+]
+
+
+def reset_rig(reset: Callable[[Any], None], first: int, every: int) -> Rig:
+    """The host resets the model now and then."""
+    model = Recurrent()
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(x)
+
+    def after(index: int) -> None:
+        if index >= first and (index - first) % every == 0:
+            reset(model)
+
+    return Rig(step, {"model": model}, [(x[:4],) for x, _ in float_batches(CALLS)], after)
+
+
+@pytest.mark.parametrize("first", [BEFORE_REPLAY - 2, BEFORE_REPLAY - 1, BEFORE_REPLAY + 1])
+@pytest.mark.parametrize("reset", RESETS)
+def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None], first: int) -> None:
+    """Before the captured call, and before replays."""
+    assert_equals_eager(lambda: reset_rig(reset, first, every=5), verify="off")
+
+
+@pytest.mark.parametrize(("first", "replayed"), [(BEFORE_REPLAY - 2, 10), (BEFORE_REPLAY + 1, 8)])
+def test_rows_that_are_one_memory(first: int, replayed: int) -> None:
+    """A capture begins with rows of their own; kernels are chosen by strides, so that replays are not for others."""
+    make = lambda: reset_rig(one_row, first, every=10)  # noqa: E731
+    assert_equals_eager(make, captured=2, replayed=replayed, verify="off")
+
+
+def meter_rig() -> Rig:
+    """An epoch begins with one zero under all names."""
+    meter = dict.fromkeys(("loss", "count"), torch.zeros(()))
+
+    def step(x: Tensor) -> Tensor:
+        meter["loss"] = meter["loss"] + x.sum()
+        meter["count"] = meter["count"] + 1
+        return meter["loss"] / meter["count"]
+
+    def after(index: int) -> None:
+        if index % 5 == 4:
+            meter.update(dict.fromkeys(meter, torch.zeros(())))
+
+    return Rig(step, {"meter": meter}, [(x,) for x, _ in float_batches(CALLS)], after)
+
+
+def test_a_dictionary_of_one_zero() -> None:
+    """As ``dict.fromkeys`` makes it."""
+    assert_equals_eager(meter_rig, verify="off")
+
+
+class Host:
+    """What the host holds, under two names each."""
+
+    def __init__(self) -> None:
+        self.factors: Any = {"loss": 1.0, "offset": 0.5}
+        self.offsets = self.factors
+        self.terms: Any = [1.0, 0.5]
+        self.shifts = self.terms
+        self.mean = self.std = torch.ones(4)
+        self.flat = self.std.detach()
+
+
+def other_dictionary(host: Host) -> None:
+    """Only one name leads elsewhere."""
+    host.offsets = {**host.offsets, "offset": 3.0}
+
+
+def other_dictionary_first(host: Host) -> None:
+    """Likewise for the name that comes first."""
+    host.factors = {**host.factors, "loss": 3.0}
+
+
+def other_list(host: Host) -> None:
+    """Likewise."""
+    host.shifts = [1.0, 3.0]
+
+
+def other_tensor(host: Host) -> None:
+    """Likewise."""
+    host.std = torch.full((4,), 4.0)
+
+
+def other_tensor_first(host: Host) -> None:
+    """Likewise."""
+    host.mean = torch.full((4,), 4.0)
+
+
+def other_view(host: Host) -> None:
+    """Another tensor on the same memory was there."""
+    host.flat = torch.full((4,), 4.0)
+
+
+def named_rig(change: Callable[[Host], None]) -> Rig:
+    """A step that reads everything under both names."""
+    host, model = Host(), nn.Linear(8, 4)
+
+    def step(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = (model(x) - host.mean) / host.std * host.flat
+            scaled = y * host.factors["loss"] + host.offsets["offset"]
+            return scaled * host.terms[0] + host.shifts[1]
+
+    after = lambda index: change(host) if index == BEFORE_REPLAY + 2 else None  # noqa: E731
+    return Rig(step, {"model": model, "host": host}, [(x,) for x, _ in float_batches(CALLS)], after)
+
+
+CHANGES = [other_dictionary, other_dictionary_first, other_list, other_tensor, other_tensor_first, other_view]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_one_of_two_names_leads_elsewhere(change: Callable[[Host], None]) -> None:
+    """What the step finds there is not what the other name leads to any more."""
+    assert_equals_eager(lambda: named_rig(change), captured=2, replayed=CALLS - BEFORE_REPLAY - 4, verify="off")
