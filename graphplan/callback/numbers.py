@@ -13,7 +13,9 @@ from graphplan.owners import SCALARS, Numbers, Reached, free_name
 _TRAINER = (
     "current_epoch",
     "global_step",
+    "min_epochs",
     "max_epochs",
+    "min_steps",
     "max_steps",
     "is_last_batch",
     "num_training_batches",
@@ -21,7 +23,7 @@ _TRAINER = (
     "gradient_clip_val",
     "gradient_clip_algorithm",
 )
-_LOOP = ("batch_idx", "total_batch_idx", "global_step")
+_LOOP = ("batch_idx", "total_batch_idx", "global_step", "_batches_that_stepped")
 _PROGRESS = ("ready", "started", "processed", "completed")
 
 
@@ -32,6 +34,7 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
         # Only evaluation is done to see whether it works.
         "trainer": Numbers(trainer, _TRAINER if trains else (*_TRAINER, "sanity_checking")),
         "trainer.fit_loop.epoch_loop": Numbers(loop.epoch_loop, _LOOP),
+        "trainer.optim_progress": Numbers(loop.epoch_loop.automatic_optimization.optim_progress, ("optimizer_steps",)),
     }
     for holder, name in ((loop, "epoch_progress"), (loop.epoch_loop, "batch_progress")):
         progress = getattr(holder, name)
@@ -60,11 +63,12 @@ def reached_objects(trainer: Trainer) -> dict[str, Any]:
     for index, logger in enumerate(trainer.loggers):
         owners[f"trainer.loggers[{index}]"] = Reached(logger, ["logger", "loggers"])
     datamodule = getattr(anything, "datamodule", None)
-    dataset = getattr(trainer.train_dataloader, "dataset", None)
     if datamodule is not None:
         owners["trainer.datamodule"] = Reached(datamodule, ["datamodule"])
-    if dataset is not None:
-        owners["trainer.train_dataloader.dataset"] = Reached(dataset, ["train_dataloader"])
+    for name in ("dataset", "sampler", "batch_sampler"):
+        part = getattr(trainer.train_dataloader, name, None)
+        if part is not None:
+            owners[f"trainer.train_dataloader.{name}"] = Reached(part, ["train_dataloader"])
     for callback in anything.callbacks:
         name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
         owners[name] = Reached(callback, _CALLBACKS)

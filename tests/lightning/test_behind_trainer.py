@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from graphplan import HostScalarError
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import (
     Observer,
@@ -160,6 +161,16 @@ READ: dict[str, tuple[Use, Callable[[Any], None], Callable[[Any], None]]] = {
         _set(lambda trainer: trainer.train_dataloader.dataset, weight=1.0),
         _set(lambda trainer: trainer.train_dataloader.dataset, weight=0.5),
     ),
+    "the sampler": (
+        lambda module, loss: loss * module.trainer.train_dataloader.sampler.weight,
+        _set(lambda trainer: trainer.train_dataloader.sampler, weight=1.0),
+        _set(lambda trainer: trainer.train_dataloader.sampler, weight=0.5),
+    ),
+    "the least number of epochs": (
+        lambda module, loss: loss * (0.5 if module.trainer.min_epochs else 1.0),
+        _nothing,
+        _set(lambda trainer: trainer.fit_loop, min_epochs=2),
+    ),
 }
 
 
@@ -177,6 +188,24 @@ def test_a_change_reaches_the_next_step(name: str, tmp_path: Path) -> None:
     unchanged, _, _, _ = _run(tmp_path / "unchanged", lambda module, loss: loss, _nothing, _nothing)
     with pytest.raises(AssertionError):
         assert_same(flatten(module=unchanged), flatten(module=found))
+
+
+@pytest.mark.parametrize(
+    ("count", "label"),
+    [
+        (lambda trainer: trainer.fit_loop.epoch_loop._batches_that_stepped, "_batches_that_stepped"),
+        (lambda trainer: trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress, "optimizer_steps"),
+    ],
+)
+def test_a_count_of_the_loops_is_refused_by_name(count: Callable[[Any], Any], label: str, tmp_path: Path) -> None:
+    """It is another number in each step."""
+
+    def step(module: Any, loss: Tensor) -> Tensor:
+        found = count(module.trainer)
+        return loss * 2 if getattr(found, "optimizer_steps", found) > WHEN else loss
+
+    with pytest.raises(HostScalarError, match=rf"{label}, which is \d+ before one step and \d+ before the next"):
+        _run(tmp_path, step, _nothing, _nothing, tape())
 
 
 def _count(lead: Callable[[Any], Any]) -> Use:
