@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
-from graphplan import FeedError, HostEffectError, SkipReason, VerifyError, compile_plan, graph_step, graphed
+from graphplan import FeedError, HostEffectError, SkipReason, VerifyError, compile_plan, graph_step, graphed, piecewise
 from graphplan.fed import Fed
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import fit, tape, with_step
@@ -142,7 +142,6 @@ def _labelled(x: Tensor) -> dict[str, Tensor]:
 
 CHANGES: list[tuple[Any, Any, str]] = [
     (appends, _kept(list), r"args\[1\] had 0 items, and has 1"),
-    (carries, _kept(dict), r"args\[1\] had 0 items, and has 1"),
     (carries, _kept(lambda: {"h": torch.ones(6, 4)}), r"args\[1\]\['h'\] is another tensor than it was"),
     (counts, _kept(lambda: {"n": 0}), r"args\[1\]\['n'\] was 0, and is 1"),
     (puts, _fresh(lambda x: {"x": x}), r"args\[0\] had 1 item, and has 2"),
@@ -193,6 +192,14 @@ def test_what_a_trace_changes_is_put_back_or_stands(on_failure: str) -> None:
         rigs[1].step(x, rigs[1].calls[0][1])
     assert_same(flatten(memory=rigs[1].calls[0][1]), flatten(memory=memory))
     assert step.stats.traced == 1
+
+
+def test_state_that_the_first_call_makes() -> None:
+    """The structure is another one only once: a trace comes one call later."""
+    make = partial(rig_of, carries, _kept(dict))
+    text = r"args\[1\]\['h'\] is another tensor than it was"
+    assert_refused(make, HostEffectError, text, done=WARMUP + 1)
+    assert_falls_back(make, SkipReason.HOST_EFFECT, text)
 
 
 def test_what_is_changed_in_every_call_of_another_signature() -> None:
@@ -312,6 +319,53 @@ def test_a_change_that_only_a_check_sees() -> None:
             step(*args)
     assert isinstance(caught.value.result, Tensor)
     assert rig.calls[0][1] == {"seen": True}
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_change_that_only_the_capture_sees(on_failure: str) -> None:
+    """What is recorded has containers of its own; the call is undone, or made eagerly on the caller's."""
+    counter = iter(range(1000))
+
+    def step_of(model: nn.Module, x: Tensor, history: list[Any]) -> Tensor:
+        if next(counter) >= WARMUP + 2:
+            history[0] = "seen"
+        return model(x).square().mean()
+
+    rig = build(lambda: rig_of(step_of, _kept(lambda: ["nothing"])))
+    step = managed(rig, allow=("*",), on_failure=on_failure)
+    for args in rig.calls[: WARMUP + 2]:
+        step(*args)
+    history = rig.calls[0][1]
+    text = r"args\[1\]\[0\] was 'nothing', and is 'seen'"
+    if on_failure == "raise":
+        with pytest.raises(HostEffectError, match=text):
+            step(*rig.calls[0])
+        assert history == ["nothing"]
+    else:
+        with pytest.warns(UserWarning, match=text):
+            step(*rig.calls[0])
+        assert history == ["seen"]
+    assert step.stats.captured == 0
+
+
+def test_pieces() -> None:
+    """A chain whose first segment changes what it is fed goes on in pieces, that one eagerly."""
+
+    def note(x: Tensor, seen: dict[str, Any]) -> Tensor:
+        seen["sum"] = 2 * x.sum()
+        return 2 * x
+
+    def add_one(x: Tensor) -> Tensor:
+        return x + 1
+
+    chain = piecewise([note, add_one], backend="tape")
+    seen = {"sum": torch.zeros(())}
+    for number in range(12):
+        x = torch.full((3,), float(number))
+        assert torch.equal(chain(x, seen), 2 * x + 1)
+        assert seen["sum"] == 6 * number
+    assert "args[1]['sum'] is another tensor" in chain.reasons["note"]
+    assert chain.num_graphs == 1
 
 
 def test_a_plan_is_not_compiled_of_such_a_step() -> None:

@@ -241,7 +241,7 @@ class GraphedStep(Exclusive, Told):
             warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
         try:
             self._programs.check_churn()
-            self._stages.check_changes()
+            self._stages.check_changes(entry)
             is_planned = any(line.plan is not None for line in entry.lines.values())
             if self._peers is not None and not self._peers.may_advance(is_planned):
                 return self._runner.eager(feed, SkipReason.PEERS)

@@ -64,6 +64,7 @@ class Stages:
         self._captures = Captures(runner, managed, options, buffers)
         self._refusals = refusals
         self._stats = runner.stats
+        # What first calls in a row, each with a key of its own, changed in containers that they were fed.
         self._changes: list[str] = []
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
@@ -75,7 +76,9 @@ class Stages:
         body = lambda: self._managed.discover_all(call, fed=fed.objects(), is_settled=entry.settled)  # noqa: E731
         with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
             result, walk = self._run(body)
-        self._note_change(fed.change())
+        if not entry.eager_calls:
+            change = fed.change()
+            self._changes = [] if change is None else [*self._changes, change]
         self._managed.refresh(walk)
         entry.eager_calls += 1
         self._stats.eager += 1
@@ -93,18 +96,14 @@ class Stages:
             self._stats.skip(SkipReason.SHAPE)
         return result
 
-    def _note_change(self, change: str | None) -> None:
-        """Count the warm-up steps in a row that changed a container that they were fed."""
-        self._changes = [] if change is None else [*self._changes, change]
-
-    def check_changes(self) -> None:
-        """Refuse a step that changes what it is fed in every warm-up step: where each has another structure for that, a
-        trace would never come.
+    def check_changes(self, entry: Entry) -> None:
+        """Refuse a step whose calls are all first ones, and change what they are fed: that has another structure for
+        it in the next call, and a trace would never come.
 
         Raises:
             HostEffectError: naming the container.
         """
-        if len(self._changes) >= max(self._options.warmup_steps, _NO_ACCIDENT):
+        if not entry.eager_calls and len(self._changes) >= max(self._options.warmup_steps, _NO_ACCIDENT):
             raise HostEffectError(self._changes[0])
 
     def advance(self, entry: Entry, feed: Feed) -> Any:
