@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from copy import copy
@@ -250,6 +251,19 @@ def test_containers_that_are_as_they_were(step: Any, make: Any) -> None:
     assert_equals_eager(partial(rig_of, step, one_and_others))
 
 
+def test_a_batch_with_methods_is_no_owner() -> None:
+    """Though the same one turns up in each call: it is not kept."""
+    rig = build(lambda: rig_of(asks_its_batch, list))
+    step = managed(rig)
+    batch = Held(_xs()[0])
+    for _ in range(CALLS):
+        step(batch)
+    kept = weakref.ref(batch)
+    del batch
+    assert step.stats.replayed > 0
+    assert kept() is None
+
+
 def test_what_the_first_call_makes_is_there_for_the_others() -> None:
     """One eager step that changes its batch is no reason to refuse those that do not."""
     batch = {"x": torch.randn(6, 8)}
@@ -408,6 +422,25 @@ def test_a_graphed_function(options: Any) -> None:
                 assert found["best"] is not before["best"]
                 before = copy(found)
         assert fast.num_graphs == 0
+
+
+def test_a_padded_function_that_is_called_at_a_capture_size() -> None:
+    """Its container is a copy, and nothing compares the call: it is told, and later calls get the caller's own."""
+
+    def score(x: Tensor, found: dict[str, Any]) -> Tensor:
+        found["best"] = x.max()
+        return 2 * x
+
+    fast = graphed(score, backend="tape", shapes="bucket", buckets=[4], on_failure="eager")
+    found = {"best": torch.zeros(())}
+    with pytest.warns(UserWarning, match=r"args\[1\]\['best'\] is another tensor than it was"):
+        fast(torch.ones(4, 8), found)
+    for number in (1.0, 2.0, 3.0):
+        fast(torch.full((4, 8), number), found)
+        assert found["best"] == number
+    fast = graphed(score, backend="tape", shapes="bucket", buckets=[4])
+    with pytest.raises(HostEffectError, match=r"args\[1\]\['best'\] is another tensor than it was"):
+        fast(torch.ones(4, 8), found)
 
 
 def _takes_out(self: Any, batch: Any, batch_idx: int) -> Tensor:

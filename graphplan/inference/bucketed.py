@@ -156,13 +156,12 @@ class Bucketed:
         size.calls += is_padded
         effects: Effects | None = None
         running: Program | None = None
-        fed = Fed(args, kwargs)
+        fed: Fed | None = None
 
         def before(program: Program | None, reason: SkipReason | None, detail: str) -> None:
-            nonlocal effects, running
+            nonlocal effects, fed, running
             running = program
-            if program is None:
-                fed.watch()
+            fed = Fed(args, kwargs).watch() if program is None else None
             if is_padded and reason is not None:
                 raise _UnpaddedError(reason, detail)
             if is_padded and self._is_due(kind, program):
@@ -182,7 +181,8 @@ class Bucketed:
             if running is not None:
                 size.checked.add(running)
             return self._check(feed, layout, size, leaves, mutated, effects)
-        self._refuse_change(size, fed.change())
+        if fed is not None:
+            self._refuse_change(size, fed.change())
         if is_padded and not self._is_sure(kind):
             # The function gives something else than before: this call's outcome is that without padding.
             size.next_check = size.calls + 1
