@@ -7,7 +7,7 @@ broadcast or cast to make them equal.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -46,14 +46,27 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 class Feed:
-    """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``."""
+    """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``.
 
-    __slots__ = ("key", "leaves", "structure")
+    ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are copies of theirs.
+    """
 
-    def __init__(self, leaves: list[Any], structure: Any, key: Key) -> None:
+    __slots__ = ("given", "is_moved", "key", "leaves", "structure")
+
+    def __init__(
+        self,
+        leaves: list[Any],
+        structure: Any,
+        key: Key,
+        given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+        *,
+        is_moved: bool = False,
+    ) -> None:
         self.leaves = leaves
         self.structure = structure
         self.key = key
+        self.given = given
+        self.is_moved = is_moved
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
@@ -102,10 +115,14 @@ def leaf_key(leaf: Any) -> Hashable:
             return plain
         return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
     if not isinstance(leaf, _LITERALS) and not callable(leaf):
+        advice = (
+            "feed tensors in dicts, tuples, lists or dataclasses, or register the type with torch.utils._pytree"
+            if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
+            else "use it from the enclosing scope, and name it in owners="
+        )
         raise FeedError(
             f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when "
-            "it changes: feed tensors in dicts, tuples, lists or dataclasses, or register the type with "
-            "torch.utils._pytree"
+            f"it changes: {advice}"
         )
     if not callable(leaf) and not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
@@ -145,10 +162,10 @@ def _mark_key(value: Any) -> Hashable:
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     """Flatten a call. Tensors and literals in plain containers take a path without pytree."""
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return Feed(list(args), None, (len(args), *map(leaf_key, args)))
+        return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
     try:
         sketch, leaves, structure = flatten_plain((args, dict(kwargs)))
-        return Feed(leaves, structure, (sketch, *map(leaf_key, leaves)))
+        return Feed(leaves, structure, (sketch, *map(leaf_key, leaves)), (args, kwargs))
     except TypeError:
         pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
@@ -157,7 +174,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     for leaf in leaves:
         if has_attributes(leaf):
             raise _with_attributes(leaf)
-    return Feed(leaves, structure, (structure, *map(leaf_key, leaves)))
+    return Feed(leaves, structure, (structure, *map(leaf_key, leaves)), (args, kwargs))
 
 
 def check_feed(feed: Feed, device: torch.device | None) -> None:

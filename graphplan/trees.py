@@ -54,6 +54,11 @@ def _names_in(record: Any) -> Iterable[str]:
     return dict.fromkeys([*(field.name for field in fields(record)), *getattr(record, "__dict__", ())])
 
 
+def record_values(record: Any) -> dict[str, Any]:
+    """What a record is made of, by name."""
+    return {name: getattr(record, name) for name in _names_in(record) if hasattr(record, name)}
+
+
 def has_attributes(node: Any) -> bool:
     """Whether ``node`` is a container that is taken apart and put together again, and attributes that somebody has set
     on it would be lost by that.

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import CaptureError
+from graphplan.fed import Fed
 from graphplan.owners import walk_owners
 from graphplan.signature import flatten
 from graphplan.step.compiled import refuse_graphs_within, runs_compiled
@@ -161,7 +162,8 @@ def test_a_compiled_function_in_a_trace() -> None:
 
     compiled = torch.compile(lambda x: (x * 2).sin(), backend=compiler)
     x, record = torch.randn(3), Trace()
-    result, _ = trace(compiled, flatten((x,), {}), owners={}, device=x.device, record=record)
+    feed = flatten((x,), {})
+    result, _ = trace(compiled, feed, Fed.of(feed), owners={}, device=x.device, record=record)
     assert torch.equal(result, (x * 2).sin())
     assert [operator.name for operator in record.operators] == ["aten.mul.Tensor", "aten.sin.default"]
     assert not graphs

@@ -5,7 +5,6 @@ A seam stands on instances, never on classes, and is taken off again. What the s
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
@@ -33,13 +32,7 @@ from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.stats import Stats
 from graphplan.step import Backends, CompiledModules, GraphedStep, Options, find_peers
-from graphplan.tracer import find_source, is_traced, refuse_trace
-
-_BATCH_CHANGED = (
-    "training_step puts something else into the container of its batch, or takes something out. With graphplan a step "
-    "gets a container of its own: hooks that come later, and the batch size that epoch means are weighted with, are "
-    "those of the batch as it came. Change a new container (batch = dict(batch)) to see the same without graphplan"
-)
+from graphplan.tracer import find_source, refuse_trace
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
@@ -234,15 +227,11 @@ class Seam(ABC):
         kwargs["batch"] = batch
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
-        given, structure = pytree.tree_flatten(batch)
         try:
             out = with_logs(self._logs, lambda: body(kwargs))
         except BaseException:
             self._begun = [dict(vars(counter)) for counter in self._counters]
             raise
-        left, now = pytree.tree_flatten(batch)
-        if is_traced() and (now != structure or any(map(is_not, left, given))):
-            warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)
         out["result"] = pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
         return {**out, "notes": self._wrapped.notes()}

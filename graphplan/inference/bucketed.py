@@ -10,7 +10,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from graphplan.errors import OptionError, PaddingError, SkipReason
+from graphplan.errors import HostEffectError, OptionError, PaddingError, RefusalError, SkipReason
+from graphplan.fed import Fed
 from graphplan.inference.buckets import Ladders
 from graphplan.inference.effects import Effects
 from graphplan.inference.ledger import ShapeStats
@@ -40,7 +41,7 @@ class _Size:
     slicer: Slicer = field(default_factory=Slicer)
     calls: int = 0
     next_check: int = 0
-    refusal: PaddingError | None = None
+    refusal: RefusalError | None = None
     checked: WeakSet[Program] = field(default_factory=WeakSet)
 
 
@@ -155,10 +156,12 @@ class Bucketed:
         size.calls += is_padded
         effects: Effects | None = None
         running: Program | None = None
+        fed: Fed | None = None
 
         def before(program: Program | None, reason: SkipReason | None, detail: str) -> None:
-            nonlocal effects, running
+            nonlocal effects, fed, running
             running = program
+            fed = Fed(args, kwargs).watch() if program is None else None
             if is_padded and reason is not None:
                 raise _UnpaddedError(reason, detail)
             if is_padded and self._is_due(kind, program):
@@ -178,6 +181,8 @@ class Bucketed:
             if running is not None:
                 size.checked.add(running)
             return self._check(feed, layout, size, leaves, mutated, effects)
+        if fed is not None:
+            self._refuse_change(size, fed.change())
         if is_padded and not self._is_sure(kind):
             # The function gives something else than before: this call's outcome is that without padding.
             size.next_check = size.calls + 1
@@ -185,6 +190,12 @@ class Bucketed:
         for index in mutated:
             feed.leaves[index].copy_(layout.own[index])
         return size.slicer.cut([_handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
+
+    def _refuse_change(self, size: _Size, change: str | None) -> None:
+        """Refuse calls that change the containers that are made for padded tensors; others get the caller's own."""
+        if change is not None:
+            size.refusal = HostEffectError(change)
+            self._step.refuse(size.refusal)
 
     @staticmethod
     def _is_sure(kind: _Kind) -> bool:

@@ -146,9 +146,9 @@ class Padding:
 
     def leave(
         self, feed: Feed, places: Sequence[Place], device: torch.device | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """The arguments of a call as it came, with a mask that hides nothing where the function wants one."""
-        args, kwargs = feed.rebuild(feed.leaves)
+        args, kwargs = feed.given or feed.rebuild(feed.leaves)
         if self._mask is not None and places and self._mask not in self._names.roots(feed):
             index, dims = _masked(places)
             shape = [feed.leaves[index].shape[dim] for dim in dims]

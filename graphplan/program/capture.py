@@ -12,7 +12,8 @@ from torch import Tensor
 
 from graphplan.backend import Backend
 from graphplan.buffers import Buffers
-from graphplan.errors import FeedError, GuardError
+from graphplan.errors import FeedError, GuardError, HostEffectError
+from graphplan.fed import Fed
 from graphplan.marks import dressed
 from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
 from graphplan.plan import Plan
@@ -51,7 +52,7 @@ class _Body:
         lent: Mapping[int, Lease],
     ) -> None:
         self._plan = plan
-        self._args, self._kwargs = feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))
+        self._fed = Fed(*feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))).watch()
         self._inputs = {storage_id(leaf) for leaf in static_leaves if isinstance(leaf, Tensor)}
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings
@@ -64,10 +65,13 @@ class _Body:
     def __call__(self) -> None:
         token = _IS_RECORDED.set(True)
         try:
-            result = self._plan.function()(*self._args, **self._kwargs)
+            result = self._plan.function()(*self._fed.args, **self._fed.kwargs)
         finally:
             _IS_RECORDED.reset(token)
         self._sharding.settle()
+        change = self._fed.change()
+        if change is not None:
+            raise HostEffectError(change)
         self.after = walk_owners(self._plan.owners())
         with torch.no_grad():
             writes = self._bindings.targets

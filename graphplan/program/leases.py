@@ -154,4 +154,7 @@ def plain(value: Any) -> Any:
         return value.plain()
     if isinstance(value, Tensor | int | float | str | None):
         return value
+    if not any(isinstance(leaf, StaticOutput) for leaf in pytree.tree_leaves(value)):
+        # The caller's own container, which a step may change.
+        return value
     return pytree.tree_map_only(StaticOutput, StaticOutput.plain, value)

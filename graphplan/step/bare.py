@@ -16,6 +16,7 @@ from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
+from graphplan.fed import Fed
 from graphplan.optimizers import LENT
 from graphplan.owners import Namespace, Snapshot, Walk, come_to_rest, walk_owners
 from graphplan.plan import Plan
@@ -90,7 +91,9 @@ def _compile(
     def run(device: torch.device | None) -> tuple[Any, Walk]:
         traces.append(Trace())
         rates = lambda: managed.rates.storages  # noqa: E731
-        return trace(fn, feed, owners=managed.owners, device=device, record=traces[-1], rates=rates)
+        # Containers of its own: what the step does to them is not to last.
+        fed = Fed(*feed.rebuild(feed.leaves)).watch()
+        return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates)
 
     try:
         with managed.rates:

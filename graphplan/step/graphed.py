@@ -24,6 +24,7 @@ from graphplan.errors import (
     SkipReason,
     VerifyError,
 )
+from graphplan.fed import Fed
 from graphplan.program import Program
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
@@ -148,7 +149,7 @@ class GraphedStep(Exclusive, Told):
             feed = flatten(args, kwargs)
         except FeedError as error:
             self._refusals.refuse(error)
-            return self._runner.plain(args, kwargs, error)
+            return self._runner.plain(Fed(args, kwargs), error)
         if self._options.autograd and any(map(asks_for_gradients, feed.leaves)):
             return self._outside(feed)
         if self._options.asks_eager(self._calls, args, kwargs):
@@ -193,9 +194,7 @@ class GraphedStep(Exclusive, Told):
     def _outside(self, feed: Feed) -> Any:
         """A call through which gradients flow."""
         self._tell(None, SkipReason.GRADIENT)
-        moved = self._lookup.moved(feed)
-        args, kwargs = moved.rebuild(moved.leaves)
-        return self._runner.outside(args, kwargs, SkipReason.GRADIENT)
+        return self._runner.outside(Fed.of(self._lookup.moved(feed)), SkipReason.GRADIENT)
 
     def decide_refusals(self, escalates: Callable[[RefusalError], bool]) -> None:
         """Let ``escalates(error)`` say which refusals raise; the others demote with a warning."""
@@ -242,6 +241,7 @@ class GraphedStep(Exclusive, Told):
             warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
         try:
             self._programs.check_churn()
+            self._stages.check_changes(entry)
             is_planned = any(line.plan is not None for line in entry.lines.values())
             if self._peers is not None and not self._peers.may_advance(is_planned):
                 return self._runner.eager(feed, SkipReason.PEERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_not
 from typing import Any
 
 import torch
@@ -86,7 +87,9 @@ class Lookup:
         if home is None:
             return feed
         leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
-        return Feed(leaves, feed.structure, feed.key)
+        if not any(map(is_not, leaves, feed.leaves)):
+            return feed
+        return Feed(leaves, feed.structure, feed.key, feed.given, is_moved=True)
 
     def _follow(self, program: Program, entry: Entry) -> bool:
         """Let the program follow what moved; one that cannot is dropped."""

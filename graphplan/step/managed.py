@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -116,9 +116,11 @@ class Managed:
             self.owners[free_name(name, self.owners)] = owner
         return self.walk() if found else walk
 
-    def discover_all(self, call: Callable[[], Result], *, is_settled: bool) -> tuple[Result, Walk | None]:
-        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses, unless ``is_settled``.
-        The walk is None where there are more owners now than it would have found.
+    def discover_all(
+        self, call: Callable[[], Result], *, fed: Iterable[Any], is_settled: bool
+    ) -> tuple[Result, Walk | None]:
+        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses, unless ``is_settled``;
+        not those that it is ``fed``. The walk is None where there are more owners now than it would have found.
 
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
@@ -131,6 +133,7 @@ class Managed:
         walk = self._take_owners(discovery, self.walk())
         if is_settled:
             return result, walk
+        profile.ran.leave_out(fed)
         are_named = _NAMES in self.owners
         has_grown = self.take_names(profile.ran, walk)
         return result, walk if are_named and not has_grown else None

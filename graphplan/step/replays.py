@@ -12,6 +12,7 @@ import torch
 
 from graphplan.backend import first_line
 from graphplan.errors import CheckMemoryError, PeerError, SlowerError, VerifyError
+from graphplan.fed import Fed
 from graphplan.program import NO_CHECK, Program
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
@@ -67,12 +68,13 @@ class Replays:
         # On the CPU nothing is queued.
         alone = device.type != "cuda" or trials.want_alone(bound)
         self._asked = 0
+        fed = Fed.of(feed).watch()
         try:
             with self._stats.timed("verify"):
                 verdict = check_replay(
                     program,
                     feed.leaves,
-                    partial(self._eager, program, feed),
+                    partial(self._eager, program, fed),
                     allow=self._options.allow,
                     device=room,
                     on_any=self._on_any if program.plan.communicates else bool,
@@ -81,9 +83,14 @@ class Replays:
                     noise=self._noises.setdefault(program, Noise()),
                 )
         except (torch.OutOfMemoryError, PeerError) as error:
+            fed.restore()
             return self._unchecked(program, feed, first_line(error))
         if verdict.differences:
             return verdict.result, _disagreement(program, number, verdict)
+        change = fed.change()
+        if change is not None:
+            text = f"replay {number} of {program.plan.name} is not what the eager step does: {change}"
+            return verdict.result, VerifyError(text, result=verdict.result)
         program.next_check = self._options.schedule.after(number)
         if verdict.seconds is not None:
             trials.add(*verdict.seconds, alone=alone)
@@ -124,10 +131,10 @@ class Replays:
             return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
-    def _eager(self, program: Program, feed: Feed) -> Any:
+    def _eager(self, program: Program, fed: Fed) -> Any:
         """The eager step of a check."""
         try:
-            return self._runner.run(lambda: self._runner.call(feed))
+            return self._runner.run(lambda: self._runner.call(fed))
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphplan.backend import Backend, resolve_backend
 from graphplan.compiler import find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import RefusalError, SkipReason
+from graphplan.fed import Fed
 from graphplan.plan import Plan
 from graphplan.signature import Feed, check_feed
 from graphplan.stats import Stats
@@ -50,9 +52,9 @@ class Runner:
         self.plan: Plan | None = None
         self.stats = Stats()
 
-    def call(self, feed: Feed) -> Any:
-        """The step's function itself on a feed."""
-        return self._at_rest(*feed.rebuild(feed.leaves))
+    def call(self, fed: Fed) -> Any:
+        """The step's function itself on what it is fed."""
+        return fed.lend(self._at_rest)
 
     def _at_rest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The function from rest to rest: what FSDP2 gathers must not depend on how a rank came to run it."""
@@ -70,7 +72,7 @@ class Runner:
 
     def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
         """An eager step as managed ones run, counted under ``reason``."""
-        result = self.run(lambda: self.call(feed))
+        result = self.run(lambda: self.call(Fed.of(feed)))
         self.count_eager(reason, detail)
         return result
 
@@ -80,20 +82,20 @@ class Runner:
         self.count_eager(SkipReason.BACKEND_EAGER)
         return result
 
-    def plain(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: RefusalError) -> Any:
-        """An eager step because of ``error``, on arguments as they came.
+    def plain(self, fed: Fed, error: RefusalError) -> Any:
+        """An eager step because of ``error``, on arguments of any kind.
 
         No program will be compared with it, so learning rates are numbers, for whoever reads them in the step. The
         kernels are those of the steps before it: the run as a whole is an eager one with prepared optimizers.
         """
         with self._managed.rates.kernels():
-            result = self._at_rest(args, kwargs)
+            result = self.call(fed)
         self.count_eager(error.reason, str(error))
         return result
 
-    def outside(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
+    def outside(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
         """An eager call through which gradients may flow."""
-        result = self._at_rest(args, kwargs)
+        result = self.call(fed)
         self.count_eager(reason, detail)
         return result
 
@@ -108,18 +110,18 @@ class Runner:
         """An eager call, of which nothing is learnt, since ``what`` is active around it; ``error`` if the step is
         eager anyhow.
         """
-        args, kwargs = brought_to(options.feed_device, args, kwargs)
+        fed = brought_to(options.feed_device, args, kwargs)
         if error is not None:
-            return self.plain(args, kwargs, error)
+            return self.plain(fed, error)
         if options.autograd:
-            return self.outside(args, kwargs, SkipReason.SURROUNDINGS, what)
-        result = self.run(lambda: self._at_rest(args, kwargs))
+            return self.outside(fed, SkipReason.SURROUNDINGS, what)
+        result = self.run(lambda: self.call(fed))
         self.count_eager(SkipReason.SURROUNDINGS, what)
         return result
 
     def refused(self, feed: Feed, error: RefusalError) -> Any:
         """:meth:`plain` on a feed."""
-        return self.plain(*feed.rebuild(feed.leaves), error)
+        return self.plain(Fed.of(feed), error)
 
     def count_eager(self, reason: SkipReason, detail: str = "") -> None:
         """Count an eager call that has returned."""
@@ -140,12 +142,16 @@ class Runner:
         self.backend = self._backends.get(name, device)
 
 
-def brought_to(
-    device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fed:
     """Arguments of any kind with their tensors on ``device``, if that is given."""
     if device is None:
-        return args, kwargs
-    moved: tuple[tuple[Any, ...], dict[str, Any]]
-    moved = map_result(lambda tensor: tensor.to(device, non_blocking=True), (args, dict(kwargs)))
-    return moved
+        return Fed(args, kwargs)
+    are_moved = []
+
+    def move(tensor: Tensor) -> Tensor:
+        there = tensor.to(device, non_blocking=True)
+        are_moved.append(there is not tensor)
+        return there
+
+    its_args, its_kwargs = map_result(move, (args, dict(kwargs)))
+    return Fed(its_args, its_kwargs, (args, kwargs)) if any(are_moved) else Fed(args, kwargs)

@@ -16,7 +16,8 @@ import torch
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, is_reordered
-from graphplan.errors import LearningRateError, RefusalError, SkipReason
+from graphplan.errors import HostEffectError, LearningRateError, RefusalError, SkipReason
+from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.program import MEMORY_IS_FED, outdated
@@ -35,6 +36,8 @@ from graphplan.tracer import Trace, trace
 from graphplan.trees import flatten_result
 
 Walked = TypeVar("Walked")
+_NO_ACCIDENT = 2
+"""So many steps in a row do not all make something that later ones find there."""
 _REORDERED = 5
 """As often traces may differ in the order of autograd's engine, after 4, 8, ... 64 further steps."""
 
@@ -61,15 +64,21 @@ class Stages:
         self._captures = Captures(runner, managed, options, buffers)
         self._refusals = refusals
         self._stats = runner.stats
+        # What first calls in a row, each with a key of its own, changed in containers that they were fed.
+        self._changes: list[str] = []
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it turns out to use."""
         self._runner.settle_backend(feed)
         assert self._runner.backend is not None
-        call = partial(self._runner.call, feed)
-        body = lambda: self._managed.discover_all(call, is_settled=entry.settled)  # noqa: E731
+        fed = Fed.of(feed).watch()
+        call = partial(self._runner.call, fed)
+        body = lambda: self._managed.discover_all(call, fed=fed.objects(), is_settled=entry.settled)  # noqa: E731
         with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
             result, walk = self._run(body)
+        if not entry.eager_calls:
+            change = fed.change()
+            self._changes = [] if change is None else [*self._changes, change]
         self._managed.refresh(walk)
         entry.eager_calls += 1
         self._stats.eager += 1
@@ -86,6 +95,16 @@ class Stages:
         if self._stats.captured:
             self._stats.skip(SkipReason.SHAPE)
         return result
+
+    def check_changes(self, entry: Entry) -> None:
+        """Refuse a step whose calls are all first ones, and change what they are fed: that has another structure for
+        it in the next call, and a trace would never come.
+
+        Raises:
+            HostEffectError: naming the container.
+        """
+        if not entry.eager_calls and len(self._changes) >= max(self._options.warmup_steps, _NO_ACCIDENT):
+            raise HostEffectError(self._changes[0])
 
     def advance(self, entry: Entry, feed: Feed) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
@@ -125,11 +144,13 @@ class Stages:
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
             snapshot = Snapshot(walk, extra=extra, generators=generators)
             compiled = self._managed.runs_compiled(walk)
+            fed = Fed.of(feed).watch()
             undo.callback(snapshot.restore)
+            undo.callback(fed.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
             undo.callback(torch.clear_autocast_cache)
             if line.plan is None or self._is_outdated(line, walk):
-                result = self._trace(entry, line, feed, undo, snapshot, rehearses=compiled)
+                result = self._trace(entry, line, feed, fed, undo, snapshot, rehearses=compiled)
             else:
                 result = self._capture(entry, line, feed, snapshot, compiled=compiled)
             undo.pop_all()
@@ -146,19 +167,20 @@ class Stages:
         return changed is not None
 
     def _trace(
-        self, entry: Entry, line: Line, feed: Feed, undo: ExitStack, snapshot: Snapshot, *, rehearses: bool
+        self, entry: Entry, line: Line, feed: Feed, fed: Fed, undo: ExitStack, snapshot: Snapshot, *, rehearses: bool
     ) -> Any:
         facts = Trace()
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
         rates = lambda: self._managed.rates.storages  # noqa: E731
-        body = lambda: trace(fn, feed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
+        body = lambda: trace(fn, feed, fed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
         with self._stats.timed("trace"):
             result, walk = self._run_traced(entry, line, body, undo, rehearses=rehearses)
             rehearsal = Rehearsal(self._managed.walk, result, self._options.allow) if rehearses else None
             if rehearsal is not None:
                 rehearsal.undo(facts, snapshot)
-                result = self._runner.run(lambda: self._runner.call(feed))
+                fed.restore()
+                result = self._runner.run(lambda: self._runner.call(fed))
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
                     rehearsal.check(result)

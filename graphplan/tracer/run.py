@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError, HostSyncError
+from graphplan.fed import Fed
 from graphplan.marks import PLAIN_KINDS, marks_of
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
 from graphplan.roles import TensorSpec
@@ -34,15 +35,16 @@ _HELD = (
 def trace(
     fn: Callable[..., Any],
     feed: Feed,
+    fed: Fed,
     *,
     owners: Mapping[str, Any],
     device: torch.device | None,
     record: Trace,
     rates: Callable[[], Collection[int]] = tuple,
 ) -> tuple[Any, Walk]:
-    """Run ``fn`` on ``feed`` for real; return its result, and what a walk over the owners finds then. The facts are in
-    ``record``, so that a step that was broken off can be undone. ``rates`` has the storages of learning rates that only
-    optimizers may use.
+    """Run ``fn`` on ``feed`` for real, whose containers are ``fed``; return its result, and what a walk over the owners
+    finds then. The facts are in ``record``, so that a step that was broken off can be undone. ``rates`` has the
+    storages of learning rates that only optimizers may use.
 
     The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
     first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
@@ -52,7 +54,7 @@ def trace(
     recorder = Recorder(owners, walk)
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
-    result = _run(fn, feed, TraceMode(record, watch), record, sharding)
+    result = _run(fn, feed, fed, TraceMode(record, watch), record, sharding)
     named, record.output_structure = flatten_result(result)
     leaves = [leaf for _, leaf in named]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
@@ -79,7 +81,7 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
 
 
-def _run(fn: Callable[..., Any], feed: Feed, mode: TraceMode, record: Trace, sharding: Sharding) -> Any:
+def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: Trace, sharding: Sharding) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
 
     def on_read(name: str) -> None:
@@ -89,18 +91,21 @@ def _run(fn: Callable[..., Any], feed: Feed, mode: TraceMode, record: Trace, sha
             "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
         )
 
-    args, kwargs = feed.rebuild(feed.leaves)
     profile = Profile(on_read, lambda: record.prints.append(str(find_source())))
     drawn, held = host_generators(), sharding.holds_gradients()
     with mode, profile:
-        result = fn(*args, **kwargs)
+        result = fed.lend(lambda args, kwargs: fn(*args, **kwargs))
         sharding.settle()
+    change = fed.change()
+    if change is not None:
+        mode.refuse(HostEffectError, change, component="step")
     if held or sharding.holds_gradients():
         mode.refuse(HostEffectError, _HELD)
     mode.finish()
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
     record.ran = profile.ran
+    record.ran.leave_out(fed.objects())
     for kind in {type(leaf) for _, leaf in feed.tensors()} - PLAIN_KINDS:
         record.ran.note_class(kind)
     return result

@@ -84,6 +84,11 @@ class Ran:
             with suppress(TypeError):
                 self._objects[id(owner)] = weakref.ref(owner)
 
+    def leave_out(self, objects: Iterable[Any]) -> None:
+        """Forget objects that the step is only given: another call may give others."""
+        for thing in objects:
+            self._objects.pop(id(thing), None)
+
     def note_class(self, kind: type) -> None:
         """Note the class of something that the step is given."""
         self._classes[kind] = None

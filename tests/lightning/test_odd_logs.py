@@ -86,27 +86,3 @@ def test_what_one_program_may_leave_out_and_another_may_not(make: Any, tmp_path:
     callback = tape(warmup_steps=1)
     assert_same_fits(fit(make, tmp_path / "eager", **options), fit(make, tmp_path / "graphed", callback, **options))
     assert callback.stats.captured == 2
-
-
-def _replaces(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    batch[0] = batch[0] / 2
-    loss: Tensor = self.loss_of(batch)
-    return loss
-
-
-def _takes_out(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    y = batch.pop()
-    loss: Tensor = self.loss_of((batch[0], y))
-    return loss
-
-
-@pytest.mark.parametrize("step", [_replaces, _takes_out])
-def test_a_batch_whose_container_is_changed(step: Any, tmp_path: Path) -> None:
-    """Training is the same; that later hooks get the batch as it came is said."""
-    callback = tape(warmup_steps=1)
-    with pytest.warns(UserWarning, match=r"puts something else into .*\(batch = dict\(batch\)\)"):
-        graphed = fit(with_step(step), tmp_path / "graphed", callback)
-    eager = fit(with_step(step), tmp_path / "eager")
-    for name, value in eager.module.state_dict().items():
-        assert torch.equal(value, graphed.module.state_dict()[name]), name
-    assert callback.stats.replayed > 10
