@@ -236,6 +236,8 @@ class Managed:
         Raises:
             OptimizerError: if a hyper-parameter keeps taking new values, which no number of programs could follow.
         """
+        if self._fingerprint is not None and not self._fingerprint.is_of_today():
+            self.refresh()
         before, layout, taken = self._last, self._layout, self._taken
         number = self.fingerprint()
         if before is None:
