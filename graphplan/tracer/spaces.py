@@ -176,6 +176,9 @@ class Ran:
             names = found.attributes | found.methods | found.stored
             if thing is os and "getenv" in names:
                 names |= {"environ"}
+            if not is_library(inner.get("__file__") or ""):
+                # What gives code the names that are not there.
+                names |= {"__getattr__"}
             for attribute in sorted(names & inner.keys()):
                 if isinstance(inner[attribute], type):
                     self._classes[inner[attribute]] = None
