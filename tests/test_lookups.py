@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -79,6 +80,16 @@ def _itself() -> Any:
     return array
 
 
+def _abstract() -> Any:
+    """An abstract class, others that count as subclasses of it, and a class that does not yet."""
+
+    here = {"__module__": __name__}
+    base, beside, kind = ABCMeta("Base", (), here), ABCMeta("Beside", (), here), type("Kind", (), {})
+    base.register(beside)
+    below = ABCMeta("Below", (base,), here)
+    return SimpleNamespace(base=base, below=below, beside=beside, kind=kind, item=kind())
+
+
 Case = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]
 CASES: dict[str, Case] = {
     "made by __getattr__": (Making, lambda thing: thing.factor, lambda thing: setattr(thing, "factor", 3.0)),
@@ -116,6 +127,28 @@ CASES: dict[str, Case] = {
     "an array of arrays": (
         lambda: _objects(np.ones(2)), lambda a: float(a[0][0]), lambda a: a[0].__setitem__(0, 3.0),
     ),
+    "another __getattr__ of a module": (
+        lambda: None,
+        lambda thing: sys.modules["graphplan_lookups"].factor,
+        lambda thing: setattr(sys.modules[_NAME], "__getattr__", lambda name: 3.0),
+    ),
+    "another __getattr__ of a class": (
+        lambda: type("Other", (Making,), {"__getattr__": lambda self, name: 2.0})(),
+        lambda thing: thing.factor,
+        lambda thing: setattr(type(thing), "__getattr__", lambda self, name: 3.0),
+    ),
+    "a registered class": (
+        _abstract, lambda a: 3.0 if isinstance(a.item, a.base) else 2.0, lambda a: a.base.register(type(a.item)),
+    ),
+    "a class that is asked for": (
+        _abstract, lambda a: 3.0 if issubclass(a.kind, a.base) else 2.0, lambda a: a.base.register(a.kind),
+    ),
+    "a class registered with a subclass": (
+        _abstract, lambda a: 3.0 if isinstance(a.item, a.base) else 2.0, lambda a: a.below.register(a.kind),
+    ),
+    "a class registered with a registered one": (
+        _abstract, lambda a: 3.0 if isinstance(a.item, a.base) else 2.0, lambda a: a.beside.register(a.kind),
+    ),
     "an array in itself": (_itself, lambda a: a[1][0][0], lambda a: a[0].__setitem__(0, 3.0)),
 }  # fmt: skip
 
@@ -138,6 +171,27 @@ def test_what_comes_to_stand_before_it(name: str) -> None:
         assert torch.equal(call(X), step(X))
     assert not torch.equal(before, step(X))
     assert call.stats.captured == 2
+
+
+def test_a_class_of_a_variable_is_registered() -> None:
+    """As one of an owner's attribute; other abstract classes may get other ones without a capture."""
+    kinds = _abstract()
+    base, item, other = kinds.base, kinds.item, _abstract()
+
+    def step(x: Tensor) -> Tensor:
+        return x * (3.0 if isinstance(item, base) else 2.0)
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off")
+    for _ in range(6):
+        call(X)
+    other.base.register(other.kind)
+    assert torch.equal(call(X), X * 2.0)
+    assert call.stats.captured == 1
+    base.register(kinds.kind)
+    for _ in range(6):
+        assert torch.equal(call(X), X * 3.0)
+    assert call.stats.captured == 2
+    assert "base.registry[:] was 1 registered classes and is 2 registered classes" in call.report()
 
 
 def test_more_objects_in_an_array_than_are_compared() -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, RMSprop, SparseAdam
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim import LBFGS, SGD, Adam, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from graphplan import HostScalarError, HostSyncError, OptimizerError, RefusalError, SkipReason
 from tests.twins import (
@@ -99,6 +99,57 @@ def test_rmsprop_under_a_schedule() -> None:
 def test_rmsprop_with_a_constant_lr() -> None:
     """Without a schedule nothing about RMSprop changes from step to step."""
     assert_equals_eager(partial(scheduled_rig, partial(RMSprop, lr=0.01), gamma=1.0))
+
+
+def cycling_rig(kind: Callable[..., Any], schedule: Callable[[Any], Any]) -> Rig:
+    """A step whose optimizer has other hyper-parameters in each call."""
+    model = Mlp()
+    optimizer = kind(model.parameters(), lr=0.01, fused=True)
+    scheduler = schedule(optimizer)
+    step = lambda x, y: descend(model, optimizer, x, y)  # noqa: E731
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(step, owners, list(float_batches(10)), after=lambda index: scheduler.step())
+
+
+def descend(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+CYCLES = r": the 3rd new value .* A schedule cycles it beside the lr \(.*\): cycle_momentum=False avoids that\."
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("betas", Adam), ("momentum", partial(SGD, momentum=0.9))], ids=["betas", "momentum"]
+)
+def test_cycled_momentum(name: str, kind: Callable[..., Any]) -> None:
+    """What ``OneCycleLR`` does by default: the refusal says so, and without it the same schedule is replayed."""
+    cycling = partial(OneCycleLR, max_lr=0.05, total_steps=30)
+    assert_refused(partial(cycling_rig, kind, cycling), OptimizerError, rf"param_groups\[0\]\.{name}: .*{CYCLES}")
+    assert_equals_eager(partial(cycling_rig, kind, partial(cycling, cycle_momentum=False)))
+
+
+def test_only_momentum_is_cycled() -> None:
+    """No schedule of torch's touches the decay."""
+    make = partial(cycling_rig, Adam, _Decay)
+    error = refusal(make)
+    assert isinstance(error, OptimizerError)
+    assert "weight_decay: 0.2 then 0.3: the 3rd new value" in str(error)
+    assert "cycle_momentum" not in str(error)
+
+
+class _Decay:
+    """A schedule of the user's own."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._group, self._steps = optimizer.param_groups[0], 0
+
+    def step(self) -> None:
+        self._steps += 1
+        self._group["weight_decay"] = self._steps / 10
 
 
 def lbfgs_rig() -> Rig:

@@ -12,6 +12,7 @@ from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
 from graphplan.compiler.effects import (
     check_draws,
+    check_threads,
     find_appends,
     find_assignments,
     find_counters,
@@ -113,6 +114,9 @@ def build_plan(
 
 def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
     """Refuse what two traces alone tell."""
+    for trace in (first, second):
+        # Before what else was noted: draws of another thread look like a seek.
+        check_threads(trace, allow)
     check_difference(first, second)
     check_marks(feed, first, second)
     check_draws(first, second, allow)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graphplan.fingerprint.groups import Group, Groups
 from graphplan.fingerprint.hooks import Hooks
 from graphplan.fingerprint.values import Own, frozen, stays
 from graphplan.native.comparing import Row
@@ -62,12 +63,14 @@ class Fingerprint:
         self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
         self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
         self._method_labels = [f"{path}.{name}" for path in walk.optimizers for name in _OPTIMIZER_METHODS]
+        self._groups = Groups(walk)
         for path, optimizer in walk.optimizers.items():
             self._add_size(optimizer.param_groups, f"{path}.param_groups")
             for index, group in enumerate(optimizer.param_groups):
                 self._add_size(group, f"{path}.param_groups[{index}]")
                 self._add_size(group["params"], f"{path}.param_groups[{index}]['params']")
-                for key, value in group.items():
+                # Groups that change places have their keys in other orders.
+                for key, value in sorted(group.items(), key=lambda item: str(item[0])):
                     if key == "params" or isinstance(value, Tensor) or (key == "lr" and id(group) in shadowed):
                         continue
                     self._containers.append(group)
@@ -81,6 +84,10 @@ class Fingerprint:
             self._size_labels.append(f"len({label})")
         else:
             self._empty.append(items)
+
+    def is_of_today(self) -> bool:
+        """Whether the optimizers' groups have the parameters that they had in the walk."""
+        return self._groups.hold()
 
     def rows(self, placed: Collection[int]) -> list[Row] | None:
         """After :meth:`values`: comparisons that hold while everything is as it was; None where those do not say
@@ -131,6 +138,7 @@ class Fingerprint:
             tuple(map(_methods_of, self._optimizer_kinds)),
             *[own and Own(own) for own in map(dict.get, self._steppers, self._methods)],
             *map(len, self._sized),
+            *self._groups.values,
             self._filled(),
             self._own_forwards(),
             self._hooks.values(),
@@ -169,6 +177,7 @@ class Fingerprint:
             "step or zero_grad of an optimizer's class",
             *self._method_labels,
             *self._size_labels,
+            *self._groups.labels,
             "layers, parameters or buffers where there were none",
             "a module's own forward",
             "hooks",
@@ -207,4 +216,8 @@ def _within(label: str) -> str:
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     rows = zip(labels, old, new, strict=False)
-    return [f"{label}: {a!r} then {b!r}" for label, a, b in rows if not same_value(a, b)]
+    return [f"{label}: {_difference(a, b)}" for label, a, b in rows if not same_value(a, b)]
+
+
+def _difference(old: Any, new: Any) -> str:
+    return old.difference(new) if isinstance(old, Group) and isinstance(new, Group) else f"{old!r} then {new!r}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
+from abc import ABC, ABCMeta, abstractmethod
 from collections import deque
 from collections.abc import ItemsView, Iterable, KeysView, MutableMapping, ValuesView
 from contextvars import ContextVar
@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from graphplan.owners.contents import has_contents
 from graphplan.owners.kinds import FOREIGN, SCALARS, WEAKLY_HELD, is_foreign, is_plain, is_user_object, key_name
 from graphplan.owners.records import Items, Namespace, Scalar, Walk
-from graphplan.owners.spaces import Alive, Current, Members, Numbers, Registered, Remembered, Weakly
+from graphplan.owners.spaces import Alive, Current, Members, Numbers, Registered, Remembered, Virtual, Weakly
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -100,6 +100,9 @@ class Behind(ABC):
             self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
         elif isinstance(value, type):
             if not is_foreign(value) and self._first_visit(value):
+                if isinstance(value, ABCMeta):
+                    # What isinstance asks.
+                    self.walk.objects[f"{path}.registry[:]"] = Scalar(Virtual(value), "registry", *source)
                 if issubclass(value, Enum):
                     self._members(value, path, depth, source)
                 else:

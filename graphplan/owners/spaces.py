@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from abc import ABCMeta, get_cache_token
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sized
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
+from importlib import import_module
 from itertools import islice
 from operator import is_
 from types import CellType
@@ -15,6 +17,8 @@ from weakref import ref
 
 from graphplan.owners.contents import Unseen, state_of
 
+_registry_of: Any = getattr(import_module("_abc"), "_get_dump")  # noqa: B009
+"""What an abstract class remembers; its registry comes first."""
 _MOST_RESULTS = 4096
 """Results of a cached function that are compared before each replay."""
 _MOST_ITEMS = 65536
@@ -162,6 +166,49 @@ class Registered(_Seen):
         return self.same((*self.items.keys(), *self.items.values()))
 
 
+class Virtual(_Seen):
+    """The classes that count as subclasses of an abstract one because somebody registered them, with it or with what
+    counts as one of its subclasses, as an item of it: read and guarded.
+    """
+
+    def __init__(self, kind: ABCMeta) -> None:
+        super().__init__()
+        self.items = kind
+        self._token: object = None
+
+    def __getitem__(self, key: str) -> Any:
+        # It is another one after each registration, with whatever class.
+        token = get_cache_token()
+        if token == self._token:
+            return self._last
+        self._token = token
+        return self.same(_Registrations(_registered(self.items)))
+
+
+class _Registrations(frozenset[Any]):
+    """Weak references to registered classes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"{len(self)} registered classes"
+
+
+def _registered(kind: ABCMeta) -> set[Any]:
+    found: set[Any] = set()
+    left: list[type[Any]] = [kind]
+    seen: set[type[Any]] = {kind}
+    while left:
+        here = left.pop()
+        registry = _registry_of(here)[0]
+        found |= registry
+        for other in (*(reference() for reference in registry), *type.__subclasses__(here)):
+            if isinstance(other, ABCMeta) and other not in seen:
+                seen.add(other)
+                left.append(other)
+    return found
+
+
 class Alive:
     """Whether what a weak reference leads to is there: read and guarded, never written."""
 
@@ -260,6 +307,6 @@ class Members:
 
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, Contents | Extent | Rest | Registered | Remembered | Room | Alive | Weakly):
+    if isinstance(container, Contents | Extent | Rest | Registered | Remembered | Room | Alive | Virtual | Weakly):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

@@ -28,6 +28,7 @@ _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
 """New values of a hyper-parameter without one capture between them: it changes faster than steps can be captured."""
+_CYCLED = "A schedule cycles it beside the lr (OneCycleLR, CyclicLR): cycle_momentum=False avoids that. "
 
 
 class Managed:
@@ -239,6 +240,8 @@ class Managed:
         Raises:
             OptimizerError: if a hyper-parameter keeps taking new values, which no number of programs could follow.
         """
+        if self._fingerprint is not None and not self._fingerprint.is_of_today():
+            self.refresh()
         before, layout, taken = self._last, self._layout, self._taken
         number = self.fingerprint()
         if before is None:
@@ -274,11 +277,10 @@ class Managed:
             self._churn = 0
             raise OptimizerError(
                 f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and the kernel "
-                "takes it "
-                "as a Python number, so that each value needs a capture of its own. Expected a constant, or an lr that "
-                "the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA any with "
-                "capturable=True). Use one of those, change the value once per epoch, or leave optimizer.step() out "
-                "of the step (in a Trainer that is done for you)",
+                "takes it as a Python number, so that each value needs a capture of its own. Expected a constant, or "
+                "an lr that the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA "
+                f"any with capturable=True). {_CYCLED if _are_cycled(changed) else ''}Use one of those, change the "
+                "value once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for you)",
                 component="optimizer",
             )
 
@@ -301,3 +303,8 @@ class Managed:
         self._notices.remove()
         self.rates.release()
         self._managed = set()
+
+
+def _are_cycled(changes: Iterable[str]) -> bool:
+    """Whether descriptions of new hyper-parameters are of those that schedules of torch's cycle by default."""
+    return any(change.partition(": ")[0].endswith((".betas", ".momentum")) for change in changes)

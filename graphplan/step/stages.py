@@ -15,7 +15,7 @@ import torch
 
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
-from graphplan.compiler import build_plan, is_reordered
+from graphplan.compiler import build_plan, check_threads, is_reordered
 from graphplan.errors import HostEffectError, LearningRateError, RefusalError, SkipReason
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
@@ -227,6 +227,7 @@ class Stages:
 
     def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace, walk: Walk) -> None:
         """Keep a trace, after which ``walk`` was over the owners; with the second one comes the plan."""
+        check_threads(facts, self._options.allow)
         if facts.violation is not None:
             raise facts.violation
         if self._managed.take_names(facts.ran, walk):

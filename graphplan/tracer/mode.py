@@ -229,8 +229,8 @@ class TraceMode(TorchDispatchMode):
                 self.refuse(
                     GeneratorSeekError,
                     f"the {generator.device} generator's state was set {place} (manual_seed, set_rng_state, fork_rng, "
-                    "or a checkpoint that restores it); a replay only draws on. Seed outside the step, or pass "
-                    "preserve_rng_state=False to activation checkpointing",
+                    "another thread that draws, or a checkpoint that restores it); a replay only draws on. Seed "
+                    "outside the step, or pass preserve_rng_state=False to activation checkpointing",
                 )
 
     def _note_generator(self, generator: torch.Generator | None) -> None:

@@ -28,6 +28,7 @@ from graphplan.tracer.conversions import READERS, Conversions
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
 from graphplan.tracer.spaces import Ran
+from graphplan.tracer.threads import STARTERS, STARTERS_IN_C, name_of_start
 from graphplan.tracer.watching import Watcher, new_watcher, watcher_of_thread
 
 _IMPORTS = "<frozen importlib."
@@ -161,6 +162,8 @@ class Profile:
         if self._importing is not None and self._is_importing():
             return False
         code = frame.f_code
+        if id(code) in STARTERS and (start := name_of_start(frame)) is not None:
+            self.ran.threads.setdefault(start, find_source())
         name = self._owners.get(id(code), "")
         if name == "":
             if code.co_filename.startswith(_IMPORTS):
@@ -193,6 +196,8 @@ class Profile:
             self._on_read(READERS[function.__name__])
         elif function is print:
             self._on_print()
+        elif function in STARTERS_IN_C and not is_library(frame.f_code.co_filename):
+            self.ran.threads.setdefault(f"_thread.{function.__name__}", find_source())
         elif (type(owner) if home is None else home) not in self._known:
             self._note_extension(frame, function)
 

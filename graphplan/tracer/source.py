@@ -80,8 +80,18 @@ def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
 @cache
 def is_library(filename: str) -> bool:
     """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
-    standard = filename.startswith(_STANDARD) and _INSTALLED not in filename
-    return filename.startswith((_TORCH, _HERE)) or standard or _in_library(filename)
+    return filename.startswith((_TORCH, _HERE)) or is_standard(filename) or _in_library(filename)
+
+
+@cache
+def is_standard(filename: str) -> bool:
+    """Whether the file belongs to Python's standard library."""
+    return filename.startswith(_STANDARD) and not is_installed(filename)
+
+
+def is_installed(filename: str) -> bool:
+    """Whether the file belongs to a package that was installed beside the standard library."""
+    return _INSTALLED in filename
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import nn
 from graphplan.owners import SCALARS, Cell, Library, Members, Namespace, is_user_object
 from graphplan.tracer.modules import built_in, functions_by_name, imported, made_by_modules
 from graphplan.tracer.names import Names, names_of
-from graphplan.tracer.source import find_source, is_library
+from graphplan.tracer.source import Source, find_source, is_library
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
@@ -53,6 +53,8 @@ class Ran:
         """Functions of extension modules that user code called, and where."""
         self.writers: dict[str, str] = {}
         """Python's ``logging``, and methods of other loggers that wrote, and where."""
+        self.threads: dict[str, Source] = {}
+        """Calls that had something run in another thread or process, and where."""
 
     @property
     def methods(self) -> Collection[tuple[type, str]]:
@@ -179,6 +181,9 @@ class Ran:
             names = found.attributes | found.methods | found.stored
             if thing is os and "getenv" in names:
                 names |= {"environ"}
+            if not is_library(inner.get("__file__") or ""):
+                # What gives code the names that are not there.
+                names |= {"__getattr__"}
             for attribute in sorted(names & inner.keys()):
                 if isinstance(inner[attribute], type):
                     self._classes[inner[attribute]] = None
