@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, RMSprop, SparseAdam
+from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from graphplan import HostScalarError, HostSyncError, OptimizerError, RefusalError, SkipReason
@@ -25,7 +25,7 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import CALLS, Mlp, float_batches, training_rig
+from tests.zoo import CALLS, Lookahead, Mlp, float_batches, training_rig
 
 
 def stock_rig() -> Rig:
@@ -185,7 +185,37 @@ def sparse_adam_rig() -> Rig:
     return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
 
 
-@pytest.mark.parametrize(("name", "make"), [("LBFGS", lbfgs_rig), ("SparseAdam", sparse_adam_rig)])
+def lookahead_rig() -> Rig:
+    """An optimizer around another one, which never called ``Optimizer.__init__``."""
+    model = Mlp()
+    optimizer = Lookahead(AdamW(model.parameters(), lr=0.01, fused=True))
+
+    def train_step(x: Tensor, y: Tensor) -> Any:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(10)))
+
+
+def test_a_wrapper_without_hooks_that_nobody_named() -> None:
+    """It turns up after its first step."""
+
+    def make() -> Rig:
+        rig = lookahead_rig()
+        return Rig(rig.step, {"model": rig.owners["model"]}, rig.calls, extra=rig.owners)
+
+    text = r"Lookahead cannot be captured: it did not call torch\.optim\.Optimizer\.__init__"
+    assert_refused(make, OptimizerError, text, "Use the one that it wraps", done=1)
+    assert_falls_back(make, SkipReason.OPTIMIZER, text)
+
+
+UNFIT = [("LBFGS", lbfgs_rig), ("SparseAdam", sparse_adam_rig), ("Lookahead", lookahead_rig)]
+
+
+@pytest.mark.parametrize(("name", "make"), UNFIT)
 def test_optimizers_that_no_program_can_contain(name: str, make: Callable[[], Rig]) -> None:
     """Refused by name before anything is traced."""
     rig = build(make)

@@ -27,6 +27,8 @@ SEED = 1234
 WARMUP, TRACED, CAPTURED = 3, 2, 1
 BEFORE_REPLAY = WARMUP + TRACED + CAPTURED
 SECOND_TRACE = WARMUP + TRACED - 1
+LAST_TRACE = SECOND_TRACE + 2
+"""The third trace that differs from the one before, where the host changes what the step reads after every call."""
 
 
 def _nothing(index: int) -> None:

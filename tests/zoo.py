@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from queue import SimpleQueue
@@ -211,6 +212,37 @@ class Hidden:
             return _hidden()[self][name]
         except KeyError:
             raise AttributeError(name) from None
+
+
+class Lookahead(Optimizer):
+    """An optimizer around another one, made as timm's is: ``Optimizer.__init__`` is not called, on purpose."""
+
+    def __init__(self, base: Optimizer, every: int = 3) -> None:
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.base, self.every, self.taken = base, every, 0
+        self.param_groups, self.defaults = base.param_groups, base.defaults
+        self.state: Any = defaultdict(dict)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """A step of the other, and now and then half of the way back."""
+        loss = self.base.step(closure)
+        self.taken += 1
+        for param in self.param_groups[0]["params"] if self.taken % self.every == 0 else ():
+            slow = self.state[param].setdefault("slow", param.clone())
+            slow.lerp_(param, 0.5)
+            param.copy_(slow)
+        return loss
+
+    def state_dict(self) -> Any:
+        """The other's."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Into the other."""
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
 
 
 class Box(Hidden):

@@ -34,6 +34,11 @@ _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels that take DTensors."""
 _FUSED_IF_WANTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 _WARNED = "_warned_capturable_if_run_uncaptured"
+_HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+"""Where ``Optimizer.__init__`` gives an optimizer room for the hooks that keep it capturable."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -47,6 +52,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             raise OptimizerError(
                 f"{type(optimizer).__name__} cannot be captured: {_REFUSED[kind.__name__]}", component="optimizer"
             )
+    if not all(hasattr(optimizer, name) for name in _HOOKS):
+        raise OptimizerError(
+            f"{type(optimizer).__name__} cannot be captured: it did not call torch.optim.Optimizer.__init__, as "
+            "wrappers of another optimizer do, so that it has no room for hooks on its step and its state_dict. Use "
+            "the one that it wraps, or step it eagerly, outside the step (in a Trainer that is done for you)",
+            component="optimizer",
+        )
 
 
 def device_of(group: Mapping[str, Any]) -> torch.device:

@@ -23,13 +23,15 @@ class Line:
     """One variant on its way to a program: traces, then a plan, then the program.
 
     ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
-    traces went to waste; ``reordered``: how many did because of autograd's engine.
+    traces went to waste; ``reordered``: how many did because of autograd's engine, ``straddling``: in a row because of
+    what happened between them.
     """
 
     traces: list[Trace] = field(default_factory=list)
     state: list[str] = field(default_factory=list)
     traced_anew: bool = False
     reordered: int = 0
+    straddling: int = 0
     plan: Plan | None = None
     program: Program | None = None
 

@@ -87,12 +87,7 @@ class Managed:
 
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
-        if id(optimizer) in self._managed:
-            return
-        try:
-            check_optimizer(optimizer)
-        except OptimizerError as error:
-            self.refusal = error
+        if id(optimizer) in self._managed or self._refuses(optimizer):
             return
         if self._prepare:
             preparation = Preparation(optimizer, fused=self._is_scaled or self._fuse, steps=self._trains)
@@ -100,6 +95,15 @@ class Managed:
             self._managed.add(id(optimizer))
             self.rates.keep(preparation)
         self.rates.attach([optimizer])
+
+    def _refuses(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether it cannot be captured, which the next call is told."""
+        try:
+            check_optimizer(optimizer)
+        except OptimizerError as error:
+            self.refusal = error
+            return True
+        return False
 
     def discover(
         self, call: Callable[[], tuple[Result, Walk]], on_first_sight: Callable[[Any], None] = lambda thing: None
@@ -188,6 +192,9 @@ class Managed:
         them, if given.
         """
         walk = self.walk() if walk is None else walk
+        if any(map(self._refuses, walk.optimizers.values())):
+            # One that torch did not call may only turn up here, and take no hooks.
+            return
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
         self._fingerprint = Fingerprint(walk, self.rates.shadowed)

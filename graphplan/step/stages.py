@@ -15,7 +15,7 @@ import torch
 
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
-from graphplan.compiler import build_plan, check_threads, is_reordered
+from graphplan.compiler import build_plan, changed_between, check_threads, is_reordered
 from graphplan.errors import HostEffectError, LearningRateError, RefusalError, SkipReason
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
@@ -40,6 +40,8 @@ _NO_ACCIDENT = 2
 """So many steps in a row do not all make something that later ones find there."""
 _REORDERED = 5
 """As often traces may differ in the order of autograd's engine, after 4, 8, ... 64 further steps."""
+_STRADDLING = 3
+"""Pairs of traces in a row that somebody changed something between: it is no longer by chance."""
 
 
 class Stages:
@@ -251,9 +253,10 @@ class Stages:
                     rates=self._managed.rates,
                 )
         except RefusalError:
-            if not self._may_trace_anew(entry, line, first, second):
+            if not self._may_trace_anew(entry, line, first, second, walk):
                 raise
             return
+        line.straddling = 0
         for text in omissions(second, self._options.allow):
             self._refusals.warn(text)
         self._runner.plan = line.plan
@@ -262,7 +265,7 @@ class Stages:
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
-    def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace) -> bool:
+    def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace, walk: Walk) -> bool:
         """Whether two traces that differ say nothing of the step, which then has others."""
         moved = second.moved_since(first)
         if moved is not None and not line.traced_anew:
@@ -275,6 +278,13 @@ class Stages:
             line.reordered += 1
             entry.warm = self._options.warmup_steps - 2 ** (line.reordered + 1)
             self._stats.note("traced anew: autograd's engine ran the same operators in another order one step before")
+            return True
+        changed = changed_between(first, second, walk, self._options.allow)
+        line.straddling += changed is not None
+        if changed is not None and line.straddling < _STRADDLING:
+            # An epoch ended, say: the second trace may be one of a pair with the next, and this step is its own.
+            line.traces = [second]
+            self._stats.note(f"traced anew: {changed}")
             return True
         return False
 

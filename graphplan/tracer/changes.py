@@ -116,12 +116,12 @@ class Recorder:
             if isinstance(scalar.container, Numbers):
                 continue
             value = scalar.get()
-            old = self.scalars.get(path, _ABSENT)
+            old = self.scalars.get(path, ABSENT)
             if not same_value(old, value) and not (grown and path.startswith(grown)):
                 found.scalars[path] = (old, value)
         for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():
             if not (grown and path.startswith(grown)):
-                found.scalars[path] = (self.scalars[path], _ABSENT)
+                found.scalars[path] = (self.scalars[path], ABSENT)
         return found, now
 
     def _is_held(self, path: str, now: Walk) -> bool:
@@ -194,7 +194,8 @@ class _Absent:
         return "nothing"
 
 
-_ABSENT = _Absent()
+ABSENT = _Absent()
+"""Stands for the value of a place that has none."""
 
 
 def same_value(first: Any, second: Any) -> bool:

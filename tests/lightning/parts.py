@@ -202,9 +202,12 @@ def fit(
     batch: int = BATCH,
     sizes: Iterable[int] | None = None,
     more: Sequence[Callback] = (),
+    validates: bool = True,
     **options: Any,
 ) -> Fit:
-    """Seed, build and fit; without ``callback`` this is the eager twin. ``sizes`` gives each batch its own size."""
+    """Seed, build and fit; without ``callback`` this is the eager twin. ``sizes`` gives each batch its own size.
+    Without ``validates``, the module has validation loaders of its own, if any.
+    """
     torch.manual_seed(0)
     module, observer = make(), Observer()
     trainer = trainer_of(folder, [observer, *more, *([callback] if callback else [])], **options)
@@ -212,7 +215,7 @@ def fit(
     with warnings.catch_warnings():
         ignore_lightning_warnings()
         data = loaders(batch) if sizes is None else (sized_loader(sizes), loaders()[1])
-        trainer.fit(module, *data, ckpt_path=resume, weights_only=False)
+        trainer.fit(module, *data[: 1 + validates], ckpt_path=resume, weights_only=False)
     return Fit(module, trainer, observer, callback, folder)
 
 

@@ -19,6 +19,7 @@ from graphplan import RecaptureError
 from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_same_fits, fit, tape
 from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.lightning.test_manual import Stepping
+from tests.zoo import Lookahead
 
 EVENT = "another optimizer: the step is captured anew"
 
@@ -265,3 +266,19 @@ def test_an_eager_backend_has_nothing_to_capture_anew(tmp_path: Path) -> None:
     assert callback.stats.eager == 30
     assert not callback.stats.events
     assert torch.isfinite(found.trainer.callback_metrics["train_loss"])
+
+
+def _lookahead(params: Any) -> Any:
+    return Lookahead(AdamW(params, lr=1e-2, fused=True))
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_wrapper_without_hooks_steps_on_the_host(on_failure: str, tmp_path: Path) -> None:
+    """It never called ``Optimizer.__init__``: forward and backward are replayed without it."""
+    make = partial(LitDigits, _lookahead, None)
+    expected = fit(make, tmp_path / "eager")
+    found = fit(make, tmp_path / "graphed", tape(on_failure=on_failure))
+    assert_same_fits(expected, found)
+    assert found.callback.stats.replayed >= 15, found.callback.report()
+    text = "optimizer runs eagerly after the replay of forward and backward: Lookahead cannot be captured"
+    assert text in found.callback.report()

@@ -1,0 +1,36 @@
+"""What host code did between two traces: two that differ by that say nothing of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from graphplan.compiler.effects import is_allowed
+from graphplan.owners import Scalar, Walk
+from graphplan.tracer import Trace, same_value
+from graphplan.tracer.changes import ABSENT
+
+
+def changed_between(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
+    """The Python value on which the step may depend and which was another one when the first trace began, not by the
+    first step's doing; described, or None. ``walk`` is over the owners after the second trace.
+    """
+    grown = tuple(f"{path}[" for path in (*first.changes.appended, *first.changes.moved))
+    for path, scalar in walk.scalars.items():
+        then, now = (trace.entry_scalars.get(path, ABSENT) for trace in (first, second))
+        if same_value(then, now) or is_allowed(path, allow) or (grown and path.startswith(grown)):
+            continue
+        made = ABSENT if path in first.changes.rebindings else then
+        is_hosts = not same_value(first.changes.scalars.get(path, (then, made))[1], now)
+        if (is_hosts and _is_read(scalar, first, second)) or _is_reset(path, scalar, first, second):
+            return f"{path} was {then!r} one step before and is {now!r}"
+    return None
+
+
+def _is_read(scalar: Scalar, first: Trace, second: Trace) -> bool:
+    return any(trace.reads.covers(scalar) or trace.reads.may_cover(scalar) for trace in (first, second))
+
+
+def _is_reset(path: str, scalar: Scalar, first: Trace, second: Trace) -> bool:
+    """Whether both steps assign one value where somebody had put a tensor before the first (``_computed = None``)."""
+    held_tensor = path in first.entry_paths and path not in second.changes.scalars
+    return held_tensor and all(trace.reads.may_store(scalar) for trace in (first, second))

@@ -1,0 +1,200 @@
+"""What the host changes between the two traces of a plan: they say nothing of each other, and others are made."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import HostEffectError, HostScalarError, SkipReason
+from tests.twins import (
+    BEFORE_REPLAY,
+    LAST_TRACE,
+    SECOND_TRACE,
+    WARMUP,
+    Rig,
+    assert_equals_eager,
+    assert_falls_back,
+    assert_refused,
+    assert_same_runs,
+    build,
+    drive,
+    line_of,
+    managed,
+)
+from tests.zoo import CALLS, attributes, updating_rig
+
+BETWEEN = WARMUP
+"""The call after which the host acts: the first trace."""
+SETTINGS = SimpleNamespace(factor=1.0)
+
+
+def events_of(step: Any) -> list[str]:
+    """What the report says of new traces."""
+    return [text for text in step.stats.events if text.startswith("traced anew")]
+
+
+def scaled(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss * model.scale  # culprit
+
+
+def chosen(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss.exp() if model.scale > 1 else loss.sin()
+
+
+def shown(model: Any, x: Tensor, loss: Tensor) -> Any:
+    return model.scale
+
+
+def with_default(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss * getattr(model, "late", 1.0)
+
+
+def by_setting(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss * SETTINGS.factor
+
+
+def set_once(when: int, model: Any, index: int) -> None:
+    """The host's one change, of all that the steps here read."""
+    if index == when:
+        model.scale = model.late = SETTINGS.factor = 2.0
+
+
+READERS = [scaled, chosen, shown, with_default, by_setting]
+NAMES = {with_default: r"model\.late was nothing", by_setting: r".*SETTINGS\.factor was 1\.0"}
+
+
+def reading_rig(update: Callable[..., Any], after: Callable[..., Any]) -> Rig:
+    SETTINGS.factor = 1.0
+    return updating_rig(update, attributes(scale=1.0), after)
+
+
+@pytest.mark.parametrize("update", READERS, ids=lambda update: update.__name__)
+def test_a_value_that_is_set_between_the_traces(update: Callable[..., Any]) -> None:
+    """The second trace is the first of another pair: one more step comes before the capture."""
+    make = partial(reading_rig, update, partial(set_once, BETWEEN))
+    step = assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - 1)
+    (event,) = events_of(step)
+    name = NAMES.get(update, r"model\.scale was 1\.0")
+    assert re.fullmatch(rf"traced anew: {name} one step before and is 2\.0", event)
+    assert event in step.report()
+
+
+@pytest.mark.parametrize("phase", range(8))
+def test_a_value_that_is_set_now_and_then(phase: int) -> None:
+    """As often as an epoch ends, wherever in it the traces are."""
+
+    def grow(model: Any, index: int) -> None:
+        model.scale += (index + phase) % 8 == 0
+
+    make = partial(reading_rig, scaled, grow)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.captured > 1
+    assert step.stats.replayed > 0
+    assert not step.stats.skipped.keys() - {SkipReason.SHAPE}
+
+
+def test_a_layers_setting_that_is_set_between_the_traces() -> None:
+    """A probability that only torch's own code reads."""
+
+    def quieter(model: Any, index: int) -> None:
+        if index == BETWEEN:
+            model.drop.p = 0.5
+
+    prepare = attributes(drop=partial(nn.Dropout, 0.25))
+    make = partial(updating_rig, lambda model, x, loss: model.drop(x), prepare, quieter)
+    step = assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - 1)
+    assert events_of(step) == ["traced anew: model.drop.p was 0.25 one step before and is 0.5"]
+
+
+def test_a_value_that_is_set_after_every_call() -> None:
+    """It is refused as before, after two more traces."""
+
+    def halve(model: Any, index: int) -> None:
+        model.scale /= 2
+
+    make = partial(reading_rig, scaled, halve)
+    text = r"gets other=0\.015625 on one step and other=0\.0078125 on the next; a replay would freeze the first"
+    halved = partial(updating_rig, scaled, attributes(scale=0.5), halve)
+    assert_refused(halved, HostScalarError, line_of(scaled), text, done=LAST_TRACE)
+    assert_falls_back(make, SkipReason.HOST_SCALAR, r"gets other=0\.\d+ on one step and other=0\.\d+ on the next")
+
+
+def test_values_that_are_set_one_after_the_other() -> None:
+    """Two changes in a row are still by chance."""
+
+    def set_both(model: Any, index: int) -> None:
+        set_once(BETWEEN, model, index)
+        if index == BETWEEN + 1:
+            model.scale = 3.0
+
+    step = assert_equals_eager(partial(reading_rig, scaled, set_both), replayed=CALLS - BEFORE_REPLAY - 2)
+    assert len(events_of(step)) == 2
+
+
+def counted(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.scale += 1
+    return loss * model.scale  # culprit
+
+
+def latched(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.scale = model.scale * 2 if model.scale < 16 else 0.5
+    return loss * model.scale  # culprit
+
+
+@pytest.mark.parametrize("update", [counted, latched])
+def test_what_the_step_itself_changes_is_refused_at_once(update: Callable[..., Any]) -> None:
+    make = partial(reading_rig, update, lambda model, index: None)
+    assert_refused(make, HostScalarError, line_of(update), r"gets other=", done=SECOND_TRACE)
+
+
+def test_what_the_step_appends_is_refused_at_once() -> None:
+    """What it finds in a list that it made longer is its own doing."""
+
+    def append(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        model.seen.append(7 * len(model.seen))
+        return loss * model.seen[-1]
+
+    make = partial(updating_rig, append, attributes(seen=list))
+    assert_refused(make, HostScalarError, r"gets other=21 on one step and other=28", done=SECOND_TRACE)
+
+
+class Cached:
+    """Drops what somebody worked out from its total when that changes, as metrics do."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+        self.computed: Tensor | None = None
+
+    def add(self, value: Tensor) -> None:
+        """Add to the total."""
+        self.computed = None
+        self.total += value
+
+
+def adding(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.metric.add(loss.detach())
+
+
+def test_a_tensor_that_the_host_leaves_where_the_step_puts_nothing() -> None:
+    """The first trace finds it and the second does not, though both do the same."""
+
+    def work_out(when: int, model: Any, index: int) -> None:
+        if index == when:
+            model.metric.computed = model.metric.total * 2
+
+    make = partial(updating_rig, adding, attributes(metric=Cached), partial(work_out, BETWEEN - 1))
+    step = assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - 1)
+    assert events_of(step) == ["traced anew: model.metric.computed was nothing one step before and is None"]
+    make = partial(updating_rig, adding, attributes(metric=Cached), lambda model, index: work_out(index, model, index))
+    assert_refused(make, HostEffectError, r"changes model\.metric\.computed in Python", done=SECOND_TRACE)
