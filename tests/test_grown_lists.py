@@ -280,6 +280,32 @@ def test_code_of_any_kind_is_followed_to_its_end(code: Any) -> None:
     assert not any(look.name in ("items", "other") for look in looks_of(code))
 
 
+def _append_dict(model: Any, x: Tensor, loss: Tensor) -> None:
+    pair = {"pair": (x.mean(), "a"), "sums": [x.sum()]}
+    model.seen.append({"loss": loss.detach(), "size": len(x), "inner": pair})
+
+
+def _append_tuple(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.seen.append((loss.detach(), {"size": len(x)}, [x.sum()]))
+
+
+def _append_deep(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.hist["loss"].append({"loss": loss.detach(), "size": len(x)})
+
+
+def _clear(model: Any, index: int) -> None:
+    if index % 10 == 9:
+        model.seen.clear()
+        model.hist["loss"].clear()
+
+
+@pytest.mark.parametrize("append", [_append_dict, _append_tuple, _append_deep])
+def test_items_that_hold_more_are_cleared(append: Update) -> None:
+    """An epoch's end clears the list: what lay in its items was never looked at, and is no reason to capture anew."""
+    make = partial(updating_rig, append, attributes(seen=list, hist=lambda: {"loss": []}), _clear)
+    assert_equals_eager(make, verify="off")
+
+
 def _appends(model: Any, x: Tensor, loss: Tensor) -> Tensor:
     model.seen.append(loss.detach())
     return x * model.settings["scale"]

@@ -232,6 +232,8 @@ def find_reads(
                     f"the step's results do not depend on it, pass allow=({path!r},)"
                 )
             continue
+        if grown.hides(path, scalar):
+            continue
         sure = any(trace.reads.covers(scalar) for trace in (first, second))
         if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
             continue

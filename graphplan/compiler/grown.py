@@ -9,7 +9,7 @@ from itertools import chain
 from types import CodeType
 from typing import Any
 
-from graphplan.owners import Cell, Items, Scalar, Walk
+from graphplan.owners import MAX_ITEMS, Cell, Items, Scalar, Walk, home
 from graphplan.tracer import Trace
 from graphplan.tracer.looks import Look, looks_of
 from graphplan.tracer.source import Source
@@ -57,8 +57,9 @@ class Grown:
                 self._holders.setdefault(id(value), []).append((container, key))
             self._owners = {id(inner): thing for thing, inner in walk.attributes}
         self._seen: dict[str, str] = {}
-        for path, items in self._lists.items():
-            self._note_look(path, items)
+        left = [path for path, items in self._lists.items() if not self._is_looked_at(path, items)]
+        self._hidden = {id(self._lists[path]) for path in left}
+        self._rests = {f"{path}[{MAX_ITEMS}:]" for path in left}
 
     def look(self, path: str) -> str | None:
         """Where code may see more of a list than that it is one to append to."""
@@ -66,15 +67,37 @@ class Grown:
         forgets = getattr(self._lists.get(path), "maxlen", None) is not None
         return None if forgets else self._seen.get(path)
 
-    def _note_look(self, path: str, items: Items) -> None:
+    def hides(self, path: str, scalar: Scalar) -> bool:
+        """Whether ``scalar`` is seen in the items of lists that the step only appends to, and nowhere else."""
+        if not self._hidden:
+            return False
+        return path in self._rests or self._is_hidden(home(scalar.container), set())
+
+    def _is_hidden(self, thing: Any, met: set[int]) -> bool:
+        if id(thing) in self._hidden:
+            return True
+        if id(thing) in met:
+            return False
+        met.add(id(thing))
+        if id(thing) in self._owners:
+            return self._is_hidden(self._owners[id(thing)], met)
+        holders = self._holders.get(id(thing), ())
+        return bool(holders) and all(self._is_hidden(home(container), met) for container, _ in holders)
+
+    def _is_looked_at(self, path: str, items: Items) -> bool:
+        """Whether code looks at a list or at what is in it. Where it does at the list is noted."""
         names = set(self._names(items, self._walk.objects.get(f"len({path})")))
+        found = False
         for code, owner in self._codes:
             if not any(_mentions(code, name.name.removeprefix(".")) for name in names):
                 continue
             for look in sorted(looks_of(code), key=lambda look: look.line):
-                if any(name.fits(look, owner) and name.is_seen(look) for name in names):
+                fitting = [name for name in names if name.fits(look, owner)]
+                found = found or bool(fitting)
+                if any(name.is_seen(look) for name in fitting):
                     self._seen[path] = str(Source(code.co_filename, look.line, code.co_name, "step"))
-                    return
+                    return True
+        return found
 
     def _names(self, items: Items, length: Scalar | None) -> Iterator[_Name]:
         found = list(self._names_of(items, 0, set()))
