@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from graphplan.compiler.grown import Grown
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
 from graphplan.owners import Contents, Numbers, Walk, unseen
 from graphplan.plan import Append, Assignment, Counter
@@ -245,20 +246,20 @@ def find_reads(
     """
     own = {counter.path for counter in counters}
     paths = []
-    grown = {f"len({path})": path for path in {**first.changes.appended, **second.changes.appended}}
+    grown = Grown(first, second, walk)
     for path, scalar in {**walk.scalars, **walk.objects}.items():
         if path in own or is_allowed(path, allow):
             continue
-        if path in grown:
-            names = {scalar.attribute.removeprefix("."), (scalar.name or "").removeprefix(".")}
-            asked = not names.isdisjoint(first.reads.sized | second.reads.sized)
-            # Of a deque that forgets, code asks whether it is full, which is guarded.
-            forgets = getattr(walk.lists.get(grown[path]), "maxlen", None) is not None
-            if asked and not forgets and not is_allowed(grown[path], allow):
+        if path in grown.lengths:
+            look = grown.look(grown.lengths[path])
+            if look is not None and not is_allowed(grown.lengths[path], allow):
                 raise HostScalarError(
-                    f"the step's code asks for {path}, which the step itself makes longer; a replay would keep one "
-                    f"length. Count in a tensor, or, if the step's results do not depend on it, pass allow=({path!r},)"
+                    f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
+                    f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, if "
+                    f"the step's results do not depend on it, pass allow=({path!r},)"
                 )
+            continue
+        if grown.hides(path, scalar):
             continue
         sure = any(trace.reads.covers(scalar) for trace in (first, second))
         if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):

@@ -32,9 +32,8 @@ class Names:
     there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
     or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
-    ``sized`` attributes and variables whose length is asked for, ``imports`` the modules that are imported, each with
-    its level (1 for ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out
-    (``vars(self)``, ``getattr(self, name)``).
+    ``imports`` the modules that are imported, each with its level (1 for ``from . import x``); ``dynamic`` code takes
+    attributes by names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
     """
 
     dynamic: bool
@@ -46,7 +45,6 @@ class Names:
     variables: frozenset[str]
     read: frozenset[str]
     asked: frozenset[str]
-    sized: frozenset[str]
 
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
@@ -98,7 +96,7 @@ def _find_names(code: CodeType) -> Names:
         attributes.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
     read = {name for name, count in reads.items() if count > counted[name]}
     asked, dynamic = _by_name(steps)
-    groups = (attributes, methods, set(stores), assigned, variables, read, asked, _sized(steps))
+    groups = (attributes, methods, set(stores), assigned, variables, read, asked)
     return Names(dynamic, _imported(steps), *map(frozenset, groups))
 
 
@@ -125,18 +123,6 @@ def _imported(steps: list[dis.Instruction]) -> frozenset[tuple[str, int]]:
         for index, step in enumerate(steps)
         if step.opname == "IMPORT_NAME"
     )
-
-
-def _sized(steps: list[dis.Instruction]) -> set[str]:
-    """Attributes and variables that ``len`` is asked about."""
-    found: set[str] = set()
-    for index, step in enumerate(steps):
-        if step.opname in _LOADS and step.argval == "len":
-            rest = steps[index + 1 :]
-            end = next((number for number, later in enumerate(rest) if later.opname in _CALLS), 0)
-            if end and rest[end - 1].opname in (*_LOADS, "LOAD_ATTR"):
-                found.add(str(rest[end - 1].argval))
-    return found
 
 
 def _second_argument(steps: list[dis.Instruction]) -> str | None:
