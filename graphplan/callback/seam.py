@@ -5,6 +5,7 @@ A seam stands on instances, never on classes, and is taken off again. What the s
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,12 +28,20 @@ from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
 from graphplan.containers import Literals
-from graphplan.errors import HostScalarError, RefusalError
+from graphplan.errors import FeedError, HostScalarError, RefusalError
+from graphplan.fed import Fed
 from graphplan.owners import Via
 from graphplan.plan import Plan
+from graphplan.signature import flatten
 from graphplan.stats import Stats
 from graphplan.step import Backends, CompiledModules, GraphedStep, Options, find_peers
-from graphplan.tracer import find_source, refuse_trace
+from graphplan.tracer import find_source, is_traced, refuse_trace
+
+_BATCH_CHANGED = (
+    "training_step puts something else into the container of its batch, or takes something out. With graphplan a step "
+    "gets a container of its own: hooks that come later, and the batch size that epoch means are weighted with, are "
+    "those of the batch as it came. Change a new container (batch = dict(batch)) to see the same without graphplan"
+)
 
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
@@ -224,20 +233,34 @@ class Seam(ABC):
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
         assert self._context is not None
         kwargs = OrderedDict(self._context[2])
-        kwargs["batch"] = batch
+        kwargs["batch"] = own = _with_new_containers(batch)
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
+        fed = Fed((own,), {}).watch() if is_traced() else None
         try:
             out = with_logs(self._logs, lambda: body(kwargs))
         except BaseException:
             self._begun = [dict(vars(counter)) for counter in self._counters]
             raise
+        if fed is not None and fed.change() is not None:
+            warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)
         out["result"] = pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
         return {**out, "notes": self._wrapped.notes()}
 
     def _watched(self, batch_idx: int) -> int:
         return WatchedIndex(batch_idx, _refuse_index) if self._watches_index else batch_idx
+
+
+def _with_new_containers(batch: Any) -> Any:
+    """``batch`` as each step gets it: replays would leave the loop's own containers alone, so that eager steps do."""
+    try:
+        feed = flatten((batch,), {})
+    except FeedError:
+        # It is run eagerly throughout.
+        return batch
+    (own,), _ = feed.rebuild(feed.leaves)
+    return own
 
 
 def optimizers_of(trainer: Trainer) -> dict[str, Any]:
