@@ -143,7 +143,10 @@ class AutomaticSeam(RenewingSeam):
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
-        if self._loop._skip_backward or "batch" not in kwargs:
+        if "batch" not in kwargs:
+            self._refuse_fetching()
+            return self._stock_run(optimizer, batch_idx, kwargs)
+        if self._loop._skip_backward:
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
         if optimizer is not self._optimizer and not self._renew():
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))

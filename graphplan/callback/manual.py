@@ -48,6 +48,7 @@ class ManualSeam(RenewingSeam):
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``manual_optimization.run``."""
         if "batch" not in kwargs:
+            self._refuse_fetching()
             return self._stock_run(kwargs)
         if not self._are_same() and not self._renew():
             return self._stock_run(self._on_device(kwargs))

@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from graphplan.callback.seam import Figures, Seam
-from graphplan.errors import RecaptureError, SkipReason
+from graphplan.errors import FeedError, RecaptureError, RefusalError, SkipReason
 from graphplan.stats import Stats
 
 _PAYS = 16
@@ -28,6 +28,7 @@ class RenewingSeam(Seam):
         self._past = Figures()
         self._unpaid = 0
         self._refused: RecaptureError | None = None
+        self._fetches: FeedError | None = None
 
     @abstractmethod
     def _begin(self) -> None:
@@ -68,13 +69,44 @@ class RenewingSeam(Seam):
             self._steps, self._counters, self.notes, self._context = [], [], [], None
             self._end()
         if self._refused is not None:
-            self._past.stats.eager += 1
-            self._past.stats.skip(self._refused.reason, str(self._refused))
+            self._count(self._refused)
             return False
         if self._options.backend != "eager":
             self._past.stats.note("another optimizer: the step is captured anew")
         self._begin()
         return True
+
+    def _count(self, error: RefusalError) -> None:
+        """Count a step that is eager because of ``error``, and not through one of the graphed steps."""
+        self._past.stats.eager += 1
+        if self._options.backend == "eager":
+            self._past.stats.skip(SkipReason.BACKEND_EAGER)
+        else:
+            self._past.stats.skip(error.reason, str(error))
+
+    def _refuse_fetching(self) -> None:
+        """Count a step that takes its batches from the loader itself: nothing is known of them before it runs.
+
+        Raises:
+            FeedError: if no step was ever replayed, and the user wants to know.
+        """
+        if self._fetches is None:
+            error = FeedError(
+                "training_step takes dataloader_iter and fetches its batches itself, so that nothing could be copied "
+                "to where a replay reads. Expected a step that is given its batch: take batch in training_step, "
+                "def training_step(self, batch, batch_idx)"
+            )
+            self._tell(error)
+            self._fetches = error
+        self._count(self._fetches)
+
+    def _tell(self, error: RefusalError) -> None:
+        """Raise, or say once that steps are eager."""
+        if self._options.backend == "eager":
+            return
+        if self._must_raise():
+            raise error
+        warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=5)
 
     def _check_churn(self) -> None:
         """Count optimizers that did not stay for long enough, where nothing else keeps training eager."""
@@ -90,7 +122,5 @@ class RenewingSeam(Seam):
             "step has to be captured anew each time. Expected an optimizer to stay for a while. Keep it, and change "
             f"its groups or load a state into it (optimizer.load_state_dict), or raise max_recaptures (now {most})"
         )
-        if self._must_raise():
-            raise error
-        warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=4)
+        self._tell(error)
         self._refused = error

@@ -12,9 +12,9 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAccuracy, MulticlassAccuracy
 
-from graphplan import CaptureError, GeneratorSeekError, HostSyncError
+from graphplan import CaptureError, FeedError, GeneratorSeekError, HostSyncError, SkipReason
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
-from tests.lightning.rows_of_parts import Checkpointed, Network
+from tests.lightning.rows_of_parts import Checkpointed, Manual, Network
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -101,3 +101,34 @@ def test_a_compiler_with_other_numbers(tmp_path: Path) -> None:
         found = fit(_compiled, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=1)
     assert_same_fits(expected, found)
     assert found.callback.stats.replayed == 0
+
+
+def _fetching(self: Any, dataloader_iter: Any) -> Tensor:
+    batch, _, _ = next(dataloader_iter)
+    return self.loss_of(batch)
+
+
+class _Fetching(Manual):
+    def training_step(self, dataloader_iter: Any) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(_fetching(self, dataloader_iter))
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter` (step flavor|argument)")
+@pytest.mark.parametrize("make", [with_step(_fetching), _Fetching], ids=["automatic", "manual"])
+def test_a_step_that_fetches_its_batches(make: Any, tmp_path: Path) -> None:
+    """Its steps are counted, and the user is told what to take instead."""
+    text = "training_step takes dataloader_iter and fetches its batches itself.*take batch in training_step"
+    with pytest.raises(FeedError, match=text):
+        fit(make, tmp_path / "raise", tape(), max_epochs=1)
+    expected = fit(make, tmp_path / "eager", max_epochs=2)
+    with pytest.warns(UserWarning, match=text) as caught:
+        found = fit(make, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=2)
+    assert sum("runs this step eagerly" in str(warning.message) for warning in caught) == 1
+    assert_same_fits(expected, found)
+    stats = found.callback.stats
+    assert (stats.calls, stats.eager, stats.skipped) == (20, 20, {SkipReason.FEED: 20})
+    found = fit(make, tmp_path / "untouched", tape(backend="eager"), max_epochs=1)
+    assert found.callback.stats.skipped == {SkipReason.BACKEND_EAGER: 10}
