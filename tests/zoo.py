@@ -281,3 +281,8 @@ def attributes(**values: Any) -> Callable[[nn.Module], None]:
             setattr(model, name, value() if callable(value) else value)
 
     return prepare
+
+
+def update_by_number(param: Tensor, mean: Tensor, lr: float, step: int) -> None:
+    """What an optimizer has in a file of its own, as third parties do: a number that changes in each step."""
+    param.add_(mean, alpha=-lr / (1 - 0.9**step))

@@ -6,9 +6,9 @@ import dis
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType, ModuleType
 from typing import Any, TypeVar
 
@@ -223,6 +223,7 @@ def _component(frame: FrameType | None) -> _Component:
     the optimizer's own, which is what tells them apart.
     """
     others: dict[str, None] = {}
+    within: list[CodeType] = []
     while frame is not None:
         code = frame.f_code
         try:
@@ -235,13 +236,26 @@ def _component(frame: FrameType | None) -> _Component:
                 # A scaler's step takes no closure: whatever runs in it serves the optimizer.
                 return ("optimizer", type(frame.f_locals.get("optimizer")).__name__, True)
             if isinstance(stepper, torch.optim.Optimizer):
-                return ("optimizer", type(stepper).__name__, False) if others.keys() <= {code.co_filename} else _STEP
+                is_own = others.keys() <= {code.co_filename} or _is_beside_closure(frame.f_locals, within)
+                return ("optimizer", type(stepper).__name__, False) if is_own else _STEP
         if place.runs_step:
             break
         if not place.serves:
             others[code.co_filename] = None
+        within.append(code)
         frame = frame.f_back
     return _STEP
+
+
+def _is_beside_closure(local: Mapping[str, Any], within: Collection[CodeType]) -> bool:
+    """Whether an optimizer's step with those variables calls ``within`` by itself, and not through its closure."""
+    closure = local.get("closure", _STEP)
+    while isinstance(closure, partial):
+        closure = closure.func
+    if closure is None:
+        return True
+    code = getattr(getattr(closure, "__func__", closure), "__code__", None)
+    return code is not None and all(inner is not code for inner in within)
 
 
 def _may_serve_optimizer(filename: str) -> bool:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from graphplan import RecaptureError
 from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_same_fits, fit, tape
 from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.lightning.test_manual import Stepping
-from tests.zoo import Lookahead
+from tests.zoo import Lookahead, update_by_number
 
 EVENT = "another optimizer: the step is captured anew"
 
@@ -282,3 +282,36 @@ def test_a_wrapper_without_hooks_steps_on_the_host(on_failure: str, tmp_path: Pa
     assert found.callback.stats.replayed >= 15, found.callback.report()
     text = "optimizer runs eagerly after the replay of forward and backward: Lookahead cannot be captured"
     assert text in found.callback.report()
+
+
+class _Corrected(Optimizer):
+    """Its step counts in Python, and calls a function of another file."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(param))
+                state["step"] += 1
+                state["mean"].lerp_(param.grad, 0.1)
+                update_by_number(param, state["mean"], group["lr"], state["step"])
+        return loss
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_step_with_helpers_in_another_file_is_the_optimizers(on_failure: str, tmp_path: Path) -> None:
+    """It stays on the host; forward and backward, which run in its closure, are replayed."""
+    make = partial(LitDigits, _Corrected, None)
+    callback = tape(on_failure=on_failure)
+    assert_same_fits(fit(make, tmp_path / "eager"), fit(make, tmp_path / "graphed", callback))
+    assert callback.stats.replayed >= 15, callback.report()
+    assert "optimizer runs eagerly after the replay of forward and backward" in callback.report()
