@@ -6,9 +6,13 @@ Checks are off in here, so that it is guards that make the numbers eager's.
 from __future__ import annotations
 
 import builtins
+import csv
 import functools
 import importlib
+import io
+import json
 import logging
+import pickle
 import re
 import sys
 import warnings
@@ -16,6 +20,9 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from enum import Enum
+from pathlib import Path
+from pprint import pprint
+from queue import Queue, SimpleQueue
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -414,6 +421,82 @@ def test_a_step_that_logs_is_told_once(allow: tuple[str, ...]) -> None:
     assert len(told) == (0 if allow else 1)
     text = r"the step calls logging at test_blind_spots\.py:\d+ in step: .*info.*only eager calls will write"
     assert all(re.search(text, line) for line in told)
+
+
+def _warnings_of(write: Callable[[], object], **options: Any) -> list[str]:
+    """What a step that calls ``write`` is told in eight calls."""
+
+    def step(x: Tensor) -> Tensor:
+        write()
+        return x * 2
+
+    call = graph_step(step, backend="tape", **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(8):
+            call(torch.ones(2))
+    assert call.stats.replayed > 0
+    return [str(warning.message) for warning in caught]
+
+
+TARGETS: dict[str, Callable[[Path], Any]] = {
+    "text": lambda path: path.open("w"),
+    "bytes": lambda path: path.open("wb"),
+    "raw": lambda path: path.open("wb", buffering=0),
+    "string": lambda path: io.StringIO(),
+    "queue": lambda path: SimpleQueue(),
+    "path": lambda path: path,
+}
+WRITES: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "TextIOWrapper.write": ("text", lambda file: file.write("a line")),
+    "TextIOWrapper.writelines": ("text", lambda file: file.writelines(["a line"])),
+    "BufferedWriter.write": ("bytes", lambda file: file.write(b"a line")),
+    "FileIO.write": ("raw", lambda file: file.write(b"a line")),
+    "StringIO.write": ("string", lambda file: file.write("a line")),
+    "sys.stdout.write": ("path", lambda path: sys.stdout.write("a line")),
+    "sys.stderr.write": ("path", lambda path: sys.stderr.write("a line")),
+    "json.dump": ("text", lambda file: json.dump({"a": 1}, file)),
+    "pickle.dump": ("bytes", lambda file: pickle.dump(1, file)),
+    "writer.writerow": ("text", lambda file: csv.writer(file).writerow([1])),
+    "csv.writerow": ("text", lambda file: csv.DictWriter(file, ["a"]).writerow({"a": 1})),
+    "torch.save": ("path", lambda path: torch.save(1, path)),
+    "pathlib.write_text": ("path", lambda path: path.write_text("a line")),
+    "SimpleQueue.put": ("queue", lambda queue: queue.put(1)),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_step_that_writes_is_told_once(name: str, tmp_path: Path) -> None:
+    """Files, streams and queues get what eager calls write: the call and its line are named."""
+    kind, write = WRITES[name]
+    target = TARGETS[kind](tmp_path / "written")
+    told = _warnings_of(lambda: write(target))
+    text = (
+        rf"the step calls {re.escape(name)} at test_blind_spots\.py:\d+ in .*only eager calls will write\. Write after"
+    )
+    assert len(told) == 1
+    assert re.search(text, told[0])
+    assert re.search(rf"or pass allow=\('{re.escape(name)}',\)", told[0])
+    assert _warnings_of(lambda: write(target), allow=(name,)) == []
+    if isinstance(target, io.IOBase):
+        target.close()
+
+
+def test_what_libraries_write_is_not_told(tmp_path: Path) -> None:
+    """How they write is their affair, and what makes a string writes nothing."""
+    queue: Queue[int] = Queue()
+
+    def write() -> None:
+        warnings.warn("something odd", RuntimeWarning, stacklevel=1)
+        json.dumps({"a": 1})
+        pprint({"a": 1}, stream=file)
+        queue.put(1)
+
+    with (tmp_path / "written").open("w") as file:
+        told = _warnings_of(write)
+    assert [line for line in told if "the step calls" in line] == []
+    # What a queue of Python's own gets is repeated, as all that a step appends.
+    assert queue.qsize() == 8
 
 
 def test_what_is_weakly_referenced_and_reached_otherwise() -> None:

@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from queue import SimpleQueue
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -190,14 +190,12 @@ class Memory:
         vars(self).update(values)
 
 
-_HIDDEN: SimpleQueue[Any] = SimpleQueue()
-_HIDDEN.put(weakref.WeakKeyDictionary())
+_HIDDEN = itemgetter(weakref.WeakKeyDictionary())
 
 
 def _hidden() -> Any:
-    """What only a C extension's object leads to, as long as nobody takes it out."""
-    held = _HIDDEN.get()
-    _HIDDEN.put(held)
+    """What only a C extension's object leads to."""
+    _, (held,) = _HIDDEN.__reduce__()  # type: ignore[misc]
     return held
 
 

@@ -9,8 +9,8 @@ from graphplan.tracer import Trace
 
 
 def omissions(trace: Trace, allow: Sequence[str]) -> Iterator[str]:
-    """Warnings about what only the step's Python does: prints, calls of loggers and of extension modules, unless
-    ``allow`` has them.
+    """Warnings about what only the step's Python does: prints, calls of loggers, writes to files and queues, calls of
+    extension modules, unless ``allow`` has them.
     """
     if trace.prints and not is_allowed("print", allow):
         yield (

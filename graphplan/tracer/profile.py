@@ -30,6 +30,7 @@ from graphplan.tracer.source import file_of, find_source, is_library, is_ours, i
 from graphplan.tracer.spaces import Ran
 from graphplan.tracer.threads import STARTERS, STARTERS_IN_C, name_of_start
 from graphplan.tracer.watching import Watcher, new_watcher, watcher_of_thread
+from graphplan.tracer.writes import name_of_saving, name_of_write
 
 _IMPORTS = "<frozen importlib."
 
@@ -180,6 +181,7 @@ class Profile:
         self._codes[key] = code
         in_library = is_library(code.co_filename)
         if not known and in_library:
+            self.ran.note_write(name_of_saving(frame))
             if is_torchs(code.co_filename):
                 self.ran.note_torchs(frame)
             if owner is not None and not is_ours(code.co_filename):
@@ -198,6 +200,8 @@ class Profile:
             self._on_print()
         elif function in STARTERS_IN_C and not is_library(frame.f_code.co_filename):
             self.ran.threads.setdefault(f"_thread.{function.__name__}", find_source())
+        elif (writes := name_of_write(frame, function)) is not None:
+            self.ran.note_write(writes)
         elif (type(owner) if home is None else home) not in self._known:
             self._note_extension(frame, function)
 

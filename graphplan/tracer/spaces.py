@@ -52,7 +52,7 @@ class Ran:
         self.extensions: dict[str, str] = {}
         """Functions of extension modules that user code called, and where."""
         self.writers: dict[str, str] = {}
-        """Python's ``logging``, and methods of other loggers that wrote, and where."""
+        """Python's ``logging``, methods of other loggers, and what else wrote to files and queues, and where."""
         self.threads: dict[str, Source] = {}
         """Calls that had something run in another thread or process, and where."""
 
@@ -110,8 +110,12 @@ class Ran:
     def _note_writer(self, kind: type, name: str) -> None:
         home = f"{kind.__module__}."
         if any(home.startswith(module) and name.startswith(start) for module, start in _WRITERS):
-            label = "logging" if kind.__module__ == "logging" else f"{kind.__name__}.{name}"
-            self.writers.setdefault(label, str(find_source()))
+            self.note_write("logging" if kind.__module__ == "logging" else f"{kind.__name__}.{name}")
+
+    def note_write(self, label: str | None) -> None:
+        """Note that what is called ``label`` writes, if that is anything."""
+        if label is not None and label not in self.writers:
+            self.writers[label] = str(find_source())
 
     def name_torchs(self, names: Library) -> bool:
         """Add the functions that torch's own code calls by a global name to ``names``; whether any is new."""
