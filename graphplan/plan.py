@@ -126,6 +126,7 @@ class Plan:
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
         values: what those of ``reads`` and ``functions`` were before each traced step, by path.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
+        joined: slots that held one memory when the step began, as sets of paths.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
@@ -153,6 +154,7 @@ class Plan:
     functions: tuple[str, ...]
     values: Mapping[str, Any]
     shared: frozenset[int]
+    joined: tuple[frozenset[str], ...]
     names: UsedNames
     device: torch.device
     host_facts: tuple[str, ...]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.compiler.between import joined_slots
 from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
 from graphplan.compiler.effects import (
@@ -95,6 +96,7 @@ def build_plan(
         functions=functions,
         values=frozen({path: second.entry_scalars[path] for path in reads}),
         shared=_shared_with_owners(second, externals),
+        joined=tuple(joined_slots(second, second.externals)),
         names=_names_used(first.reads, second.reads),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),

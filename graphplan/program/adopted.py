@@ -211,7 +211,8 @@ class Adopted:
         for tensor in slot.tensors():
             for other in sharing.get(storage_id(tensor), ()):
                 apart = own.isdisjoint(storage_id(alias) for alias in self._aliases.get(other.path, ()))
-                if other.get() is not now and apart:
+                # One tensor in two slots that the recording reads and writes apart cannot lie in both places.
+                if apart and (other.get() is not now or other.path in self._aliases):
                     return f"{path} shares memory with {other.path} now"
         return None
 
