@@ -129,6 +129,7 @@ class Plan:
         values: what those of ``reads`` and ``functions`` were before each traced step, by path.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
+        joined: slots that held one memory when the step began, as sets of paths.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
@@ -158,6 +159,7 @@ class Plan:
     values: Mapping[str, Any]
     twins: frozenset[str]
     shared: frozenset[int]
+    joined: tuple[frozenset[str], ...]
     names: UsedNames
     device: torch.device
     host_facts: tuple[str, ...]
@@ -182,6 +184,13 @@ class Plan:
         """The tensors in ``walk`` that the step changes."""
         slots = [walk.slots[e.path] for e in self.externals if e.mutated and e.path in walk.slots]
         return [tensor for slot in slots for tensor in slot.tensors()]
+
+    def go_apart(self, one: str, other: str) -> bool:
+        """Whether the step cannot tell if two slots hold one memory when it begins: it replaces what is in one of them,
+        and does not write to what is in the other, or replaces that as well.
+        """
+        written = {external.path for external in self.externals if external.mutated} - self.replaced
+        return not self.replaced.isdisjoint((one, other)) and written.isdisjoint((one, other))
 
     def shared_leaves(self, feed: Feed, walk: Walk) -> frozenset[int]:
         """Leaves of the feed that share memory with :meth:`changed_tensors`."""

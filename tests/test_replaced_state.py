@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager
+from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, assert_same_runs, build, drive, managed
 from tests.zoo import CALLS, float_batches
 
 
@@ -212,3 +212,50 @@ CHANGES = [other_dictionary, other_dictionary_first, other_list, other_tensor, o
 def test_one_of_two_names_leads_elsewhere(change: Callable[[Host], None]) -> None:
     """What the step finds there is not what the other name leads to any more."""
     assert_equals_eager(lambda: named_rig(change), captured=2, replayed=CALLS - BEFORE_REPLAY - 4, verify="off")
+
+
+class Totals(nn.Module):
+    """Adds to one tensor in place before it reads another one, which it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(8)
+        self.mean = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total.add_(x.sum(0))
+        self.mean = self.mean * 0.5 + x.mean(0)
+        return self.mean + self.total
+
+
+def mean_from_total(model: Totals) -> None:
+    """What the step writes to first, where it then reads."""
+    model.mean = model.total
+
+
+def total_from_mean(model: Totals) -> None:
+    """The other way round."""
+    model.total = model.mean
+
+
+def part_of_total(model: Totals) -> None:
+    """Another tensor on that memory."""
+    model.mean = model.total.view(8)
+
+
+@pytest.mark.parametrize("first", [BEFORE_REPLAY - 2, BEFORE_REPLAY + 1])
+@pytest.mark.parametrize("change", [mean_from_total, total_from_mean, part_of_total])
+def test_what_the_step_writes_to_in_a_place_that_it_replaces(change: Callable[[Any], None], first: int) -> None:
+    """In that step, what it writes is what it reads: it is captured anew, before the first program or after it."""
+
+    def make() -> Rig:
+        model = Totals()
+        after = lambda index: change(model) if index == first else None  # noqa: E731
+        return Rig(model.forward, {"model": model}, [(x,) for x, _ in float_batches(CALLS)], after)
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY

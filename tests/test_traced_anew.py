@@ -198,3 +198,46 @@ def test_a_tensor_that_the_host_leaves_where_the_step_puts_nothing() -> None:
     assert events_of(step) == ["traced anew: model.metric.computed was nothing one step before and is None"]
     make = partial(updating_rig, adding, attributes(metric=Cached), lambda model, index: work_out(index, model, index))
     assert_refused(make, HostEffectError, r"changes model\.metric\.computed in Python", done=SECOND_TRACE)
+
+
+def recurrent(model: Any, x: Tensor, loss: Tensor) -> None:
+    h, c = model.h, model.c
+    model.h, model.c = h * 0.5 + loss.detach(), c * 0.25 + h + loss.detach()
+
+
+def reset(every: int, phase: int, model: Any, index: int) -> None:
+    """Both states in one tensor, which the next step binds anew."""
+    if index % every == phase:
+        model.h = model.c = torch.zeros(2)
+
+
+def recurrent_rig(every: int, phase: int) -> Rig:
+    states = attributes(h=partial(torch.zeros, 2), c=partial(torch.zeros, 2))
+    return updating_rig(recurrent, states, partial(reset, every, phase))
+
+
+@pytest.mark.parametrize("phase", range(2 * BEFORE_REPLAY))
+def test_two_states_that_are_reset_to_one_tensor_once(phase: int) -> None:
+    """Before the traces, between them, before the capture, or between replays: only traces tell."""
+    # Traces with and without say nothing of each other.
+    more = {2: 1, 3: 2}.get(phase, 0)
+    make = partial(recurrent_rig, 100, phase)
+    step = assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - more)
+    texts = events_of(step)
+    assert bool(texts) == bool(more)
+    assert all("model.c and model.h" in text for text in texts)
+
+
+@pytest.mark.parametrize("phase", range(7))
+def test_two_states_that_are_reset_to_one_tensor_now_and_then(phase: int) -> None:
+    make = partial(recurrent_rig, 7, phase)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= 6
+
+
+def test_two_states_that_are_always_reset_to_one_tensor() -> None:
+    assert_equals_eager(partial(recurrent_rig, 1, 0))

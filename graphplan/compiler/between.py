@@ -11,9 +11,13 @@ from graphplan.tracer.changes import ABSENT
 
 
 def changed_between(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
-    """The Python value on which the step may depend and which was another one when the first trace began, not by the
-    first step's doing; described, or None. ``walk`` is over the owners after the second trace.
+    """What the step may depend on and was something else when the first trace began, not by the first step's doing;
+    described, or None. ``walk`` is over the owners after the second trace.
     """
+    return _changed_value(first, second, walk, allow) or _changed_sharing(first, second)
+
+
+def _changed_value(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
     grown = tuple(f"{path}[" for path in (*first.changes.appended, *first.changes.moved))
     for path, scalar in walk.scalars.items():
         then, now = (trace.entry_scalars.get(path, ABSENT) for trace in (first, second))
@@ -34,3 +38,21 @@ def _is_reset(path: str, scalar: Scalar, first: Trace, second: Trace) -> bool:
     """Whether both steps assign one value where somebody had put a tensor before the first (``_computed = None``)."""
     held_tensor = path in first.entry_paths and path not in second.changes.scalars
     return held_tensor and all(trace.reads.may_store(scalar) for trace in (first, second))
+
+
+def _changed_sharing(first: Trace, second: Trace) -> str | None:
+    """Slots with which the step works that held one memory when one trace began, and several for the other."""
+    for one, other, text in ((first, second, "shared"), (second, first, "did not share")):
+        held = joined_slots(other, other.entry_slots)
+        for paths in joined_slots(one, one.externals):
+            together = paths & other.entry_paths
+            if len(together) > 1 and not any(together <= others for others in held):
+                return f"{' and '.join(sorted(together)[:2])} {text} memory one step before"
+    return None
+
+
+def joined_slots(trace: Trace, storages: Iterable[int]) -> list[frozenset[str]]:
+    """Slots, gradients apart, that held one of ``storages`` together when the trace began."""
+    held = (trace.entry_slots.get(storage, ()) for storage in storages)
+    paths = (frozenset(slot.path for slot in slots if slot.param is None) for slots in held)
+    return [together for together in paths if len(together) > 1]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.compiler.between import joined_slots
 from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
 from graphplan.compiler.effects import (
@@ -99,6 +100,7 @@ def build_plan(
         values=frozen({path: second.entry_scalars[path] for path in reads}),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
+        joined=tuple(joined_slots(second, second.externals)),
         names=_names_used(first.reads, second.reads),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),

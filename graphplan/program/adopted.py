@@ -205,17 +205,15 @@ class Adopted:
 
     def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:
         """Why the slot's new memory must stay what it is: another slot, which lay elsewhere, lies there too."""
-        if self._is_replaced(path, slot):
-            return None
+        is_replaced = self._is_replaced(path, slot)
         own = {storage_id(alias) for alias in self._aliases[path]}
         for tensor in slot.tensors():
             for other in sharing.get(storage_id(tensor), ()):
                 known = self._aliases.get(other.path)
                 if known is None:
-                    apart = other.get() is not slot.get()
+                    apart = not is_replaced and other.get() is not slot.get()
                 else:
-                    # The step replaces what is in some slots: it goes on from memory of its own there.
-                    apart = other.path not in self._replaced and own.isdisjoint(map(storage_id, known))
+                    apart = not self._plan.go_apart(path, other.path) and own.isdisjoint(map(storage_id, known))
                 if apart:
                     return f"{path} shares memory with {other.path} now"
         return None

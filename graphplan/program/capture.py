@@ -148,11 +148,24 @@ def capture_program(
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
-    """The first Python value that the step reads and that is not what it was in the traces, described."""
+    """What the step works on and is not what it was in the traces, described: a Python value, or where slots lie."""
     for path, old in plan.values.items():
         value = walk.value(path)
         if value is not None and not same_value(old, new := value.get()):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
+    return _joined(plan, walk)
+
+
+def _joined(plan: Plan, walk: Walk) -> str | None:
+    """The first two slots that hold one memory now, where that matters, and did not in the traces, described."""
+    holders: dict[int | None, str] = {}
+    for path in {external.path: None for external in plan.externals if external.path is not None}:
+        slot = walk.slots.get(path)
+        for tensor in slot.tensors() if slot is not None and slot.param is None else ():
+            other = holders.setdefault(storage_id(tensor), path)
+            joined = other == path or any({other, path} <= together for together in plan.joined)
+            if not joined and not plan.go_apart(other, path):
+                return f"{other} and {path} share memory, and did not when the step was traced"
     return None
 
 
