@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphplan.fingerprint.groups import Group, Groups
+from graphplan.fingerprint.groups import PARAMETERS, Groups, difference
 from graphplan.fingerprint.hooks import Hooks
 from graphplan.fingerprint.values import Own, frozen, stays
 from graphplan.native.comparing import Row
@@ -216,8 +216,8 @@ def _within(label: str) -> str:
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
     rows = zip(labels, old, new, strict=False)
-    return [f"{label}: {_difference(a, b)}" for label, a, b in rows if not same_value(a, b)]
+    return [f"{label}: {_difference(label, a, b)}" for label, a, b in rows if not same_value(a, b)]
 
 
-def _difference(old: Any, new: Any) -> str:
-    return old.difference(new) if isinstance(old, Group) and isinstance(new, Group) else f"{old!r} then {new!r}"
+def _difference(label: str, old: Any, new: Any) -> str:
+    return difference(old, new) if label.endswith(PARAMETERS) and old and new else f"{old!r} then {new!r}"

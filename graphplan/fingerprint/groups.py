@@ -9,24 +9,23 @@ from typing import Any
 from graphplan.native.comparing import Checks, contents_of
 from graphplan.owners import Walk
 
+PARAMETERS = "['params']"
+"""How labels of groups' parameters end."""
 
-class Group(tuple[str, ...]):
-    """The paths of one group's parameters, in their order. Paths, since a loaded state dictionary leaves them alone,
-    and a parameter that is replaced by another one is the guards' affair.
-    """
 
-    __slots__ = ()
-
-    def difference(self, other: Group) -> str:
-        """What the first place that differs has, here and in ``other``, and how many more do."""
-        differ = [pair for pair in zip_longest(self, other, fillvalue="nothing") if pair[0] != pair[1]]
-        first, then = differ[0]
-        more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
-        return f"{first} then {then}{more}"
+def difference(old: tuple[str, ...], new: tuple[str, ...]) -> str:
+    """What the first place at which two groups' paths differ has in each, and how many more do."""
+    differ = [pair for pair in zip_longest(old, new, fillvalue="nothing") if pair[0] != pair[1]]
+    first, then = differ[0]
+    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+    return f"{first} then {then}{more}"
 
 
 class Groups:
     """The parameters in the groups of a walk's optimizers: with others, a group's hyper-parameters act on others.
+
+    ``values`` are the paths of each group's parameters, in their order. Paths, since a loaded state dictionary leaves
+    them alone, and a parameter that is replaced by another one is the guards' affair.
 
     A program's guards compare the groups' lists before each replay, so that nothing of these is compared there.
     """
@@ -35,9 +34,9 @@ class Groups:
         self._optimizers = list(walk.optimizers.values())
         self._parameters = self._now()
         paths = {number: path for number, (path, _) in walk.parameters.items()}
-        self.values = [Group(paths[id(param)] for param in params) for params in self._parameters]
+        self.values = [tuple(paths[id(param)] for param in params) for params in self._parameters]
         self.labels = [
-            f"{path}.param_groups[{index}]['params']"
+            f"{path}.param_groups[{index}]{PARAMETERS}"
             for path, optimizer in walk.optimizers.items()
             for index in range(len(optimizer.param_groups))
         ]
