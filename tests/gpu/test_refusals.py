@@ -23,6 +23,7 @@ from tests.facts import assert_same
 from tests.gpu.helpers import BACKEND, assert_like_eager, is_healthy, needs_cuda, on_device
 from tests.twins import (
     BEFORE_REPLAY,
+    LAST_TRACE,
     SECOND_TRACE,
     Record,
     Rig,
@@ -116,8 +117,8 @@ def _halve(model: Any, index: int) -> None:
 def test_a_device_constant_that_changes_is_refused() -> None:
     """``torch.tensor(value, device=...)`` with another value in each step: both values and the line are named."""
     make = on_device(lambda: updating_rig(moving_constant, attributes(temperature=0.5), _halve))
-    patterns = [line_of(moving_constant), r"0\.0625", r"0\.03125"]
-    assert_refused(make, HostScalarError, *patterns, done=SECOND_TRACE, backend=BACKEND)
+    patterns = [line_of(moving_constant), r"0\.015625", r"0\.0078125"]
+    assert_refused(make, HostScalarError, *patterns, done=LAST_TRACE, backend=BACKEND)
 
 
 @needs_cuda
