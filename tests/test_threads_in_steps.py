@@ -194,7 +194,9 @@ def feeding(model: Any, x: Tensor, loss: Tensor) -> Tensor:
 
 
 def test_what_the_standard_library_starts_for_itself_is_none_of_the_steps() -> None:
-    assert_equals_eager(partial(updating_rig, feeding, attributes()), verify="off")
+    # What is put there is lost, which is told, and another matter.
+    allow = ["multiprocessing.queues.put"]
+    assert_equals_eager(partial(updating_rig, feeding, attributes()), verify="off", allow=allow)
 
 
 TORCH, PACKAGES = Path(torch.__file__).parent, Path("/somewhere/site-packages")
