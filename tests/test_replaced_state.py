@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, assert_same_runs, build, drive, managed
+from tests.twins import BEFORE_REPLAY, SECOND_TRACE, Rig, assert_equals_eager, assert_same_runs, build, drive, managed
 from tests.zoo import CALLS, float_batches
 
 
@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.h, self.c = (state.detach() for state in self.cell(x, (self.h, self.c)))
         first, second = self.pair
-        self.pair = (second, first * 0.5 + self.h)
+        self.pair = (second, first * 0.5 + second * 0.25 + self.h)
         return self.h.sum() + self.pair[1].mean() + self.best.mean()
 
 
@@ -119,6 +119,13 @@ def reset_rig(reset: Callable[[Any], None], first: int, every: int) -> Rig:
 def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None], first: int) -> None:
     """Before the captured call, and before replays."""
     assert_equals_eager(lambda: reset_rig(reset, first, every=5), verify="off")
+
+
+@pytest.mark.parametrize("reset", [both, both_new, pair, one_from_the_other])
+def test_a_reset_between_traces(reset: Callable[[Any], None]) -> None:
+    """Traces with and without say nothing of each other."""
+    make = lambda: reset_rig(reset, SECOND_TRACE - 1, every=100)  # noqa: E731
+    assert_equals_eager(make, replayed=CALLS - BEFORE_REPLAY - 2, verify="off")
 
 
 @pytest.mark.parametrize(("first", "replayed"), [(BEFORE_REPLAY - 2, 10), (BEFORE_REPLAY + 1, 8)])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from graphplan.compiler.effects import is_allowed
 from graphplan.owners import Scalar, Walk
 from graphplan.tracer import Trace, same_value
 from graphplan.tracer.changes import ABSENT
+
+_AGAIN = " (again)"
 
 
 def changed_between(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
@@ -45,14 +48,18 @@ def _changed_sharing(first: Trace, second: Trace) -> str | None:
     for one, other, text in ((first, second, "shared"), (second, first, "did not share")):
         held = joined_slots(other, other.entry_slots)
         for paths in joined_slots(one, one.externals):
-            together = paths & other.entry_paths
+            together = frozenset(path for path in paths if path.removesuffix(_AGAIN) in other.entry_paths)
             if len(together) > 1 and not any(together <= others for others in held):
                 return f"{' and '.join(sorted(together)[:2])} {text} memory one step before"
     return None
 
 
 def joined_slots(trace: Trace, storages: Iterable[int]) -> list[frozenset[str]]:
-    """Slots, gradients apart, that held one of ``storages`` together when the trace began."""
-    held = (trace.entry_slots.get(storage, ()) for storage in storages)
-    paths = (frozenset(slot.path for slot in slots if slot.param is None) for slots in held)
-    return [together for together in paths if len(together) > 1]
+    """Slots, gradients apart, that held one of ``storages`` together when the trace began. A tuple that held it more
+    than once is there under another label, too.
+    """
+    found = []
+    for storage in storages:
+        count = Counter(slot.path for slot in trace.entry_slots.get(storage, ()) if slot.param is None)
+        found.append(frozenset([*count, *(path + _AGAIN for path, number in count.items() if number > 1)]))
+    return [together for together in found if len(together) > 1]
