@@ -110,6 +110,7 @@ class Plan:
             storage.
         replaced: those of ``carries`` whose old tensors the step only reads, so that whoever has these finds them
             unchanged.
+        moved: those of ``carries`` whose tensors stay, and get other memory.
         rebinds: slots that the step rebinds without reading what they held.
         counters: Python numbers that every step raises by the same amount.
         appends: lists and deques that every step appends to.
@@ -143,6 +144,7 @@ class Plan:
     externals: tuple[External, ...]
     carries: tuple[str, ...]
     replaced: frozenset[str]
+    moved: frozenset[str]
     rebinds: tuple[str, ...]
     counters: tuple[Counter, ...]
     appends: tuple[Append, ...]

@@ -6,13 +6,28 @@ Checks are off in here: replays have to be right by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
-from tests.twins import BEFORE_REPLAY, SECOND_TRACE, Rig, assert_equals_eager, assert_same_runs, build, drive, managed
+from graphplan import HostEffectError
+from graphplan.program import Program
+from tests.twins import (
+    BEFORE_REPLAY,
+    SECOND_TRACE,
+    Rig,
+    assert_equals_eager,
+    assert_refused,
+    assert_same_runs,
+    build,
+    drive,
+    managed,
+)
 from tests.zoo import CALLS, float_batches
 
 
@@ -266,3 +281,133 @@ def test_what_the_step_writes_to_in_a_place_that_it_replaces(change: Callable[[A
     step = managed(rig, verify="off")
     assert_same_runs(expected, drive(rig, step))
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
+
+
+def both_apart(host: Host) -> None:
+    """All names lead elsewhere, each to something else."""
+    host.mean, host.std, host.flat = torch.full((4,), 2.0), torch.full((4,), 3.0), torch.full((4,), 4.0)
+
+
+def rows(host: Host) -> None:
+    """One memory, but other parts of it."""
+    host.mean, host.std, host.flat = torch.arange(1.0, 13.0).view(3, 4)
+
+
+def overlapping(host: Host) -> None:
+    """Parts that have something in common."""
+    memory = torch.arange(1.0, 9.0)
+    host.mean, host.std, host.flat = memory[:4], memory[2:6], memory[4:]
+
+
+@pytest.mark.parametrize("change", [both_apart, rows, overlapping])
+def test_all_names_lead_to_different_things(change: Callable[[Host], None]) -> None:
+    """What was one memory is several."""
+    assert_equals_eager(lambda: named_rig(change), captured=2, replayed=CALLS - BEFORE_REPLAY - 4, verify="off")
+
+
+class Learned(nn.Module):
+    """A state that begins as parameters, as what the step writes to, or as a tensor with attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 8)
+        self.first = nn.Parameter(torch.randn(4, 8))
+        self.register_buffer("mean", torch.ones(4, 8))
+        self.h: Any = torch.zeros(4, 8)
+        self.asking = torch.ones(4, 8, requires_grad=True)
+        self.tag: Any = torch.ones(4, 8)
+        self.tag.note = "one"
+
+
+def learned_rig(begin: Callable[[Any], Tensor], every: int, first: int) -> Rig:
+    """A training step; the host begins anew now and then."""
+    model = Learned()
+    optimizer = SGD(model.parameters(), lr=0.1, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        model.mean.mul_(0.9)
+        optimizer.zero_grad()
+        h = model.cell(x, model.h)
+        loss = h.square().mean()
+        loss.backward()
+        optimizer.step()
+        model.h = h.detach()
+        return loss.detach()
+
+    def after(index: int) -> None:
+        if index >= first and (index - first) % every == 0:
+            model.h = begin(model)
+
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(step, owners, [(x[:4],) for x, _ in float_batches(CALLS)], after)
+
+
+BEGINNINGS: dict[str, Callable[[Any], Tensor]] = {
+    "a tensor that asks for gradients": lambda model: model.asking,
+    "a parameter's values": lambda model: model.first.detach(),
+    "a part of a weight": lambda model: model.cell.weight_hh.data[:4],
+    "what the step writes to": lambda model: model.mean,
+    "a tensor with attributes": lambda model: model.tag,
+}
+
+
+@pytest.mark.parametrize("first", [BEFORE_REPLAY - 2, BEFORE_REPLAY + 1])
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_what_a_state_begins_as_is_not_written_to(name: str, first: int) -> None:
+    """Neither at the capture nor by replays."""
+    make = partial(learned_rig, BEGINNINGS[name], 100, first)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY - 1
+
+
+def test_a_state_that_begins_in_each_step_as_what_is_written_is_refused() -> None:
+    """A replay would leave the new state there."""
+    make = partial(learned_rig, BEGINNINGS["what the step writes to"], 1, 0)
+    text = r"binds another tensor to model\.h, which begins as model\.mean: .* a copy: model\.h = model\.mean\.detach"
+    assert_refused(make, HostEffectError, text, done=BEFORE_REPLAY - 1)
+
+
+def test_a_state_that_is_fed_too() -> None:
+    """The caller's tensor stays what it is."""
+
+    def make() -> Rig:
+        model = Learned()
+        starts = [x[:4].clone() for x, _ in float_batches(CALLS)]
+
+        def step(x: Tensor, start: Tensor) -> Tensor:
+            model.h = model.h * 0.5 + x
+            return (model.h + start).sum()
+
+        def begin(index: int) -> None:
+            model.h = starts[index % CALLS]
+
+        begin(0)
+        calls: list[tuple[Any, ...]] = [
+            (x[:4], start) for (x, _), start in zip(float_batches(CALLS), starts, strict=True)
+        ]
+        return Rig(step, {"model": model}, calls, lambda index: begin(index + 1))
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.captured == 1
+
+
+def test_two_steps_of_one_state_take_turns_without_moving_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one step's programs write is where the other's look for it."""
+    moves: list[Program] = []
+    resync = Program.resync
+    monkeypatch.setattr(Program, "resync", lambda self: (moves.append(self), resync(self))[1])
+    rig = build(lambda: reset_rig(hidden, 1000, 1000))
+    steps = [managed(replace(rig, step=step), verify="off") for step in (rig.step, lambda x: rig.step(x) * 2)]
+    for args in rig.calls:
+        for step in steps:
+            step(*args)
+    assert [step.stats.replayed for step in steps] == [CALLS - BEFORE_REPLAY] * 2
+    assert len(moves) <= 2

@@ -83,6 +83,7 @@ def build_plan(
         externals=externals,
         carries=carries,
         replaced=find_replaced(carries, second),
+        moved=frozenset(moved),
         rebinds=rebinds,
         counters=counters,
         appends=appends,

@@ -209,7 +209,7 @@ def find_replaced(carries: Iterable[str], trace: Trace) -> frozenset[str]:
     return frozenset(
         path
         for path, rebinding in rebindings.items()
-        if not rebinding.moved and written.isdisjoint(place[0] for place in rebinding.before or ())
+        if rebinding.plain and not rebinding.moved and written.isdisjoint(place[0] for place in rebinding.before or ())
     )
 
 

@@ -25,6 +25,7 @@ from graphplan.owners.records import Scalar as Scalar
 from graphplan.owners.records import Slot as Slot
 from graphplan.owners.records import Via as Via
 from graphplan.owners.records import Walk as Walk
+from graphplan.owners.records import holds_plain as holds_plain
 from graphplan.owners.records import is_freed as is_freed
 from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id

@@ -57,6 +57,15 @@ def tensor_leaves(value: Any) -> list[Tensor]:
     return [leaf for item in value for leaf in tensor_leaves(item)] if isinstance(value, tuple) else []
 
 
+def holds_plain(value: Any) -> bool:
+    """Whether other tensors with the values of those in ``value`` are as good: nothing hangs on one of them."""
+    leaves = tensor_leaves(value)
+    return bool(leaves) and all(
+        type(leaf) is Tensor and leaf.layout is torch.strided and not (leaf.requires_grad or vars(leaf))
+        for leaf in leaves
+    )
+
+
 @dataclass(slots=True)
 class Scalar:
     """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.

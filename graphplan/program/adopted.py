@@ -13,9 +13,9 @@ from torch import Tensor
 
 from graphplan.dtensors import is_sharded, local
 from graphplan.guards import Guards
-from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import Slot, Walk, holds_plain, storage_id, tensor_leaves, walk_owners
 from graphplan.plan import Plan
-from graphplan.program.memory import is_plain, lay, memory_uses, places, with_leaves
+from graphplan.program.memory import lay, memory_uses, places, with_leaves
 from graphplan.roles import TensorSpec
 from graphplan.tracer import same_value
 from graphplan.unchanged import geometry
@@ -148,6 +148,9 @@ class Adopted:
                 if reason is not None:
                     return reason
                 moved.append((path, slot))
+        parted = self._parted(walk)
+        if parted is not None:
+            return parted
         for path, parameter in walk.parameters.values():
             if self._plan.entry_grads.get(path) == "none" and parameter.grad is not None:
                 return f"{path}.grad is set, and was not when the step was captured"
@@ -199,6 +202,8 @@ class Adopted:
                 )
         if not same_value(_others(held), _others(slot.get())):
             return f"{path} holds other values beside its tensors"
+        if path in self._replaced and not holds_plain(slot.get()):
+            return f"{path} holds a tensor that has attributes of its own"
         if [facts[-1] for facts in _geometries(slot.get())] != [facts[-1] for facts in self._geometries[path]]:
             return f"requires_grad of {path} changed"
         return None
@@ -218,9 +223,21 @@ class Adopted:
                     return f"{path} shares memory with {other.path} now"
         return None
 
+    def _parted(self, walk: Walk) -> str | None:
+        """Two slots that lay in one memory, and do not lie in one in the same way now, described."""
+        firsts: dict[int | None, tuple[str, Any]] = {}
+        for path, aliases in self._aliases.items():
+            slot = walk.slots[path]
+            for alias, tensor in zip(aliases, slot.tensors(), strict=False) if slot.param is None else ():
+                moved = (storage_id(tensor), local(tensor).data_ptr() - alias.data_ptr())
+                other, how = firsts.setdefault(storage_id(alias), (path, moved))
+                if how != moved:
+                    return f"{other} and {path} shared memory, and do not in the same way now"
+        return None
+
     def _is_replaced(self, path: str, slot: Slot) -> bool:
         """Whether the step only reads what is in the slot, and puts other tensors there: others are as good to it."""
-        return path in self._replaced and is_plain(slot.get())
+        return path in self._replaced and holds_plain(slot.get())
 
     def _kept(self, moved: list[tuple[str, Slot]]) -> str | None:
         """Why nothing can be copied to where old tensors lie: something else has that memory, or them."""
@@ -257,6 +274,10 @@ class Adopted:
         fresh = {id(leaf): leaf for _, slot in moved for leaf in slot.tensors()}
         new = Counter(map(storage_id, fresh.values()))
         shared = {path for path, slot in moved if any(n > new[s] for s, n in _others_uses(slot.tensors()).items())}
+        places_of: dict[int, set[int]] = {}
+        for path, slot in moved:
+            for leaf, place in zip(slot.tensors(), self._places[path], strict=True):
+                places_of.setdefault(id(leaf), set()).add(place)
         for (path, slot), old in zip(moved, olds, strict=True):
             held, now = self._held[path], slot.get()
             is_replaced = self._is_replaced(path, slot)
@@ -268,7 +289,9 @@ class Adopted:
                 for leaves in map(tensor_leaves, self._left(path)):
                     if not any(id(leaf) in fresh for leaf in leaves):
                         lay(leaves, old)
-                if is_replaced or self._is_home(slot):
+                # One tensor cannot lie in two places.
+                in_two = any(len(places_of[id(leaf)]) > 1 for leaf in slot.tensors())
+                if is_replaced or in_two or self._is_home(slot):
                     self._stand_in(path, slot)
                 else:
                     self._put_in(path, slot, shared=path in shared)
@@ -300,3 +323,9 @@ class Adopted:
 def _others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
     """How many tensors that are not the programs' have the memory behind each of ``tensors``, by storage."""
     return {s: count - sum(one.uses.get(s, 0) for one in _LIVE) for s, count in memory_uses(tensors).items()}
+
+
+def own_tensors() -> set[int]:
+    """Identities of what programs have bound where their steps replace what they find."""
+    held = (one._held.get(path) for one in _LIVE for path in one._replaced)
+    return {id(value) for value in held if value is not None}

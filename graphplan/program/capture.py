@@ -15,13 +15,14 @@ from graphplan.buffers import Buffers
 from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.fed import Fed
 from graphplan.marks import dressed
-from graphplan.owners import Sharding, Walk, come_to_rest, storage_id, walk_owners
+from graphplan.owners import Sharding, Walk, come_to_rest, holds_plain, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
+from graphplan.program.adopted import own_tensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import StaticInputs
 from graphplan.program.leases import Lease
-from graphplan.program.memory import is_plain, memory_uses, with_leaves
+from graphplan.program.memory import memory_uses, with_leaves
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
@@ -117,7 +118,7 @@ def capture_program(
     copied.load({})
     bound = copied.stand_ins
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
-    _make_homes(plan, feed, walk, homes, bound)
+    _make_homes(plan, walk, homes, bound)
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     bindings = Bindings(plan, walk, bound)
     body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
@@ -153,6 +154,9 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
         value = walk.value(path)
         if value is not None and not same_value(old, new := value.get()):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
+    for path in plan.replaced & walk.slots.keys():
+        if not holds_plain(walk.slots[path].get()):
+            return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"
     return _joined(plan, walk)
 
 
@@ -190,19 +194,29 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
             taken.add(storage_id(home))
 
 
-def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
+def _make_homes(plan: Plan, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
     """Bind carried slots that the step only replaces to tensors of the programs' own: replays write there, and whoever
     else has what lay in them (the zeros that a hidden state begins with) finds that unchanged.
+
+    Raises:
+        HostEffectError: if replays would write to what lies in another slot.
     """
-    sharing = walk.by_storage()
-    fed = {storage_id(leaf) for _, leaf in feed.tensors()}
-    for path in plan.replaced.difference(bound):
+    sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
+    for path in plan.carries:
         slot = walk.slots[path]
-        storages = list(map(storage_id, slot.tensors()))
-        is_own = slot.get() is homes.get(path) and all(sharing.get(s or 0) == [slot] for s in storages)
-        if not is_own and fed.isdisjoint(storages) and is_plain(slot.get()):
+        others = {other.path for tensor in slot.tensors() for other in sharing.get(storage_id(tensor) or 0, ())} - {
+            path
+        }
+        if path in bound or path in plan.moved or (id(slot.get()) in own and not others):
+            continue
+        if path in plan.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
                 slot.set(with_leaves(slot.get(), [tensor.clone() for tensor in slot.tensors()]))
+        elif others:
+            raise HostEffectError(
+                f"the step binds another tensor to {path}, which begins as {min(others)}: a replay would write the new "
+                f"values there. Begin with a copy: {path} = {min(others)}.detach().clone()"
+            )
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:

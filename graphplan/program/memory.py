@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.dtensors import local
-from graphplan.owners import storage_id, tensor_leaves
+from graphplan.owners import storage_id
 
 _count_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
 
@@ -31,15 +31,6 @@ def lay(tensors: Iterable[Tensor], memories: Iterable[Tensor]) -> None:
     """Give ``tensors`` the memory of ``memories``."""
     for tensor, memory in zip(tensors, memories, strict=True):
         tensor.data = memory
-
-
-def is_plain(value: Any) -> bool:
-    """Whether other tensors with the values of those in ``value`` are as good: nothing hangs on one of them."""
-    leaves = tensor_leaves(value)
-    return bool(leaves) and all(
-        type(leaf) is Tensor and leaf.layout is torch.strided and not (leaf.requires_grad or vars(leaf))
-        for leaf in leaves
-    )
 
 
 def with_leaves(value: Any, tensors: Sequence[Tensor]) -> Any:

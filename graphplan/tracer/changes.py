@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.dtensors import local
-from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, storage_id, walk_owners
+from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, holds_plain, storage_id, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 """Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
@@ -38,6 +38,7 @@ def place_of(tensor: Tensor) -> Place:
 class Rebinding:
     """A slot that holds other memory after the step than before it. ``None`` places mean that it held no tensor.
 
+    ``plain``: whether others were as good as the tensors that it held (:func:`holds_plain`).
     ``moved``: whether it holds the same tensors, which the step gave other memory (``tensor.data = ...``). ``joined``
     is the path of a tensor with which they share memory before the step or after it, in a way that no replay repeats.
     """
@@ -47,6 +48,7 @@ class Rebinding:
     after: tuple[Place, ...] | None
     moved: bool = False
     joined: str | None = None
+    plain: bool = False
 
 
 @dataclass(slots=True)
@@ -76,6 +78,7 @@ class Recorder:
         # Gradients are other tensors in each step, which may get the places of those before.
         slots = ((path, slot) for path, slot in self.walk.slots.items() if slot.param is None)
         self._held = {path: [weakref.ref(tensor) for tensor in slot.tensors()] for path, slot in slots}
+        self._plain = {path for path, slot in self.walk.slots.items() if slot.param is None and holds_plain(slot.get())}
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
@@ -108,7 +111,7 @@ class Recorder:
         for path in {**self.places, **places}:
             before, after = self.places.get(path), places.get(path)
             if before != after and (before or after) and not (grown and path.startswith(grown)):
-                found.rebindings[path] = Rebinding(path, before or None, after or None)
+                found.rebindings[path] = Rebinding(path, before or None, after or None, plain=path in self._plain)
                 if self._is_held(path, now):
                     moved.append(path)
         self._note_moved(found, moved, places)
