@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -168,6 +169,35 @@ def test_gradients_that_the_caller_keeps_stay_what_they_are() -> None:
         return flatten(kept=kept)
 
     assert_same(run(graphed=False), run(graphed=True))
+
+
+def test_an_average_of_shards_that_is_replaced() -> None:
+    """Its shard is copied, and it stays a DTensor."""
+
+    def make() -> Rig:
+        rig = sharded_rig()
+        net, plain = rig.owners["net"], rig.step
+        box: Any = nn.Module()
+        box.average = next(net.parameters()).detach().clone()
+
+        def step(x: Tensor, y: Tensor) -> Any:
+            result = plain(x, y)
+            box.average = box.average * 0.5 + next(net.parameters()).detach()
+            return result
+
+        def reset(index: int) -> None:
+            if index in (BEFORE_REPLAY - 2, 12):
+                box.average = next(net.parameters()).detach().clone()
+
+        return Rig(step, {**rig.owners, "box": box}, rig.calls, reset)
+
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, verify="off")
+    assert_same_runs(expected, drive(rig, step))
+    assert type(rig.owners["box"].average) is DTensor
+    assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
 
 
 def test_momentum_that_is_made_before_the_capture_is_followed() -> None:

@@ -58,12 +58,15 @@ def tensor_leaves(value: Any) -> list[Tensor]:
 
 
 def holds_plain(value: Any) -> bool:
-    """Whether other tensors with the values of those in ``value`` are as good: nothing hangs on one of them."""
-    leaves = tensor_leaves(value)
-    return bool(leaves) and all(
-        type(leaf) is Tensor and leaf.layout is torch.strided and not (leaf.requires_grad or vars(leaf))
-        for leaf in leaves
-    )
+    """Whether other tensors with the values of those in ``value``, a tensor or a tuple, are as good: nothing hangs on
+    one of them, and none stands for something else (a shard).
+    """
+    if isinstance(value, tuple):
+        parts = [item for item in value if isinstance(item, (tuple, Tensor))]
+        return bool(parts) and all(map(holds_plain, parts))
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return False
+    return not (value.requires_grad or vars(value))
 
 
 @dataclass(slots=True)
