@@ -411,3 +411,27 @@ def test_two_steps_of_one_state_take_turns_without_moving_it(monkeypatch: pytest
             step(*args)
     assert [step.stats.replayed for step in steps] == [CALLS - BEFORE_REPLAY] * 2
     assert len(moves) <= 2
+
+
+def test_what_was_put_in_a_place_before_is_not_looked_at_any_more() -> None:
+    """First a part of something that the host goes on writing to, then what the step carries."""
+
+    def make() -> Rig:
+        model = Recurrent()
+        kept = torch.ones(2, 4, 8)
+
+        def step(x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return model(x)
+
+        def after(index: int) -> None:
+            if index == BEFORE_REPLAY:
+                model.best = kept[1]
+            if index == BEFORE_REPLAY + 2:
+                model.best = model.h
+            if index > BEFORE_REPLAY:
+                kept.add_(1.0)
+
+        return Rig(step, {"model": model}, [(x[:4],) for x, _ in float_batches(CALLS)], after)
+
+    assert_equals_eager(make, verify="off")

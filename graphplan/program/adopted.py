@@ -1,32 +1,20 @@
-"""The owners' tensors that a program takes for its fixed storage, and follows when they move."""
+"""Following what a program adopted: values go to where the recording reads, and what was put there lies there."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.guards import Guards
 from graphplan.owners import Slot, Walk, holds_plain, storage_id, tensor_leaves, walk_owners
-from graphplan.plan import Plan
-from graphplan.program.memory import lay, memory_uses, places, with_leaves
+from graphplan.program.held import Held, geometries, others_uses
+from graphplan.program.memory import lay, places, with_leaves
 from graphplan.roles import TensorSpec
 from graphplan.tracer import same_value
-from graphplan.unchanged import geometry
-
-_get_version = attrgetter("_version")
-_LIVE: WeakSet[Adopted] = WeakSet()
-"""What open programs have adopted."""
-
-
-def _geometries(held: Any) -> list[tuple[Any, ...]]:
-    return list(map(geometry, tensor_leaves(held)))
 
 
 def _others(held: Any) -> tuple[Any, ...]:
@@ -51,78 +39,8 @@ def _what_became_of(slot: Slot) -> str:
     return f"was a {kind} at capture and is {'None' if now is None else f'a {type(now).__name__}'} now"
 
 
-class Adopted:
-    """What one program adopted. ``guards`` say whether it is still where it was.
-
-    Args:
-        plan: names the externals.
-        copied: paths that buffers of the program stand for.
-        walk: the owners as they are now.
-        values: the Python values that the step read, by path, as they were before it.
-        entry_grads: by parameter path, the gradients that the step expects and accumulates into.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        copied: Collection[str],
-        walk: Walk,
-        values: Mapping[str, Any],
-        entry_grads: Mapping[str, Tensor | None],
-    ) -> None:
-        self._plan = plan
-        self._entry_grads = {f"{path}.grad": grad for path, grad in entry_grads.items()}
-        self._unowned = [e for e in plan.externals if e.path is None and e.tensor is not None]
-        self._copied = set(copied)
-        self._replaced = plan.replaced.difference(copied)
-        self._sources: dict[str, Tensor] = {}
-        self._versions: list[int] = []
-        self.uses: dict[int, int] = {}
-        self.guards = self._guard(walk, values)
-        self._places = {path: places(aliases) for path, aliases in self._aliases.items()}
-        self._unowned_facts = self._facts_of_unowned()
-
-    def take(self, walk: Walk) -> None:
-        """Take the owners' tensors as they lie now; the Python values of the capture are still those that count."""
-        self.guards = self._guard(walk, self.guards.values)
-
-    def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
-        paths = {e.path for e in self._plan.externals if e.path is not None}
-        adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
-        named = {slot.path for slot in adopted} | self._copied
-        slots = [*adopted, *self._twins(walk, {id(slot.get()) for slot in adopted}, named)]
-        self._slots = {slot.path: slot for slot in slots}
-        # After the step, a gradient need not be what it was before it.
-        self._held = {slot.path: self._entry_grads.get(slot.path, slot.get()) for slot in slots}
-        self._aliases = {path: [tensor.detach() for tensor in tensor_leaves(held)] for path, held in self._held.items()}
-        self._geometries = {path: _geometries(held) for path, held in self._held.items()}
-        changed = {e.path for e in self._plan.externals if e.mutated}
-        self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
-        self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
-        unowned = [external.tensor for external in self._unowned if external.tensor is not None]
-        return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
-
-    def _twins(self, walk: Walk, held: Collection[int], named: Collection[str]) -> list[Slot]:
-        """Other slots of what is held: a plan lists one of several names, and all must go on leading to it."""
-        others = [slot for path, slot in walk.slots.items() if path not in named]
-        return [s for s in others if s.path in self._plan.twins or (s.is_parameter and id(s.get()) in held)]
-
-    def refresh(self) -> None:
-        """Copy what was written since to tensors that were put in place of adopted ones, and are still used."""
-        if not self._sources or list(map(_get_version, self._sources.values())) == self._versions:
-            return
-        self._versions = [source._version for source in self._sources.values()]
-        with torch.no_grad():
-            for path, source in self._sources.items():
-                self._aliases[path][0].copy_(source)
-
-    def count_uses(self, before: Mapping[int, int]) -> None:
-        """Note how many references to the adopted memory are this program's: all that there are now beyond ``before``,
-        as :func:`memory_uses` found them before the recording.
-        """
-        now = memory_uses(alias for aliases in self._aliases.values() for alias in aliases)
-        self.uses = {storage: count - before.get(storage, count) for storage, count in now.items()}
-        _LIVE.add(self)
+class Adopted(Held):
+    """What one program adopted, and follows when it moves."""
 
     def follow(self) -> str | None:
         """Copy the values of tensors that moved to where the program reads them, and bind that back.
@@ -160,29 +78,6 @@ class Adopted:
         self._copy_in(moved)
         return None
 
-    def _lost_memory(self) -> str | None:
-        """What no longer lies where the recording reads and writes it, described: values cannot be copied there."""
-        for path, aliases in self._aliases.items():
-            if places(aliases) != self._places[path]:
-                # An alias shares the storage, and only storage.resize_ changes where that lies.
-                return f"the memory of {path} was given back (untyped_storage().resize_)"
-        for external, fact, now in zip(self._unowned, self._unowned_facts, self._facts_of_unowned(), strict=True):
-            if now != fact:
-                what = f"{external.name}, which no owner holds, was given other memory or another shape"
-                return f"{what} ({external.where})"
-        return None
-
-    def _facts_of_unowned(self) -> list[Any]:
-        tensors = [external.tensor for external in self._unowned if external.tensor is not None]
-        return list(zip(places(tensors), map(geometry, tensors), strict=True))
-
-    def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:
-        now = slot.get()
-        pairs = zip(self._aliases[path], tensor_leaves(now), strict=False)
-        if now is not held or _geometries(now) != self._geometries[path]:
-            return True
-        return any(alias.data_ptr() != tensor.data_ptr() for alias, tensor in pairs)
-
     def _misfit(self, path: str, held: Any, slot: Slot) -> str | None:
         """Why the slot's new tensors cannot be copied to where the old ones lie."""
         statics, current = self._aliases[path], slot.tensors()
@@ -204,7 +99,7 @@ class Adopted:
             return f"{path} holds other values beside its tensors"
         if path in self._replaced and not holds_plain(slot.get()):
             return f"{path} holds a tensor that has attributes of its own"
-        if [facts[-1] for facts in _geometries(slot.get())] != [facts[-1] for facts in self._geometries[path]]:
+        if [facts[-1] for facts in geometries(slot.get())] != [facts[-1] for facts in self._geometries[path]]:
             return f"requires_grad of {path} changed"
         return None
 
@@ -252,14 +147,9 @@ class Adopted:
             still = next((staying[id(held)] for held in self._left(path) if id(held) in staying), None)
             if path in left and still is not None:
                 return f"{path} was replaced, and {still}, which lay there too, is still what it was"
-            if any(count > own[storage] for storage, count in _others_uses(self._aliases[path]).items()):
+            if any(count > own[storage] for storage, count in others_uses(self._aliases[path]).items()):
                 return f"{path} lies elsewhere, and something else has the memory where it was"
         return None
-
-    def _left(self, path: str) -> list[Any]:
-        """What programs have found in a slot, and what still lies where this one reads ``path``."""
-        held = {id(held): held for adopted in _LIVE for held in adopted._held.values()}
-        return [one for one in held.values() if places(tensor_leaves(one)) == self._places[path]]
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
         """Copy what moved into the fixed storage, and have it lie there: values first, since two slots may have
@@ -273,7 +163,7 @@ class Adopted:
                     static.copy_(value)
         fresh = {id(leaf): leaf for _, slot in moved for leaf in slot.tensors()}
         new = Counter(map(storage_id, fresh.values()))
-        shared = {path for path, slot in moved if any(n > new[s] for s, n in _others_uses(slot.tensors()).items())}
+        shared = {path for path, slot in moved if any(n > new[s] for s, n in others_uses(slot.tensors()).items())}
         places_of: dict[int, set[int]] = {}
         for path, slot in moved:
             for leaf, place in zip(slot.tensors(), self._places[path], strict=True):
@@ -289,6 +179,7 @@ class Adopted:
                 for leaves in map(tensor_leaves, self._left(path)):
                     if not any(id(leaf) in fresh for leaf in leaves):
                         lay(leaves, old)
+                self._sources.pop(path, None)
                 # One tensor cannot lie in two places.
                 in_two = any(len(places_of[id(leaf)]) > 1 for leaf in slot.tensors())
                 if is_replaced or in_two or self._is_home(slot):
@@ -312,20 +203,8 @@ class Adopted:
         its place: later writes to that memory are meant for the step.
         """
         now = slot.get()
-        self._sources.pop(path, None)
         if shared and isinstance(now, Tensor) and places(slot.tensors()) != self._places[path]:
             self._sources[path] = local(now)
             slot.set(self._aliases[path][0].detach())
         else:
             lay(slot.tensors(), self._aliases[path])
-
-
-def _others_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """How many tensors that are not the programs' have the memory behind each of ``tensors``, by storage."""
-    return {s: count - sum(one.uses.get(s, 0) for one in _LIVE) for s, count in memory_uses(tensors).items()}
-
-
-def own_tensors() -> set[int]:
-    """Identities of what programs have bound where their steps replace what they find."""
-    held = (one._held.get(path) for one in _LIVE for path in one._replaced)
-    return {id(value) for value in held if value is not None}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backend import Backend
+from graphplan.backend import Backend, Recording
 from graphplan.buffers import Buffers
 from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.fed import Fed
@@ -18,8 +18,8 @@ from graphplan.marks import dressed
 from graphplan.owners import Sharding, Walk, come_to_rest, holds_plain, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
-from graphplan.program.adopted import own_tensors
 from graphplan.program.bindings import Bindings
+from graphplan.program.held import own_tensors
 from graphplan.program.inputs import StaticInputs
 from graphplan.program.leases import Lease
 from graphplan.program.memory import memory_uses, with_leaves
@@ -122,13 +122,7 @@ def capture_program(
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     bindings = Bindings(plan, walk, bound)
     body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
-    # Casts of the weights that the caller's autocast remembers would be missing from the recording.
-    torch.clear_autocast_cache()
-    copied.swap_in()
-    try:
-        recording, _ = backend.record(body)
-    finally:
-        copied.swap_out()
+    recording = _record(backend, body, copied)
     assert body.after is not None
     assert body.outputs is not None
     bindings.bind_back(body.after)
@@ -146,6 +140,16 @@ def capture_program(
     )
     program.count_uses(before)
     return program
+
+
+def _record(backend: Backend, body: _Body, copied: CopiedOwned) -> Recording:
+    # Casts of the weights that the caller's autocast remembers would be missing from the recording.
+    torch.clear_autocast_cache()
+    copied.swap_in()
+    try:
+        return backend.record(body)[0]
+    finally:
+        copied.swap_out()
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
