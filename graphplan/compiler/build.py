@@ -12,8 +12,6 @@ from graphplan.compiler.between import joined_slots
 from graphplan.compiler.classify import classify
 from graphplan.compiler.difference import check_difference
 from graphplan.compiler.effects import (
-    check_draws,
-    check_threads,
     find_appends,
     find_assignments,
     find_counters,
@@ -21,6 +19,7 @@ from graphplan.compiler.effects import (
     find_rebindings,
     find_replaced,
 )
+from graphplan.compiler.host import check_draws, check_threads
 from graphplan.compiler.marked import check_marks
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Library, Scalar, Walk, walk_owners

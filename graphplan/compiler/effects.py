@@ -39,37 +39,6 @@ def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{way})" for way in ways) or "(?!)")
 
 
-def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
-    """Refuse a step that draws from a generator of Python or NumPy, even if no operator gets what it drew.
-
-    Raises:
-        HostScalarError: naming the generator.
-    """
-    for name in [*first.draws, *second.draws]:
-        if not is_allowed(name, allow):
-            raise HostScalarError(
-                f"the step draws from {name}, and a replay draws nothing: what it decides by chance would be decided "
-                "once. Draw with torch on the step's device, draw before the step and feed the result, or, if the "
-                f"step's results do not depend on it, pass allow=({name!r},)"
-            )
-
-
-def check_threads(trace: Trace, allow: Iterable[str]) -> None:
-    """Refuse a step that has something run in another thread or process.
-
-    Raises:
-        HostEffectError: naming the call.
-    """
-    for name, source in trace.ran.threads.items():
-        if not is_allowed(name, allow):
-            raise HostEffectError(
-                f"the step calls {name} at {source}: what runs in another thread or process is not recorded, and "
-                "replays would leave it out. Run it in the step's own thread, or before or after the step, or, if the "
-                f"step's results do not depend on it, pass allow=({name!r},)",
-                component=source.component,
-            )
-
-
 def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> tuple[Counter, ...]:
     """Numbers that grew by the same amount in both traces.
 

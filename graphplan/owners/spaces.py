@@ -1,4 +1,7 @@
-"""Views of what cannot be used like a dictionary: one item of each is one thing that a step may read."""
+"""Views of what cannot be used like a dictionary: one item of each is one thing that a step may read.
+
+Longer than most rooms: a small class for each kind of such places, which :func:`home` tells apart.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Every one of these is a real step on the batch it is given: nothing is run twice. A refusal before the first good replay
 raises and undoes its call; after it the key is demoted to eager with one warning, so that nobody loses a run.
+
+Longer than most rooms: the ways that a call can take are told apart here and nowhere else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What every managed call of a step shares: its owners, prepared optimizers, device learning rates, fingerprint."""
+"""What every managed call of a step shares: its owners, prepared optimizers, device learning rates, fingerprint.
+
+Longer than most rooms: all of it is about the one set of owners, and what was found in them last.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import Discovery, Library, Namespace, Reached, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
@@ -28,7 +32,6 @@ _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
 """New values of a hyper-parameter without one capture between them: it changes faster than steps can be captured."""
-_CYCLED = "A schedule cycles it beside the lr (OneCycleLR, CyclicLR): cycle_momentum=False avoids that. "
 
 
 class Managed:
@@ -282,14 +285,7 @@ class Managed:
         self._churn += bool(changed)
         if self._churn >= _CHURN:
             self._churn = 0
-            raise OptimizerError(
-                f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured, and the kernel "
-                "takes it as a Python number, so that each value needs a capture of its own. Expected a constant, or "
-                "an lr that the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on CUDA "
-                f"any with capturable=True). {_CYCLED if _are_cycled(changed) else ''}Use one of those, change the "
-                "value once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for you)",
-                component="optimizer",
-            )
+            raise churn_error(changed, _CHURN)
 
     def grad_presence(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now."""
@@ -310,8 +306,3 @@ class Managed:
         self._notices.remove()
         self.rates.release()
         self._managed = set()
-
-
-def _are_cycled(changes: Iterable[str]) -> bool:
-    """Whether descriptions of new hyper-parameters are of those that schedules of torch's cycle by default."""
-    return any(change.partition(": ")[0].endswith((".betas", ".momentum")) for change in changes)

@@ -2,6 +2,8 @@
 
 The bytecode is followed with what each instruction finds on the stack: containers by the name that they were loaded by,
 and how many items deep within that. Where instructions are not known here, whatever they get is looked at.
+
+Longer than most rooms: the acts of the instructions share one stack, and mean nothing apart from each other.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ function changes nothing.
 A replay freezes what Python reads, so the owners' values that the traced code can have read are guarded. From the
 bytecode of the code objects that ran come the attributes that they load (not the methods that they call). Library code
 counts only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would match everything.
+
+Longer than most rooms: the profiler and what it reads come from one pass over the frames.
 """
 
 from __future__ import annotations
