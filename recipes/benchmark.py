@@ -137,6 +137,12 @@ def processes(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
                 print(f"{workload}: {Contender(contender).label} is left out: {why}", file=sys.stderr)
 
 
+def _made(pair: tuple[str, str]) -> set[tuple[str, str]]:
+    """The rows that the process of this pair makes."""
+    workload, contender = pair
+    return {(workload, name) for name in (("eager", "graph_step") if contender == "interleaved" else (contender,))}
+
+
 def run_child(args: argparse.Namespace, workload: str, contender: str) -> list[Row]:
     """Measure one contender in a new process; its error is a row too."""
     command = [sys.executable, "-m", "recipes.benchmark", "--child", "--workloads", workload, "--contenders", contender]
@@ -183,10 +189,24 @@ def summary(args: argparse.Namespace, argv: Sequence[str] | None, rows: list[Row
 
 
 def earlier(paths: Sequence[Path]) -> list[Row]:
-    """What earlier runs have measured; of two rows for the same, the later file's."""
+    """What earlier runs have measured; of two rows for the same, the later file's.
+
+    Raises:
+        SystemExit: if a file cannot be read, or is not what ``--json`` writes.
+    """
     rows: dict[tuple[str, str], Row] = {}
     for path in paths:
-        for row in json.loads(path.read_text())["rows"]:
+        try:
+            result = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"--merge {path}: cannot be read as JSON: {error}") from error
+        measured = result.get("rows", ()) if isinstance(result, dict) else ()
+        if not measured or not all(
+            isinstance(row, dict) and {"workload", "contender"} <= row.keys() for row in measured
+        ):
+            expected = "expected what --json has written"
+            raise SystemExit(f"--merge {path}: {expected}, found no rows of workloads and contenders")
+        for row in measured:
             if "us" in row:
                 rows[row["workload"], row["contender"]] = row
     return list(rows.values())
@@ -202,18 +222,20 @@ def in_order(rows: list[Row]) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
+    from recipes.devices import require_cuda
+
     args = parse(argv)
     if args.child:
         child(args)
         return 0
     rows = in_order(earlier(args.merge))
     had = {(row["workload"], row["contender"]) for row in rows}
+    left = [pair for pair in processes(args) if not _made(pair) <= had]
+    if left:
+        require_cuda(parser(), cpu=args.cpu)
     for path in filter(None, (args.json, args.markdown, args.chart)):
         path.parent.mkdir(parents=True, exist_ok=True)
-    for workload, contender in processes(args):
-        names = ("eager", "graph_step") if contender == "interleaved" else (contender,)
-        if all((workload, name) in had for name in names):
-            continue
+    for workload, contender in left:
         start = perf_counter()
         print(f"{workload}: {Contender(contender).label} ...", end=" ", file=sys.stderr, flush=True)
         rows = in_order(rows + run_child(args, workload, contender))

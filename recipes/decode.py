@@ -31,6 +31,7 @@ from graphplan.cudanodes import forget_workspaces
 from recipes.comparison import now
 from recipes.datasets import VOCABULARY
 from recipes.decoder import Decoder
+from recipes.devices import require_cuda
 from recipes.latencies import require_close
 from recipes.tables import plain_table
 
@@ -263,6 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--compile-seconds", type=float, default=45.0, help="nothing more is compiled after this long")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args(argv)
+    require_cuda(parser, cpu=arguments.cpu)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     device = torch.device("cpu" if arguments.cpu else "cuda")

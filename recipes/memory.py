@@ -35,6 +35,7 @@ from torch.nn.utils import clip_grad_norm_
 from graphplan import graph_step
 from graphplan.step import GraphedStep
 from recipes.contenders import make_step
+from recipes.devices import require_cuda
 from recipes.launching import measure_launches
 from recipes.tables import plain_table
 from recipes.workloads import Batch, Workload, workloads
@@ -269,6 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    require_cuda(parser, cpu=args.cpu)
     if args.child:
         print(json.dumps(measure(args.workloads[0], cpu=args.cpu)))
         return 0

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import graph_step
+from recipes.devices import require_cuda
 from recipes.measuring import Feed, Job
 from recipes.tables import plain_table
 
@@ -165,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of a block")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures")
     args = parser.parse_args(argv)
+    require_cuda(parser, cpu=args.cpu)
     pool = batches(args.cpu)
     rows = [measure(depth, pool, args.steps, cpu=args.cpu) for depth in args.depths]
     names = ("copy_ms", "compute_ms", "graph_step_ms", "prefetch_ms", "trainer_ms", "trainer_prefetch_ms", "ratio")

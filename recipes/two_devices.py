@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from recipes.contenders import POOL, make_step
+from recipes.devices import require_cuda
 from recipes.measuring import Feed, Job
 from recipes.trainers import callback_of, make_module, make_trainer
 from recipes.workloads import Workload, cosine
@@ -158,7 +160,7 @@ def _launch(strategy: str, contender: str, arguments: argparse.Namespace, folder
     return row
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure all contenders, print a table, and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cpu", action="store_true", help="two processes on the CPU, over gloo")
@@ -168,7 +170,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    require_cuda(parser, cpu=arguments.cpu, count=2)
     if arguments.contender is not None:
         share = 1 if arguments.contender in ("floor", "trainer_callback") else _SHARE
         steps, warmup = max(arguments.steps // share, 1), (50 if arguments.cpu else _WARMUP_STEPS) // share

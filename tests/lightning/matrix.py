@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import logging
@@ -41,7 +42,13 @@ ROWS = {f"{group}: {name}": row for group, rows in GROUPS.items() for name, row 
 
 
 def main(part: str = "") -> None:
-    """Print a table of the rows whose names have ``part`` in them."""
+    """Print a table of the rows whose names have ``part`` in them.
+
+    Raises:
+        SystemExit: always, with status 1 if a row failed, and with a sentence if no name has ``part`` in it.
+    """
+    if not any(part in name for name in ROWS):
+        raise SystemExit(f"no row has {part!r} in its name; the names begin with: {', '.join(GROUPS)}")
     torch.set_num_threads(1)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -63,4 +70,6 @@ def main(part: str = "") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    parser = argparse.ArgumentParser("python -m tests.lightning.matrix", description=__doc__)
+    parser.add_argument("part", nargs="?", default="", help="only rows that have this in their names; default: all")
+    main(parser.parse_args().part)
