@@ -97,6 +97,8 @@ class Schema:
 def unknown_key(where: str, key: str, choices: Iterable[str]) -> str:
     """The message for a ``key`` that ``where`` does not have."""
     names = sorted(name for name in choices if name not in NOT_CHOICES)
+    if not names:  # An interpolation, too, has none by the time that OmegaConf reports the key.
+        return f"{where} has no key {key!r}, nor any other: override it whole, or what it is taken from (--cfg job)"
     close = difflib.get_close_matches(key, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{where} has no key {key!r}: {hint}Choose from: {', '.join(names)}"

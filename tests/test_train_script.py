@@ -199,6 +199,10 @@ def test_a_misspelt_key_on_the_command_line_names_the_choices(arguments: tuple[s
             r"the configuration has no key 'modle': did you mean 'mode'\? Choose from: backend, callbacks,",
         ),
         (
+            "callbacks.graphplan.policies.train={}",
+            r"callbacks\.graphplan\.policies has no key 'train', nor any other: override it whole, or what it is taken",
+        ),
+        (
             "mode.policies.train.static_roles=[inptu]",
             r"PolicyError: no role is called 'inptu'; choose from: input, param",
         ),
