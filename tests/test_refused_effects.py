@@ -22,7 +22,16 @@ from graphplan import (
     OutputError,
     SkipReason,
 )
-from tests.twins import LAST_TRACE, SECOND_TRACE, Rig, assert_equals_eager, assert_falls_back, assert_refused, line_of
+from tests.twins import (
+    LAST_TRACE,
+    SECOND_TRACE,
+    WARMUP,
+    Rig,
+    assert_equals_eager,
+    assert_falls_back,
+    assert_refused,
+    line_of,
+)
 from tests.zoo import attributes, updating_rig
 
 
@@ -135,6 +144,70 @@ def test_generator_seeks_are_refused(seek: Callable[..., Any]) -> None:
     make = partial(updating_rig, seek, attributes())
     place = r"(before the random operator at test_refused_effects\.py:\d+|within the step)"
     assert_refused(make, GeneratorSeekError, rf"the cpu generator's state was set {place}.*Seed outside the step")
+
+
+def draws_anew(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=torch.Generator().manual_seed(7))
+
+
+def draws_from_a_copy(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=model.generator.clone_state())
+
+
+def draws_in_turns(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.count += 1
+    return torch.rand(x.shape, generator=model.generators[model.count % 2])
+
+
+def begins_again(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=model.generator.manual_seed(3))
+
+
+def begins_again_midway(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    noise = torch.rand(x.shape, generator=model.generator)
+    return noise + torch.rand(x.shape, generator=model.generator.manual_seed(3))
+
+
+def begins_again_last(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    noise = torch.rand(x.shape, generator=model.generator)
+    model.generator.manual_seed(3)
+    return noise
+
+
+OWN = attributes(
+    count=0, generator=torch.Generator, generators=lambda: [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+)
+
+
+@pytest.mark.parametrize("draw", [draws_anew, draws_from_a_copy, draws_in_turns], ids=lambda draw: draw.__name__)
+def test_another_generator_in_each_step_is_refused(draw: Callable[..., Any]) -> None:
+    """A replay would go on drawing where the recorded one left off: other numbers, also in the check's eager step."""
+    text = r"the random operator at test_refused_effects\.py:\d+ .* draws from another cpu torch\.Generator than one"
+    make = partial(updating_rig, draw, OWN)
+    assert_refused(make, GeneratorSeekError, text, "Make the generator once, outside the step", done=SECOND_TRACE)
+    assert_falls_back(make, SkipReason.GENERATOR_SEEK, text)
+
+
+@pytest.mark.parametrize(
+    ("draw", "done"),
+    [(begins_again, SECOND_TRACE), (begins_again_midway, WARMUP), (begins_again_last, WARMUP)],
+    ids=lambda draw: getattr(draw, "__name__", None),
+)
+def test_a_seek_of_the_steps_own_generator_is_refused(draw: Callable[..., Any], done: int) -> None:
+    """Before its first draw only the second trace can tell, which knows what the first one drew from."""
+    text = "the cpu generator's state was set .*manual_seed.*Seed outside the step"
+    assert_refused(partial(updating_rig, draw, OWN), GeneratorSeekError, text, done=done, verify="off")
+
+
+def test_a_generator_that_is_seeded_between_steps_is_followed() -> None:
+    """Replays draw from the generator itself, whatever somebody has set it to."""
+
+    def make() -> Rig:
+        rig = updating_rig(lambda model, x, loss: torch.rand(x.shape, generator=model.generator), OWN)
+        rig.after = lambda index: rig.owners["model"].generator.manual_seed(index % 3)
+        return rig
+
+    assert_equals_eager(make)
 
 
 def test_a_python_value_that_changes_in_the_result_is_refused() -> None:

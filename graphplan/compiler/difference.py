@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphplan.errors import ControlFlowError, HostScalarError
+from graphplan.errors import ControlFlowError, GeneratorSeekError, HostScalarError
 from graphplan.owners import same_bits
 from graphplan.tracer import Operator, Trace
 from graphplan.tracer.changes import same_value
@@ -22,6 +22,7 @@ def check_difference(first: Trace, second: Trace) -> None:
         RefusalError: what either trace noted by itself (a host read, a copy from a temporary, a seek).
         HostScalarError: a Python number, or a constant made from one, that differs.
         ControlFlowError: another operator, or other operands.
+        GeneratorSeekError: another generator that an operator draws from.
     """
     for trace in (first, second):
         if trace.violation is not None:
@@ -41,6 +42,7 @@ def check_difference(first: Trace, second: Trace) -> None:
             _check_numbers(a, b)
             _check_operands(a, b, number, kept)
     _check_externals(first, second)
+    _check_generators(first, second)
 
 
 def is_reordered(first: Trace, second: Trace) -> bool:
@@ -127,6 +129,18 @@ def _check_externals(first: Trace, second: Trace) -> None:
                 f"({_name_text(before)} then {_name_text(after)}): the step chooses between tensors, and a replay "
                 "repeats one choice. Use torch.where or index with a tensor, or pass eager_if=",
                 component=traced.source.component,
+            )
+
+
+def _check_generators(first: Trace, second: Trace) -> None:
+    """A recorded operator draws from one generator, which goes on from replay to replay."""
+    for (old, _), (new, source) in zip(first.drawings, second.drawings, strict=True):
+        if old is not new:
+            raise GeneratorSeekError(
+                f"the random operator at {source} draws from another {new.device} torch.Generator than one step "
+                "before; a replay would go on drawing from one of them, where the step begins anew. Make the generator "
+                "once, outside the step, and seed it there; or draw outside the step and feed what was drawn",
+                component=source.component,
             )
 
 

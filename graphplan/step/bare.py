@@ -89,11 +89,12 @@ def _compile(
     traces: list[Trace] = []
 
     def run(device: torch.device | None) -> tuple[Any, Walk]:
+        drawn = [generator for before in traces for generator in before.generators]
         traces.append(Trace())
         rates = lambda: managed.rates.storages  # noqa: E731
         # Containers of its own: what the step does to them is not to last.
         fed = Fed(*feed.rebuild(feed.leaves)).watch()
-        return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates)
+        return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates, drawn=drawn)
 
     try:
         with managed.rates:

@@ -175,7 +175,11 @@ class Stages:
         undo.callback(facts.undo_unowned_writes)
         fn, owners, device = self._runner.fn, self._managed.owners, self._runner.device
         rates = lambda: self._managed.rates.storages  # noqa: E731
-        body = lambda: trace(fn, feed, fed, owners=owners, device=device, record=facts, rates=rates)  # noqa: E731
+        drawn = [generator for before in line.traces for generator in before.generators]
+
+        def body() -> tuple[Any, Walk]:
+            return trace(fn, feed, fed, owners=owners, device=device, record=facts, rates=rates, drawn=drawn)
+
         with self._stats.timed("trace"):
             result, walk = self._run_traced(entry, line, body, undo, rehearses=rehearses)
             rehearsal = Rehearsal(self._managed.walk, result, self._options.allow) if rehearses else None

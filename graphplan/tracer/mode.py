@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import get_ident
 from types import CodeType
 from typing import Any
@@ -85,7 +85,7 @@ def watch_memory(tensor: Tensor) -> MemoryWatch | None:
 class TraceMode(TorchDispatchMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
 
-    def __init__(self, trace: Trace, watch: RateWatch) -> None:
+    def __init__(self, trace: Trace, watch: RateWatch, drawn: Iterable[torch.Generator] = ()) -> None:
         super().__init__()
         self._trace = trace
         self._watch = watch
@@ -99,6 +99,8 @@ class TraceMode(TorchDispatchMode):
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
         self.writes: Counter[int | None] = Counter()
         """How often each storage was written to."""
+        for generator in drawn:
+            self._watch_generator(generator)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -137,7 +139,7 @@ class TraceMode(TorchDispatchMode):
                 external.communicated = True
         if schema.is_random:
             self._check_seek(source)
-            self._note_generator(kwargs.get("generator"))
+            self._note_generator(kwargs.get("generator"), source)
         out = finish(name, aside.run(func, args, kwargs))
         if schema.is_random:
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
@@ -233,11 +235,19 @@ class TraceMode(TorchDispatchMode):
                     "outside the step, or pass preserve_rng_state=False to activation checkpointing",
                 )
 
-    def _note_generator(self, generator: torch.Generator | None) -> None:
+    def _note_generator(self, generator: torch.Generator | None, source: Source) -> None:
         """Take in a generator that the step draws from, before it does."""
-        if generator is not None and all(generator is not known for known in self._trace.generators):
-            self._trace.generators.append(generator)
-            self._trace.unowned_draws.append((generator, generator.get_state()))
+        if generator is None:
+            return
+        if all(generator is not known for known, _ in self._states):
+            self._watch_generator(generator)
+        self._trace.drawings.append((generator, source))
+
+    def _watch_generator(self, generator: torch.Generator) -> None:
+        """From here on, nothing but random operators may change the state of a generator of the step's own."""
+        state = generator.get_state()
+        self._states.append((generator, state))
+        self._trace.unowned_draws.append((generator, state))
 
     def _check_sync(
         self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source

@@ -81,7 +81,8 @@ class Trace:
     draws: list[str] = field(default_factory=list)
     prints: list[str] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)
-    generators: list[torch.Generator] = field(default_factory=list)
+    drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)
+    """What each random operator that is given a generator draws from, and where."""
     device: torch.device | None = None
     dtypes: set[torch.dtype] = field(default_factory=set)
     footprint: Footprint = field(default_factory=Footprint)
@@ -89,6 +90,11 @@ class Trace:
     graph_elsewhere: bool = False
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators other than torch's default ones that the step draws from."""
+        return list({id(generator): generator for generator, _ in self.drawings}.values())
 
     def undo_unowned_writes(self) -> None:
         """Put back what the step changed in tensors and generators that no snapshot has: those that nobody owns, and
