@@ -17,7 +17,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.owners.contents import has_contents
-from graphplan.owners.kinds import FOREIGN, SCALARS, WEAKLY_HELD, is_foreign, is_plain, is_user_object, key_name
+from graphplan.owners.kinds import (
+    FOREIGN,
+    SCALARS,
+    WEAKLY_HELD,
+    is_foreign,
+    is_plain,
+    is_user_object,
+    key_name,
+    unwrapped,
+)
 from graphplan.owners.records import Items, Namespace, Scalar, Walk
 from graphplan.owners.spaces import Alive, Current, Members, Numbers, Registered, Remembered, Virtual, Weakly
 
@@ -90,7 +99,7 @@ class Behind(ABC):
             self._bound(value, path, depth, source)
         elif isinstance(value, torch.optim.Optimizer):
             if not isinstance(source[0], LRScheduler):
-                self._named.append((path, value))
+                self._named.append((path, unwrapped(value)))
         elif isinstance(value, partial):
             self._behind(value.func, f"{path}.func", depth, source)
             self._tuple(value.args, f"{path}.args", Numbers(value, ("args",)), "args", depth, source)

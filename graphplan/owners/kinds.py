@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphplan.errors import OwnersError
 from graphplan.owners.contents import Unseen
 from graphplan.owners.spaces import slots_of
 
@@ -94,6 +95,21 @@ def is_user_object(value: Any) -> bool:
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
     return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))
+
+
+def unwrapped(owner: Any) -> Any:
+    """The optimizer that a wrapper keeps, as Fabric's and Accelerate's do, which call themselves optimizers but have no
+    groups of their own; anything else as it is.
+    """
+    while isinstance(owner, torch.optim.Optimizer) and "param_groups" not in vars(owner):
+        kept = [value for value in vars(owner).values() if isinstance(value, torch.optim.Optimizer)]
+        if len(kept) != 1:
+            raise OwnersError(
+                f"a {type(owner).__name__} calls itself an optimizer, but has no param_groups, and keeps "
+                f"{len(kept)} optimizers; expected one. Name in owners= what steps"
+            )
+        owner = kept[0]
+    return owner
 
 
 def holds_nothing_else(item: Any) -> bool:
