@@ -212,8 +212,33 @@ def _passed_on(model: Any, x: Tensor, loss: Tensor) -> Any:
     return loss * 2 if _size_of(model.hist["loss"]) > MANY else loss * 1  # culprit
 
 
-LOOKS_IN_A_DICTIONARY: list[Update] = [_alias, _by_key, _in_a_sum, _passed_on]
+def _cut(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.seen.append(loss.detach())
+    del model.seen[:-MANY]  # culprit
+
+
+def _cut_by_assignment(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.seen.append(loss.detach())
+    model.seen[:-MANY] = []  # culprit
+
+
+def _cut_in_a_dictionary(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.hist["loss"].append(loss.detach())
+    for values in model.hist.values():
+        del values[MANY:]  # culprit
+
+
+def _missed(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    try:
+        return loss * 2 if model.seen[MANY] is not None else loss  # culprit
+    except IndexError:
+        return loss * 1
+
+
+LOOKS_IN_A_DICTIONARY: list[Update] = [_alias, _by_key, _in_a_sum, _passed_on, _cut_in_a_dictionary]
 LOOKS: list[Update] = [_held, _dunder, _slice, _truth, _enumerated, _counted, _looped, _joined, _by_name, _compared]
+LOOKS += [_cut, _cut_by_assignment, _missed]
 
 
 @pytest.mark.parametrize("look", [*LOOKS, *LOOKS_IN_A_DICTIONARY], ids=lambda look: look.__name__)

@@ -215,6 +215,8 @@ def find_reads(
     """
     own = {counter.path for counter in counters}
     paths = []
+    for trace in (first, second):
+        trace.reads.unfold(trace.entry_scalars.values())
     grown = Grown(first, second, walk)
     for path, scalar in {**walk.scalars, **walk.objects}.items():
         if path in own or is_allowed(path, allow):

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from graphplan.owners import Walk, is_foreign
+from graphplan.owners import Walk, class_space, is_foreign
 from graphplan.plan import Plan
 
 Place = tuple[Any, Any, Any]
@@ -71,6 +71,9 @@ def absent_names(walk: Walk, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]
                 *_found_behind(kind, plan.names.named),
             ]
         yield from ((inner, name) for name in looked_up[kind] if name not in inner)
+    bases = dict.fromkeys(base for kind in looked_up for base in kind.__mro__) if plan.names.asked else {}
+    for space in filter(None, map(class_space, bases)):
+        yield from ((space, name) for name in plan.names.asked if name not in space)
     yield from ((space, name) for space, name in walk.lacking if name not in space)
     yield from _absent_methods(walk, plan)
 

@@ -12,6 +12,7 @@ from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.kinds import MAX_ITEMS as MAX_ITEMS
 from graphplan.owners.kinds import PLAIN as PLAIN
 from graphplan.owners.kinds import SCALARS as SCALARS
+from graphplan.owners.kinds import class_space as class_space
 from graphplan.owners.kinds import is_foreign as is_foreign
 from graphplan.owners.kinds import is_known as is_known
 from graphplan.owners.kinds import is_user_object as is_user_object

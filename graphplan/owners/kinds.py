@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import MutableMapping
 from enum import Enum
@@ -38,7 +39,7 @@ _LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning
 _HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
 FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
 """Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
-_OPEN = ("torch.distributions.", "torch.utils.data.dataset")
+_OPEN = ("torch.distributions.", "torch.utils.data.dataset", "multiprocessing.sharedctypes")
 """Modules of those packages whose objects hold values of the user's, and are walked."""
 _ATOMS = (type, ModuleType, Enum, partial)
 
@@ -95,6 +96,14 @@ def is_user_object(value: Any) -> bool:
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
     return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))
+
+
+def class_space(kind: type) -> dict[str, Any] | None:
+    """The dictionary behind a class's ``__dict__``, which guards ask without a detour; None for a library's class."""
+    if is_foreign(kind) or kind.__module__ == "builtins":
+        return None
+    behind = gc.get_referents(vars(kind))
+    return behind[0] if len(behind) == 1 and type(behind[0]) is dict else None
 
 
 def unwrapped(owner: Any) -> Any:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import CodeType
 
+from graphplan.tracer.names import catches
+
 _DEEPEST = 8
 """Items within items are told apart so far; a loop may go on without end."""
 
@@ -84,6 +86,8 @@ class _Follower:
         self._places = {step.offset: index for index, step in enumerate(self._steps)}
         self._locals: dict[str, _Entry] = {}
         self._looks: set[Look] = set()
+        self._misses = catches(self._steps, (IndexError,))
+        """Whether an item that is not there tells the code how many there are."""
         self._room = code.co_stacksize + 8
         self._line = code.co_firstlineno
         self._lines: list[int] = []
@@ -168,6 +172,8 @@ class _Follower:
         return stack
 
     def _constant(self, step: dis.Instruction, stack: _Stack) -> _Stack:
+        if isinstance(step.argval, slice):  # Since Python 3.14 slices of constants are constants.
+            return (*stack, frozenset({_Value("slice")}))
         literal = isinstance(step.argval, str)
         return (*stack, frozenset({_Value("literal", step.argval)}) if literal else _NOTHING)
 
@@ -220,6 +226,8 @@ class _Follower:
         if any(value.kind == "slice" for value in key):
             self._look([holder])
             return (*rest, _NOTHING)
+        if self._misses:
+            self._look([holder], whole=False)
         self._look_within([key])
         return (*rest, _within(holder))
 
@@ -227,14 +235,23 @@ class _Follower:
         rest, got = _taken(stack, {"BUILD_SLICE": step.arg or 0, "STORE_SLICE": 4}.get(step.opname, 3))
         if step.opname == "BUILD_SLICE":
             return (*rest, frozenset({_Value("slice")}))
-        self._look(got[:1])
+        self._look(got[:2] if step.opname == "STORE_SLICE" else got[:1])
         return rest if step.opname == "STORE_SLICE" else (*rest, _NOTHING)
+
+    def _delete(self, step: dis.Instruction, stack: _Stack) -> _Stack:
+        rest, (holder, key) = _taken(stack, 2)
+        if any(value.kind == "slice" for value in key):
+            # What that leaves depends on how much there was.
+            self._look([holder])
+        return rest
 
     def _store(self, step: dis.Instruction, stack: _Stack) -> _Stack:
         """What is stored where it came from was added to."""
         if step.opname == "STORE_SUBSCR":
-            rest, (value, holder, _) = _taken(stack, 3)
+            rest, (value, holder, key) = _taken(stack, 3)
             homes = {held.name for held in holder}
+            if any(part.kind == "slice" for part in key):
+                self._look([holder])
         elif step.opname == "STORE_ATTR":
             rest, (value, _) = _taken(stack, 2)
             homes = {f".{step.argval}"}
@@ -342,7 +359,8 @@ _FAMILIES: tuple[tuple[_Act, tuple[str, ...]], ...] = (
     (_Follower._iterate, ("GET_ITER", "FOR_ITER")),
     (_Follower._unpack, ("UNPACK_SEQUENCE",)),
     (_Follower._store, ("STORE_",)),
-    (_Follower._drop, ("POP_TOP", "DELETE_ATTR", "DELETE_SUBSCR", "END_FOR")),
+    (_Follower._delete, ("DELETE_SUBSCR",)),
+    (_Follower._drop, ("POP_TOP", "DELETE_ATTR", "END_FOR")),
     (_Follower._keep, ("LIST_APPEND", "SET_ADD", "MAP_ADD", "LIST_EXTEND", "SET_UPDATE", "DICT_", "RETURN_VALUE")),
     (_Follower._move, ("COPY", "SWAP", "ROT_", "DUP_TOP")),
 )

@@ -26,12 +26,38 @@ def built_in(code: CodeType, space: dict[str, Any]) -> list[str]:
 
 def made_by_modules(found: Names, space: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Names that code takes from the user's modules that make what they lack by a ``__getattr__`` of theirs."""
-    modules = [space[name] for name in sorted(found.variables & space.keys()) if isinstance(space[name], ModuleType)]
-    for module in [*modules, *(module for _, module in imported(found, space))]:
+    for module in _modules(found, space):
         inner = module.__dict__
         function = inner.get("__getattr__")
         if isinstance(function, FunctionType) and not is_library(function.__code__.co_filename):
             yield from ((inner, name) for name in sorted(found.attributes | found.methods) if name not in inner)
+
+
+def lacked(found: Names, code: CodeType, space: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where code looks for globals, modules and names in the user's modules that it can do without, and that are not
+    there.
+    """
+    wanted = found.absent - {*code.co_freevars, *code.co_cellvars} | (found.asked if takes_own(found) else set())
+    yield from ((space, name) for name in sorted(wanted) if name not in space)
+    if found.absent:
+        yield from ((sys.modules, name) for name, level in sorted(found.imports) if level == 0)
+    for module in _modules(found, space) if found.asked else ():
+        if not is_library(getattr(module, "__file__", None) or ""):
+            yield from ((vars(module), name) for name in sorted(found.asked) if name not in vars(module))
+
+
+def takes_own(found: Names) -> bool:
+    """Whether code takes its own module's globals as attributes or items: ``sys.modules[__name__]``, ``globals()``."""
+    return "globals" in found.variables or ("modules" in found.attributes and "__name__" in found.variables)
+
+
+def _modules(found: Names, space: Mapping[str, Any]) -> list[Any]:
+    """The modules that code names or imports."""
+    named = [space[name] for name in sorted(found.variables & space.keys())]
+    return [
+        *(thing for thing in named if isinstance(thing, ModuleType)),
+        *(thing for _, thing in imported(found, space)),
+    ]
 
 
 def imported(found: Names, space: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

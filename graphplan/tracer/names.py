@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
@@ -21,6 +23,10 @@ _WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__")
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
+_MATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+_ABSENCES = (AttributeError, NameError, ImportError)
+_SPELT = frozenset({"vars", "dir", "__dict__", "globals"})
+"""Code that uses one of these finds attributes and globals by strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,9 @@ class Names:
     there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
     or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
-    ``imports`` the modules that are imported, each with its level (1 for ``from . import x``); ``dynamic`` code takes
-    attributes by names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
+    ``absent`` variables that need not. ``imports`` are the modules that are imported, each with its level (1 for
+    ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out (``vars(self)``,
+    ``getattr(self, name)``).
     """
 
     dynamic: bool
@@ -45,6 +52,7 @@ class Names:
     variables: frozenset[str]
     read: frozenset[str]
     asked: frozenset[str]
+    absent: frozenset[str]
 
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
@@ -91,13 +99,53 @@ def _find_names(code: CodeType) -> Names:
     attributes = {name for name, count in read_loads.items() if count > 0}
     attributes |= {f"{name}[:]" for name, count in read_loads.items() if count > grown[name]}
     assigned = {name for name, count in stores.items() if count > raised[name]}
+    # getattr(self, "temperature")
+    strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
     if not is_library(code.co_filename):
-        # getattr(self, "temperature")
-        attributes.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
+        attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
     asked, dynamic = _by_name(steps)
-    groups = (attributes, methods, set(stores), assigned, variables, read, asked)
+    absent: set[str] = set()
+    if catches(steps, _ABSENCES):
+        # Nobody knows which of the names it is that may be missing.
+        asked |= {*loads, *methods}
+        absent |= variables
+    if _SPELT & {*variables, *loads}:
+        asked |= strings
+        absent |= strings if "globals" in variables else set()
+    groups = (attributes, methods, set(stores), assigned, variables, read, asked, absent)
     return Names(dynamic, _imported(steps), *map(frozenset, groups))
+
+
+def catches(steps: Sequence[dis.Instruction], kinds: tuple[type[Exception], ...]) -> bool:
+    """Whether code goes on after one of ``kinds``: by ``except`` or ``contextlib.suppress``."""
+    for index, step in enumerate(steps):
+        following = [after.opname for after in steps[index + 1 : index + 3]]
+        if step.opname in _MATCHES and any(_is_one_of(name, kinds) for name in _named_before(steps, index)):
+            return True
+        if step.opname.startswith("LOAD_") and step.argval == "suppress":
+            return True
+        # An except clause that names no class.
+        if step.opname == "PUSH_EXC_INFO" and following[:1] == ["POP_TOP"]:
+            return True
+        if sys.version_info < (3, 11) and [step.opname, *following] == ["POP_TOP"] * 3 and step.is_jump_target:
+            return True
+    return False
+
+
+def _named_before(steps: Sequence[dis.Instruction], index: int) -> Iterator[str]:
+    """The names that an ``except`` clause is for, before the comparison at ``index``."""
+    for step in reversed(steps[:index]):
+        if step.opname in (*_LOADS, "LOAD_ATTR"):
+            yield str(step.argval)
+        elif step.opname != "BUILD_TUPLE":
+            return
+
+
+def _is_one_of(name: str, kinds: tuple[type[Exception], ...]) -> bool:
+    """Whether an ``except`` clause for the class of that name is for one of ``kinds``, or part of it."""
+    named = getattr(builtins, name, None)
+    return isinstance(named, type) and any(issubclass(kind, named) or issubclass(named, kind) for kind in kinds)
 
 
 def _by_name(steps: list[dis.Instruction]) -> tuple[set[str], bool]:

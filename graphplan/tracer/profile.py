@@ -14,9 +14,10 @@ Longer than most rooms: the profiler and what it reads come from one pass over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
@@ -58,6 +59,13 @@ class Reads:
     dynamic: bool = False
     ran: Collection[tuple[type, str]] = ()
     called_by_torch: set[str] = field(default_factory=set)
+
+    def unfold(self, values: Iterable[Any]) -> None:
+        """Take in the names that those of ``values`` have which are made by ``operator.attrgetter``."""
+        for value in values:
+            if type(value) is attrgetter:
+                names = value.__reduce__()[1]
+                self.anywhere.update(part for name in names for part in name.split("."))
 
     def may_cover(self, scalar: Scalar) -> bool:
         """Whether code that takes attributes by computed names may have come to ``scalar``."""

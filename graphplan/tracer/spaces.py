@@ -20,8 +20,8 @@ from weakref import ProxyTypes
 
 from torch import nn
 
-from graphplan.owners import SCALARS, Cell, Library, Members, Namespace, is_user_object
-from graphplan.tracer.modules import built_in, functions_by_name, imported, made_by_modules
+from graphplan.owners import SCALARS, Cell, Library, Members, Namespace, class_space, is_user_object
+from graphplan.tracer.modules import built_in, functions_by_name, imported, lacked, made_by_modules, takes_own
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import Source, find_source, is_library
 
@@ -135,12 +135,16 @@ class Ran:
         ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
         """
         new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
+        asked: set[str] = set()
         for code, space in self._globals.items():
             names.attributes |= names_of(code).attributes
             names.lacking |= {(id(space), name): (space, name) for name in built_in(code, space)}
-            names.lacking |= {
-                (id(inner), name): (inner, name) for inner, name in made_by_modules(names_of(code), space)
-            }
+            found = names_of(code)
+            places = [*made_by_modules(found, space), *lacked(found, code, space)]
+            names.lacking |= {(id(inner), name): (inner, name) for inner, name in places}
+            asked |= found.asked
+        for inner in filter(None, map(class_space, self._kinds(has_met) if asked else ())):
+            names.lacking |= {(id(inner), name): (inner, name) for name in asked if name not in inner}
         return any(new)
 
     def objects(self) -> Iterator[Any]:
@@ -153,8 +157,7 @@ class Ran:
     def _places(self, fn: Callable[..., Any], has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
             found = names_of(code)
-            # globals()["scale"]
-            used = found.attributes if "globals" in found.variables else frozenset()
+            used = found.attributes if takes_own(found) else frozenset()
             # A variable of a function around it is no global, though there may be one of that name.
             used |= found.variables.difference(code.co_freevars, code.co_cellvars)
             for name in sorted(used & space.keys()):
