@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from graphplan import graph_step
 from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
 from tests.zoo import attributes, updating_rig
 
@@ -241,3 +242,26 @@ def test_a_step_that_prints_says_so_once(allow: tuple[str, ...], capsys: pytest.
     assert [bool(re.search(pattern, text)) for text in texts] == ([] if allow else [True])
     eager = step.stats.calls - step.stats.replayed + step.stats.verified
     assert capsys.readouterr().out.count("a step") == len(rig.calls) + eager
+
+
+class _Keyed:
+    """Works out a key of its own in each call, tuples within a tuple."""
+
+    def __init__(self) -> None:
+        self.size = 2
+        self.found: Any = None
+
+    def key(self) -> int:
+        self.found = (self.size, (self.size, 3))
+        return int(self.found[1][1])
+
+
+def test_a_tuple_within_a_tuple_that_each_step_assigns() -> None:
+    """A replay assigns the outermost one, whatever somebody has put there; nothing can be assigned within it."""
+    keyed = _Keyed()
+    call = graph_step(lambda x: x * keyed.key(), backend="tape", warmup_steps=1)
+    for _ in range(8):
+        keyed.found = None
+        assert torch.equal(call(torch.ones(2)), torch.full((2,), 3.0))
+        assert keyed.found == (2, (2, 3))
+    assert call.stats.replayed > 2

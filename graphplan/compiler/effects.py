@@ -274,7 +274,7 @@ def find_assignments(
     own = {counter.path for counter in counters}
     found = []
     for path, scalar in walk.scalars.items():
-        if path in own or is_allowed(path, allow) or isinstance(scalar.container, (Numbers, Contents)):
+        if path in own or is_allowed(path, allow) or isinstance(scalar.container, (Numbers, Contents, tuple)):
             continue
         if first.reads.may_store(scalar) and second.reads.may_store(scalar):
             found.append(Assignment(path, scalar.get()))
