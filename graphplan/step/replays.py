@@ -169,11 +169,13 @@ class Replays:
 
 def _disagreement(program: Program, number: int, verdict: Verdict) -> VerifyError:
     first, *others = verdict.differences
+    # Nobody compared those between two checks.
+    past = "; replays since the check before it may have gone wrong unseen" if number > 1 else ", nothing is lost"
     more = f" (and {len(others)} more: {', '.join(d.path for d in others[:4])})" if others else ""
     return VerifyError(
         f"replay {number} of {program.plan.name} is not what the eager step does: {first}{more}. Something that the "
         "step depends on is not in the recording: a Python or NumPy value that changes where graphplan cannot see it, "
         "an operator that writes memory unseen, or host code. Hold it in a tensor that the step updates, feed it, or "
-        "keep the step eager. The eager step's outcome stands, nothing is lost",
+        f"keep the step eager. The eager step's outcome stands{past}",
         result=verdict.result,
     )
