@@ -12,8 +12,11 @@ from torch import Tensor
 
 from graphplan.owners import Walk, storage_id
 from graphplan.policy import Policy
-from graphplan.roles import External, Footprint, Role, TensorSpec
+from graphplan.roles import External, Footprint, Overlay, Role, TensorSpec
 from graphplan.signature import Feed, FeedSpec
+
+Together = tuple[tuple[str, Overlay], ...]
+"""Slots by path that overlap in one memory, and where each lies there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Plan:
             unchanged.
         moved: those of ``carries`` whose tensors stay, and get other memory.
         rebinds: slots that the step rebinds without reading what they held.
+        together: slots among these that overlap in memory after the step.
         counters: Python numbers that every step raises by the same amount.
         appends: lists and deques that every step appends to.
         assignments: Python values that every step assigns alike.
@@ -146,6 +150,7 @@ class Plan:
     replaced: frozenset[str]
     moved: frozenset[str]
     rebinds: tuple[str, ...]
+    together: tuple[Together, ...]
     counters: tuple[Counter, ...]
     appends: tuple[Append, ...]
     assignments: tuple[Assignment, ...]

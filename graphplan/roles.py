@@ -108,3 +108,28 @@ class External:
 
     def __str__(self) -> str:
         return f"{self.name}: {self.role} {self.spec}"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """Where a tensor lies in a piece of memory that others lie in, too: offset and strides in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        """One more than the last element's place; the offset where there is no element."""
+        if 0 in self.shape:
+            return self.offset
+        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+    def meets(self, other: Overlay) -> bool:
+        """Whether the two may have an element in common, as far as their ends tell."""
+        return self.dtype == other.dtype and self.offset < other.end and other.offset < self.end
+
+    def of(self, memory: Tensor) -> Tensor:
+        """The part of ``memory``, which has one dimension, that lies there."""
+        return memory.as_strided(self.shape, self.stride, self.offset)

@@ -21,6 +21,7 @@ from graphplan.compiler.effects import (
 )
 from graphplan.compiler.host import check_draws, check_threads
 from graphplan.compiler.marked import check_marks
+from graphplan.compiler.together import find_together
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Library, Scalar, Walk, walk_owners
 from graphplan.plan import Output, Plan, Rates, UsedNames, frozen
@@ -84,6 +85,7 @@ def build_plan(
         replaced=find_replaced(carries, second),
         moved=frozenset(moved),
         rebinds=rebinds,
+        together=find_together(first, second, (*carries, *rebinds)),
         counters=counters,
         appends=appends,
         assignments=find_assignments(first, second, walk, counters, allow),

@@ -21,6 +21,7 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
+from graphplan.program.together import Companions
 from graphplan.tracer import place_of
 
 _get_grad = attrgetter("grad")
@@ -77,6 +78,7 @@ class Bindings:
         self._appended: dict[str, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
+        self._companions = Companions(plan.together)
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
         """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
@@ -225,6 +227,14 @@ class Bindings:
             self._set_fresh()
         for path, items in self._appended.items():
             self._walk.lists[path].extend(_clone(item) for item in items)
+
+    def note_companions(self) -> None:
+        """After a replay: note what it left in slots that eager steps bind to one memory."""
+        self._companions.note(self._walk)
+
+    def settle_companions(self) -> None:
+        """Before anything else runs: what was written to one of them is in the others, too."""
+        self._companions.settle(self._walk)
 
 
 def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:

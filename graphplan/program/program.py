@@ -159,6 +159,18 @@ class Program:
                 source.copy_(static)
         return self.collect(leaves)
 
+    def leave(self) -> None:
+        """After a replay: note what :meth:`settle` has to know."""
+        self._bindings.note_companions()
+
+    def settle(self) -> None:
+        """Before anything else runs: bring what was written to one of several slots of one memory to the others.
+
+        Raises:
+            GuardError: if nobody knows what a slot should hold.
+        """
+        self._bindings.settle_companions()
+
     @property
     def homes(self) -> Mapping[str, Any]:
         """What is bound in carried slots between steps, by path."""
@@ -211,12 +223,14 @@ class Program:
         Raises:
             FeedError: if something does not fit, or shares memory with what the step changes.
             SurroundingsError: where a mode, a transform or forward-mode AD is active.
-            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was.
+            GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was,
+                or if nobody knows what a slot should hold.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")
         feed = flatten(args, {})
         check_match(feed, self.plan.feed)
+        self.settle()
         if not self.fits():
             reason = self.resync()
             if reason is not None:
@@ -224,7 +238,9 @@ class Program:
         misfit = self.misfit(feed)
         if misfit is not None:
             raise FeedError(f"{self.plan.name}: {misfit}")
-        return self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
+        result = self.run(feed.leaves, {Role.PARAM: params or {}, Role.STATE: state or {}})
+        self.leave()
+        return result
 
     def resync(self) -> str | None:
         """Follow tensors that moved: copy new values into the fixed storage and bind it back.

@@ -147,6 +147,7 @@ class GraphedStep(Exclusive, Told):
         """Run, trace, capture or replay."""
         if self._options.backend == "eager":
             return self._runner.untouched(args, kwargs)
+        self._replays.settle()
         try:
             feed = flatten(args, kwargs)
         except FeedError as error:
@@ -262,6 +263,9 @@ class GraphedStep(Exclusive, Told):
                 self._programs.count_capture(entry, self._lookup.geometry(feed))
                 self._settle(entry)
                 self._short.forget()
+                program = entry.select(self._managed.grad_presence)
+                if program is not None:
+                    self._replays.leave(program)
                 self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
         result = self._stages.warm_up(entry, feed)

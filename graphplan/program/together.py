@@ -1,0 +1,78 @@
+"""Slots that eager steps bind to one memory, and replays to memories of their own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import GuardError
+from graphplan.owners import Walk
+from graphplan.plan import Together
+from graphplan.roles import Overlay
+
+
+class _Left(NamedTuple):
+    """What a replay left in a slot; ``version`` is how often the tensor had been written to by then."""
+
+    path: str
+    overlay: Overlay
+    tensor: Tensor
+    version: int
+
+    @property
+    def is_written(self) -> bool:
+        return self.tensor._version != self.version
+
+
+class Companions:
+    """Brings what somebody writes in place to one of several slots (``self.h = self.state[0]``) to the others."""
+
+    def __init__(self, groups: tuple[Together, ...]) -> None:
+        self._groups = groups
+        self._left: list[list[_Left]] = []
+
+    def note(self, walk: Walk) -> None:
+        """After a replay, which left tensors in ``walk``'s slots."""
+        self._left = [
+            [
+                _Left(path, overlay, held, held._version)
+                for path, overlay in group
+                if (slot := walk.slots.get(path)) is not None
+                and isinstance(held := slot.get(), Tensor)
+                and not held.is_inference()
+            ]
+            for group in self._groups
+        ]
+
+    def settle(self, walk: Walk) -> None:
+        """Before anything else runs. A tensor that somebody took out of its slot was let go by the others then.
+
+        Raises:
+            GuardError: if tensors were written to that overlap, each with something else.
+        """
+        groups, self._left = self._left, []
+        for group in groups:
+            written = [left for left in group if left.is_written]
+            if written:
+                held = [left for left in group if left in written or walk.slots[left.path].get() is left.tensor]
+                _bring([left for left in held if left not in written], written)
+
+
+def _bring(others: list[_Left], written: list[_Left]) -> None:
+    """Lay all on one memory, what was written last, and take from there what each would show."""
+    size = max(left.overlay.end for left in (*others, *written))
+    with torch.no_grad(), torch.inference_mode(False):
+        memory = written[0].tensor.new_empty(size)
+        for left in (*others, *written):
+            left.overlay.of(memory).copy_(left.tensor)
+        for left in written:
+            if not torch.equal(left.overlay.of(memory), left.tensor):
+                raise GuardError(
+                    f"{' and '.join(one.path for one in written)} were each written to in place since the last replay; "
+                    "the step binds them to one memory, which replays do not, so that nobody knows which came last. "
+                    "Write to one of them, or bind the others to copies (.clone())"
+                )
+        for left in others:
+            left.tensor.copy_(left.overlay.of(memory))
