@@ -20,6 +20,7 @@ from graphplan.compiler.effects import (
     find_replaced,
 )
 from graphplan.compiler.host import check_draws, check_threads
+from graphplan.compiler.made import check_made_state
 from graphplan.compiler.marked import check_marks
 from graphplan.compiler.together import find_together
 from graphplan.errors import FeedError, OutputError
@@ -65,6 +66,7 @@ def build_plan(
     """
     _check(feed, first, second, allow)
     walk = walk_owners(owners())
+    check_made_state(first, second, walk, allow)
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends = find_appends(first, second, allow)
     counters = find_counters(first, second, walk, allow)

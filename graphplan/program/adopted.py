@@ -35,6 +35,9 @@ def _what_became_of(slot: Slot) -> str:
         now = slot.container[slot.key]
     except (KeyError, IndexError):
         return "was there at capture and is gone"
+    if isinstance(now, Tensor):
+        # Nothing leads to its container any more.
+        return "was there at capture and is gone"
     kind = "Parameter" if slot.is_parameter else "tensor"
     return f"was a {kind} at capture and is {'None' if now is None else f'a {type(now).__name__}'} now"
 
