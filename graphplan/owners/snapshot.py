@@ -15,6 +15,9 @@ from graphplan.owners.copying import Unequal, copy_all, write_all
 from graphplan.owners.records import Container, Walk, is_freed
 from graphplan.owners.sharding import Sharding
 
+_as_memory = torch._C.DisableTorchFunctionSubclass
+"""What lies in a tensor is copied, whatever its class makes of being used: one may say that it is out of date."""
+
 
 class Snapshot:
     """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, and
@@ -39,7 +42,7 @@ class Snapshot:
         self._places = [(space, key, space[key]) for space, key in walk.places]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
-        self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf and tensor.requires_grad]
+        self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.requires_grad and tensor.is_leaf]
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         if values:
@@ -48,7 +51,9 @@ class Snapshot:
             # An expanded tensor cannot be written to, by the step no more than by us.
             all_of = {id(t): t for t in [*slots, *extra] if t.layout is torch.strided and 0 not in t.stride()}
             live = list(all_of.values())
-            self._tensors = {id(t): (t, copy) for t, copy in zip(live, copy_all(live, device), strict=True)}
+            with _as_memory():
+                copies = copy_all(live, device)
+            self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
             self._generators = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
             self._generators += _host_generators()
 
@@ -67,6 +72,12 @@ class Snapshot:
         for param, grad in self._grads:
             if param.grad is not grad:
                 param.grad = grad
+        with _as_memory():
+            self._write_values()
+        for set_state, state in self._generators:
+            set_state(state)
+
+    def _write_values(self) -> None:
         # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
         pairs = [pair for pair in self._tensors.values() if not is_freed(pair[0])]
         for live, copy in pairs:
@@ -78,8 +89,6 @@ class Snapshot:
         changed = [on_host[index] for index in unequal.places()]
         changed += [pair for pair in pairs if pair[0].device.type != "cpu"]
         write_all([live for live, _ in changed], [copy for _, copy in changed])
-        for set_state, state in self._generators:
-            set_state(state)
 
 
 def _shallow(container: Container, without: Sequence[str]) -> Any:

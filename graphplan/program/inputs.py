@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -109,13 +109,17 @@ class StaticInputs:
                 target = distinct(static)
                 target.copy_(source if target is static else distinct(source), non_blocking=True)
 
-    def give_back(self, leaves: Sequence[Any]) -> None:
-        """After a run: what the step has changed in its inputs, and their gradients, to the caller's tensors."""
+    def give_back(self, leaves: Sequence[Any], results: Iterable[Lease] = ()) -> None:
+        """After a run: what the step has changed in its inputs, and their gradients, to the caller's tensors; not to
+        those that lie where there are new ``results`` now.
+        """
         if not self._write_back and not self._grads:
             return
+        overwritten = {storage_id(lease.tensor) for lease in results}
         with torch.no_grad():
             for index, static in self._write_back:
-                leaves[index].copy_(static)
+                if not overwritten or storage_id(leaves[index]) not in overwritten:
+                    leaves[index].copy_(static)
             for index, static in self._grads:
                 assert static.grad is not None
                 leaves[index].grad = static.grad.detach().clone()

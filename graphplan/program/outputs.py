@@ -64,6 +64,8 @@ class Outputs:
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
         for numbers in scalars.values():
             self._pack(numbers)
+        self.lent = list(self._lent.values())
+        """The results that are lent: each replay overwrites them."""
         is_plain = 0 in self._static and not self._bits and not self._marks
         self._lone = len(plan.outputs) == 1 and plan.output_structure.is_leaf() and is_plain
 
@@ -83,11 +85,11 @@ class Outputs:
     @property
     def lent_bytes(self) -> int:
         """Bytes of the memory that is lent."""
-        return sum(lease.tensor.nbytes for lease in self._lent.values())
+        return sum(lease.tensor.nbytes for lease in self.lent)
 
     def renew(self) -> None:
         """What was lent of the run before is overwritten from now on."""
-        for lease in self._lent.values():
+        for lease in self.lent:
             lease.number += 1
 
     def build(self, leaves: Sequence[Any], walk: Walk) -> Any:

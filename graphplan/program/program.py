@@ -19,6 +19,7 @@ from graphplan.policy import Policy
 from graphplan.program.adopted import Adopted
 from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import ELSEWHERE, MEMORY_IS_FED, StaticInputs
+from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
 from graphplan.program.watching import replay
@@ -80,6 +81,11 @@ class Program:
     def lent_bytes(self) -> int:
         """Bytes of the results that are lent."""
         return self._outputs.lent_bytes
+
+    @property
+    def lent(self) -> list[Lease]:
+        """The results that are lent: each replay overwrites them."""
+        return self._outputs.lent
 
     @property
     def nodes(self) -> Nodes:
@@ -202,7 +208,7 @@ class Program:
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
-        self._inputs.give_back(leaves)
+        self._inputs.give_back(leaves, self._outputs.lent)
         return self._outputs.build(leaves, self._walk)
 
     def replay(

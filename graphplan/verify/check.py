@@ -20,8 +20,8 @@ from graphplan.backend import first_line
 from graphplan.compiler import is_allowed
 from graphplan.dtensors import local
 from graphplan.errors import PeerError
-from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, walk_owners
-from graphplan.program import Program
+from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, storage_id, walk_owners
+from graphplan.program import Program, StaticOutput
 from graphplan.trees import map_result
 from graphplan.verify.compare import Difference, Differing, differing_values
 from graphplan.verify.noise import Beyond, Moves, Noise
@@ -80,16 +80,25 @@ class _Check:
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
         unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
+        # What the program lends holds its latest results, which may be what is fed.
+        self._lent = [(lease, lease.number) for lease in program.lent]
 
     def walk(self) -> Walk:
         return walk_owners(self._program.plan.owners())
 
     def tensors(self, walk: Walk) -> dict[str, Tensor]:
         """All that the step may change, also what only a name leads to: code that nobody sees may write anywhere."""
-        return {**tensors_of(walk, self._program.plan.untouched(walk).__contains__), **self._extra}
+        lent = {lease.name: lease.tensor for lease, _ in self._lent}
+        return {**tensors_of(walk, self._program.plan.untouched(walk).__contains__), **self._extra, **lent}
 
     def snapshot(self, walk: Walk, tensors: Iterable[Tensor]) -> Snapshot:
         return Snapshot(walk, extra=tensors, generators=self._program.plan.generators, device=self._device)
+
+    def undo(self, snapshot: Snapshot) -> None:
+        """Put everything back, and have the results that were lent before be good again."""
+        snapshot.restore()
+        for lease, number in self._lent:
+            lease.number = number
 
     def start(self) -> _Start:
         """What is there before the replay."""
@@ -157,19 +166,32 @@ class _Check:
                     on_any=self._on_any, noise=self._noise, may_reorder=self._program.plan.may_reorder,
                 )  # fmt: skip
             finally:
-                end.restore()
+                self.undo(end)
         return found + differences
 
     def left(self, walk: Walk, result: Any) -> dict[str, Tensor]:
         """The tensors that can be compared, where they are now."""
-        untouched = self._program.plan.untouched(walk)
-        return collect_tensors(
+        slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._lent else {}
+        left_out = self._program.plan.untouched(walk) | self._overwritten(slots)
+        gone = self._overwritten({path: [tensor] for path, tensor in self._extra.items()})
+        found = collect_tensors(
             walk,
             result,
-            self._extra,
+            {path: tensor for path, tensor in self._extra.items() if path not in gone},
             self._program.plan.generators,
-            lambda path: path in untouched or self.is_allowed(path),
+            lambda path: path in left_out or self.is_allowed(path),
         )
+        return {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in found.items()}
+
+    def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
+        """Paths of what lies where the program lends its results: a replay puts new ones there, which are compared as
+        results, and nobody can use what was there before it.
+        """
+        if not self._lent:
+            return set()
+        lent = {storage_id(lease.tensor) for lease, _ in self._lent}
+        with torch._C.DisableTorchFunctionSubclass():
+            return {path for path, parts in tensors.items() if any(storage_id(part) in lent for part in parts)}
 
     def compared(self, replayed: State, moves: Moves | None, left: Mapping[str, Tensor]) -> Differing | Beyond:
         """The comparison of what the replay left with what the eager step did."""
@@ -196,7 +218,7 @@ class _Check:
 
     def _repeat(self, start: _Start, *, nudge: bool) -> Mapping[str, Tensor]:
         """What one more replay leaves; with ``nudge``, what it makes of parameters with other last bits."""
-        start.snapshot.restore()
+        self.undo(start.snapshot)
         if not self._program.fits():
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
@@ -247,12 +269,12 @@ def check_replay(
         replayed, taken = check.replay(start.walk)
         moves = check.moves(start, replayed)
     finally:
-        start.snapshot.restore()
+        check.undo(start.snapshot)
     try:
         result, needed = check.run(eager, alone=alone)
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
-        start.snapshot.restore()
+        check.undo(start.snapshot)
         raise
     found = [
         Difference(name, "the eager step draws from it, which a replay does not")

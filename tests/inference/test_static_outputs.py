@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from graphplan import Graphed, StaleError, graphed
+from graphplan import Graphed, StaleError, VerifyError, graphed
 from tests.facts import assert_same, flatten
-from tests.inference.helpers import Layer
+from tests.inference.helpers import TO_REPLAY, Layer
+from tests.zoo import Box
 
 
 @pytest.fixture(autouse=True)
@@ -183,3 +184,87 @@ def test_a_result_that_the_caller_changes_is_fed_as_changed() -> None:
         held.mul_(10)
         assert torch.equal(second(held) + 0, torch.full((4,), 61.0))
     assert torch.equal(first(torch.ones(4)) + 0, torch.full((4,), 2.0))
+
+
+WIDTH, CALLS = 8, 24
+
+
+def recurrent(layer: nn.Linear, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """A cell with two states."""
+    return layer(h).tanh() + c, c * 0.5 + h
+
+
+def halving(layer: nn.Linear, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """A cell that changes one of its states in place."""
+    c.mul_(0.5)
+    return layer(h).tanh() + c, c + h
+
+
+def same(h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The states as they come."""
+    return h, c
+
+
+def crossed(h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """Each state in the other's place."""
+    return c, h
+
+
+def views(h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The same memory, by other tensors."""
+    return h.view(1, WIDTH)[:], c[0].unsqueeze(0)
+
+
+@pytest.mark.parametrize("verify", ["off", "geometric", 1, 3])
+@pytest.mark.parametrize("pass_on", [same, crossed, views])
+@pytest.mark.parametrize("cell", [recurrent, halving])
+def test_states_that_are_fed_back(cell: Callable[..., Any], pass_on: Callable[..., Any], verify: Any) -> None:
+    """What is fed lies where the results of the replay go: the eager step of a check gets what was fed."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    fast = graphed(lambda h, c: cell(layer, h, c), backend="tape", outputs="static", verify=verify)
+    states, twins = (torch.ones(1, WIDTH), torch.ones(1, WIDTH)), (torch.ones(1, WIDTH), torch.ones(1, WIDTH))
+    for _ in range(CALLS):
+        states, twins = pass_on(*fast(*states)), pass_on(*cell(layer, *twins))
+        assert all(torch.equal(found + 0, expected) for found, expected in zip(states, twins, strict=True))
+    assert fast.stats.replayed == CALLS - TO_REPLAY + 1
+    assert (fast.stats.verified > 3) == (verify != "off")
+
+
+def test_a_difference_in_a_state_that_is_fed_back_is_found() -> None:
+    layer, weight = nn.Linear(WIDTH, WIDTH), Box(1.0)
+    fast = graphed(lambda h: layer(h).tanh() * weight.item, backend="tape", outputs="static", verify=1)
+    state = torch.ones(1, WIDTH)
+    for _ in range(TO_REPLAY - 1):
+        state = fast(state)
+    weight.item = 0.5
+    expected = layer(state).tanh() * 0.5
+    with pytest.raises(VerifyError, match=r"is not what the eager step does: result: 8 of 8 elements differ") as caught:
+        fast(state)
+    assert torch.equal(caught.value.result, expected), "the eager step got what was fed"
+
+
+@pytest.mark.parametrize("verify", ["off", "geometric", 1])
+def test_results_that_an_owner_keeps(verify: Any) -> None:
+    """Those that a later replay has overwritten may lie there as long as nobody uses them."""
+    layer = Layer()
+    layer.kept = []
+    fast = graphed(layer, backend="tape", outputs="static", verify=verify)
+    for _ in range(CALLS):
+        x = torch.randn(4, WIDTH)
+        found = fast(x)
+        assert torch.equal(found + 0, layer(x))
+        layer.kept = [*layer.kept[-2:], found]
+    assert fast.stats.replayed == CALLS - TO_REPLAY + 1
+
+
+def test_a_result_outlives_the_check_of_the_next_replay() -> None:
+    """The eager step's outcome stands, which is in other memory."""
+    fast = graphed(lambda x: x * 2, backend="tape", outputs="static", verify=2)
+    for _ in range(TO_REPLAY):
+        held = fast(torch.ones(3))
+    verified = fast.stats.verified
+    assert torch.equal(fast(torch.zeros(3)), torch.zeros(3)) and fast.stats.verified == verified + 1
+    assert torch.equal(held, torch.full((3,), 2.0))
+    fast(torch.zeros(3))
+    with pytest.raises(StaleError, match="used after the next one"):
+        held.sum()
