@@ -19,6 +19,7 @@ from graphplan.compiler.effects import (
     find_rebindings,
     find_replaced,
 )
+from graphplan.compiler.gradients import check_gradients
 from graphplan.compiler.host import check_draws, check_threads
 from graphplan.compiler.made import check_made_state
 from graphplan.compiler.marked import check_marks
@@ -126,6 +127,7 @@ def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> Non
     check_difference(first, second)
     check_marks(feed, first, second)
     check_draws(first, second, allow)
+    check_gradients(first, second, allow)
 
 
 def _names_used(first: Reads, second: Reads) -> UsedNames:

@@ -79,6 +79,8 @@ class Trace:
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
     draws: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    """Where the step left tensors that it had made, and that have a gradient."""
     prints: list[str] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)
     drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)

@@ -62,6 +62,9 @@ def trace(
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes
     paths = _lasting_paths(after, changes)
+    given = paths.keys() | {id(leaf) for _, leaf in feed.tensors()}
+    made = {name: [leaf] for name, leaf in named if id(leaf) not in given}
+    record.gradients = _with_gradients({**_left(after, changes), **made})
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
     watch.finish(after, leaves)
@@ -110,6 +113,26 @@ def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: 
     for kind in {type(leaf) for _, leaf in feed.tensors()} - PLAIN_KINDS:
         record.ran.note_class(kind)
     return result
+
+
+def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:
+    """The tensors, perhaps among others, that the step left in slots and appended to lists; not parameters."""
+    rebound = (path for path, change in changes.rebindings.items() if path in after.slots and not change.moved)
+    slots = (after.slots[path] for path in rebound)
+    left = {slot.path: slot.tensors() for slot in slots if slot.param is None and not slot.is_parameter}
+    return left | {f"{path}[-1]": pytree.tree_leaves(items) for path, items in changes.appended.items()}
+
+
+def _with_gradients(values: Mapping[str, list[Any]]) -> list[str]:
+    """Paths of those of ``values`` with a tensor that has a gradient: a leaf, or one that retains it."""
+    return [path for path, parts in values.items() if any(map(_has_gradient, parts))]
+
+
+def _has_gradient(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return False
+    # To ask others is warned of.
+    return (value.is_leaf or value.retains_grad) and value.grad is not None
 
 
 def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
