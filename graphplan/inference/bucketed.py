@@ -159,8 +159,9 @@ class Bucketed:
         fed: Fed | None = None
 
         def before(program: Program | None, reason: SkipReason | None, detail: str) -> None:
-            nonlocal effects, fed, running
+            nonlocal effects, fed, feed, running
             running = program
+            feed = feed if program is None else _out_of_reach(feed, program)
             fed = Fed(args, kwargs).watch() if program is None else None
             if is_padded and reason is not None:
                 raise _UnpaddedError(reason, detail)
@@ -257,6 +258,16 @@ class Bucketed:
             )
             self._step.refuse(size.refusal)
         return expected
+
+
+def _out_of_reach(feed: Feed, program: Program) -> Feed:
+    """``feed`` as it is before ``program`` runs: with copies of what lies where that lends its results."""
+    lent = {storage_id(lease.tensor) for lease in program.lent}
+    within = {index for index, leaf in feed.tensors() if storage_id(leaf) in lent} if lent else set()
+    if not within:
+        return feed
+    leaves = [leaf.clone() if index in within else leaf for index, leaf in enumerate(feed.leaves)]
+    return Feed(leaves, feed.structure, feed.key)
 
 
 def _handed_on(leaf: Any, layout: Layout, feed: Feed) -> Any:

@@ -230,6 +230,25 @@ def test_states_that_are_fed_back(cell: Callable[..., Any], pass_on: Callable[..
     assert (fast.stats.verified > 3) == (verify != "off")
 
 
+@pytest.mark.parametrize("verify", ["off", "geometric", 1, 3])
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("cell", [recurrent, halving])
+def test_states_that_are_fed_back_padded(cell: Callable[..., Any], rows: int, verify: Any) -> None:
+    """The call without padding, which a padded replay is compared with, gets what was fed."""
+    layer = nn.Linear(WIDTH, WIDTH)
+    options = {"backend": "tape", "outputs": "static", "shapes": "bucket", "buckets": [4, 8]}
+    fast = graphed(lambda h, c: cell(layer, h, c), verify=verify, **options)
+    states, twins = (
+        (torch.ones(rows, WIDTH), torch.ones(rows, WIDTH)),
+        (torch.ones(rows, WIDTH), torch.ones(rows, WIDTH)),
+    )
+    for _ in range(CALLS):
+        states, twins = fast(*states), cell(layer, *twins)
+        for found, expected in zip(states, twins, strict=True):
+            torch.testing.assert_close(found + 0, expected)
+    assert fast.stats.replayed == CALLS - TO_REPLAY + 1
+
+
 def test_a_difference_in_a_state_that_is_fed_back_is_found() -> None:
     layer, weight = nn.Linear(WIDTH, WIDTH), Box(1.0)
     fast = graphed(lambda h: layer(h).tanh() * weight.item, backend="tape", outputs="static", verify=1)
