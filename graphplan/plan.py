@@ -17,6 +17,8 @@ from graphplan.signature import Feed, FeedSpec
 
 Together = tuple[tuple[str, Overlay], ...]
 """Slots by path that overlap in one memory, and where each lies there."""
+DRAWS = "draws random numbers "
+"""How facts about what may draw them begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,11 @@ class Plan:
     def by_role(self, role: Role) -> tuple[External, ...]:
         """Externals of one role."""
         return tuple(external for external in self.externals if external.role is role)
+
+    @property
+    def draws(self) -> list[str]:
+        """The places of operators that may draw random numbers, among ``host_facts``."""
+        return [fact.removeprefix(DRAWS) for fact in self.host_facts if fact.startswith(DRAWS)]
 
     def untouched(self, walk: Walk) -> set[str]:
         """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""

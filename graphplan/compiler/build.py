@@ -26,7 +26,7 @@ from graphplan.compiler.marked import check_marks
 from graphplan.compiler.together import find_together
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Library, Scalar, Walk, walk_owners
-from graphplan.plan import Output, Plan, Rates, UsedNames, frozen
+from graphplan.plan import DRAWS, Output, Plan, Rates, UsedNames, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
 from graphplan.tracer import Trace, is_collective
@@ -233,7 +233,7 @@ def _host_facts(trace: Trace) -> list[str]:
     facts: dict[str, None] = {}
     for operator in trace.operators:
         if operator.random:
-            facts[f"draws random numbers at {operator.source}"] = None
+            facts[f"{DRAWS}at {operator.source}"] = None
         if operator.constant is not None:
             facts[f"makes a constant from Python values at {operator.source}"] = None
     return list(facts)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from graphplan.errors import HostEffectError, OptionError, PaddingError, RefusalError, SkipReason
 from graphplan.fed import Fed
 from graphplan.inference.buckets import Ladders
-from graphplan.inference.effects import Effects
+from graphplan.inference.effects import Draws, Effects
 from graphplan.inference.ledger import ShapeStats
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.padding import Layout, Padding
@@ -35,13 +35,15 @@ others of them."""
 @dataclass(slots=True)
 class _Size:
     """One capture size: what is known of its results, its padded calls so far, which of them is checked next, and the
-    programs of which a padded replay was checked.
+    programs of which a padded replay was checked. ``drawing`` refuses padded calls only: those of the size itself draw
+    what they should.
     """
 
     slicer: Slicer = field(default_factory=Slicer)
     calls: int = 0
     next_check: int = 0
     refusal: RefusalError | None = None
+    drawing: PaddingError | None = None
     checked: WeakSet[Program] = field(default_factory=WeakSet)
 
 
@@ -94,8 +96,9 @@ class Bucketed:
             kind = self._learn_kind(feed, places)
         self._stats.unpadded_elements += kind.fed
         self._stats.padded_elements += kind.padded
-        if kind.size.refusal is not None:
-            return self._leave(feed, places, SkipReason.PADDING, str(kind.size.refusal))
+        refusal = kind.size.refusal or (kind.size.drawing if kind.layout.is_padded else None)
+        if refusal is not None:
+            return self._leave(feed, places, SkipReason.PADDING, str(refusal))
         return self._run(feed, kind)
 
     def _places(self, feed: Feed) -> Sequence[Place]:
@@ -157,22 +160,28 @@ class Bucketed:
         effects: Effects | None = None
         running: Program | None = None
         fed: Fed | None = None
+        draws: Draws | None = None
 
         def before(program: Program | None, reason: SkipReason | None, detail: str) -> None:
-            nonlocal effects, fed, feed, running
+            nonlocal draws, effects, fed, feed, running
             running = program
             feed = feed if program is None else _out_of_reach(feed, program)
             fed = Fed(args, kwargs).watch() if program is None else None
             if is_padded and reason is not None:
                 raise _UnpaddedError(reason, detail)
             if is_padded and self._is_due(kind, program):
-                effects = self._watch(layout)
+                noting = Draws() if program is None else None
+                effects = self._watch(layout, program, noting)
                 size.next_check = self._schedule.after(size.calls)
+                draws = noting.__enter__() if noting is not None else None
 
         try:
             result = self._step.call(args, kwargs, before)
         except _UnpaddedError as reason:
             return self._leave(feed, layout.places, *reason.args)
+        finally:
+            if draws is not None:
+                draws.__exit__(None, None, None)
         leaves, structure = result_leaves(result)
         mutated = [
             index for (index, memory), was in zip(staged.items(), versions, strict=True) if memory._version != was
@@ -181,7 +190,8 @@ class Bucketed:
         if effects is not None:
             if running is not None:
                 size.checked.add(running)
-            return self._check(feed, layout, size, leaves, mutated, effects)
+            places = list(draws.places) if draws is not None else running.plan.draws if running is not None else []
+            return self._check(feed, layout, size, leaves, mutated, effects, places)
         if fed is not None:
             self._refuse_change(size, fed.change())
         if is_padded and not self._is_sure(kind):
@@ -207,14 +217,14 @@ class Bucketed:
 
     def _is_due(self, kind: _Kind, program: Program | None) -> bool:
         """Whether a padded call is made unpadded, too. The step's Python may do something else than in the last check,
-        and so may a program that was captured since.
+        and so may a program that was captured since. Without a schedule, it is so where they may draw random numbers.
         """
         size = kind.size
-        if size.calls == size.next_check or not self._is_sure(kind):
+        if size.calls == size.next_check or not self._is_sure(kind) or program is None:
             return True
-        return self._schedule.every != 0 and (program is None or program not in size.checked)
+        return program not in size.checked and (self._schedule.every != 0 or bool(program.plan.draws))
 
-    def _watch(self, layout: Layout) -> Effects:
+    def _watch(self, layout: Layout, program: Program | None, draws: Draws | None) -> Effects:
         """What notes the effects of a call that is about to be made.
 
         Raises:
@@ -225,7 +235,8 @@ class Bucketed:
         room, reason = find_room(sum(tensor.nbytes for tensor in held.values()), where)
         if room is None:
             raise _UnpaddedError(SkipReason.CHECK, reason)
-        return Effects(self._step.owners, self._allow, room)
+        own = program.plan.generators if program is not None else ()
+        return Effects(self._step.owners, self._allow, room, own, draws)
 
     def _check(
         self,
@@ -235,12 +246,15 @@ class Bucketed:
         leaves: list[Any],
         mutated: list[int],
         effects: Effects,
+        places: Sequence[str],
     ) -> Any:
-        """Make the call as it came, too: its outcome stands."""
+        """Make the call as it came, too: its outcome stands. ``places`` are where random numbers may be drawn."""
         kept = [plain(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         effects.undo()
         expected = self._leave(feed, layout.places, SkipReason.CHECK)
         self._stats.checked += 1
+        if effects.has_drawn:
+            return self._refuse_draws(layout, size, places, expected)
         problems = size.slicer.learn(expected, kept, layout.true, layout.sizes)
         problems += effects.problems()
         for index in mutated:
@@ -248,16 +262,34 @@ class Bucketed:
             if distance(own.to(part.device), part) > tolerance(own.dtype):
                 problems.append(f"{feed.names()[index]}, which the function changes, differs")
         if problems:
-            sizes = ", ".join(dict.fromkeys(f"{true} to {layout.sizes[place]}" for place, true in layout.true.items()))
             size.refusal = PaddingError(
-                f"padding from {sizes} changes what comes out: {'; '.join(problems[:3])}. Expected the same as without "
-                "padding, within rounding: have the function leave the padding out (mask= names an argument that says "
-                "what is real), pad with another value (pad=), name the dimensions that may be padded (dynamic=), or "
-                "pass shapes='exact'. What came out without padding stands",
+                f"padding from {_resizing(layout)} changes what comes out: {'; '.join(problems[:3])}. Expected the "
+                "same as without padding, within rounding: have the function leave the padding out (mask= names an "
+                "argument that says what is real), pad with another value (pad=), name the dimensions that may be "
+                "padded (dynamic=), or pass shapes='exact'. What came out without padding stands",
                 result=expected,
             )
             self._step.refuse(size.refusal)
         return expected
+
+    def _refuse_draws(self, layout: Layout, size: _Size, places: Sequence[str], expected: Any) -> Any:
+        """Refuse padded calls that draw random numbers. That what two of them draw is alike would say nothing of the
+        next, which may be of another size.
+        """
+        size.drawing = PaddingError(
+            f"the call draws random numbers {'; '.join(places[:3]) or 'in compiled code'}, and padding from "
+            f"{_resizing(layout)} may have it draw others, and more of them, than without padding. Expected a function "
+            "that draws none: draw outside of it and feed it the numbers, or pass shapes='exact'. Calls of a capture "
+            "size are replayed all the same. What came out without padding stands",
+            result=expected,
+        )
+        self._step.refuse(size.drawing)
+        return expected
+
+
+def _resizing(layout: Layout) -> str:
+    """What padding does to the dimensions, in words."""
+    return ", ".join(dict.fromkeys(f"{true} to {layout.sizes[place]}" for place, true in layout.true.items()))
 
 
 def _out_of_reach(feed: Feed, program: Program) -> Feed:
