@@ -37,7 +37,8 @@ _LIMITS = ("evicted: more programs than max_graphs", "evicted: more bytes than m
 class Graphed(Reports):
     """Calls a function by replaying what it did before. Made by :func:`graphplan.graphed`.
 
-    On a class, it is a method: each instance gets a step, buffers and programs of its own, over one pool.
+    On a class, it is a method: each instance gets a step, buffers and programs of its own, over one pool, and under
+    ``@classmethod`` each class.
 
     Raises:
         OptionError: if ``fn`` cannot be called.
@@ -59,7 +60,8 @@ class Graphed(Reports):
         self._warned: set[str] = set()
         self._thread: int | None = None
         self._name = getattr(fn, "__name__", type(fn).__name__)
-        self._key = f"_graphed_{self._name}"
+        # A class method is not told whose it is, but its function's qualified name says so.
+        self._key = f"_graphed_{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', self._name)}"
         if isinstance(fn, nn.Module):
             self.__wrapped__ = fn
         else:
@@ -70,7 +72,7 @@ class Graphed(Reports):
         self._key = f"_graphed_{owner.__module__}.{owner.__qualname__}.{name}"
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The method of one instance: two of a class share no program."""
+        """The method of one instance or class: two of them share no program."""
         if instance is None or not isinstance(self._fn, FunctionType):
             return self
         return Bound.of(instance, self._key, self._name).get(

@@ -13,7 +13,9 @@ from graphplan.signature import Feed, flatten, is_dense
 
 
 class Bound:
-    """What an instance has of a graphed method. A copy of the instance gets an empty one."""
+    """What an instance has of a graphed method, or a class of a graphed class method. A copy of the instance gets an
+    empty one.
+    """
 
     def __init__(self) -> None:
         self._graphed: Any = None
@@ -33,7 +35,11 @@ class Bound:
                 f"expected one: add '__dict__' to its __slots__, or graph the bound method: graphed(thing.{name})"
             ) from None
         if key not in inner:
-            inner[key] = cls()
+            if isinstance(instance, type):
+                # In its own namespace, which cannot be written to: a class that inherits the method keeps its own.
+                type.__setattr__(instance, key, cls())
+            else:
+                inner[key] = cls()
         return inner[key]
 
     def get(self, make: Callable[[], Any]) -> Any:
