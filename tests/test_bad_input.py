@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from graphplan import (
     BackendError,
     FeedError,
     GraphPlanError,
+    OptionError,
     OwnersError,
     Policy,
     PolicyError,
@@ -22,6 +24,7 @@ from graphplan import (
     capture,
     compile_plan,
     graph_step,
+    graphed,
 )
 from graphplan.backend import resolve_backend
 from tests.facts import assert_same
@@ -103,6 +106,49 @@ def test_what_is_not_callable() -> None:
     """A step has to be callable."""
     with pytest.raises(ValueError, match="the step is a int; expected a function or another callable"):
         graph_step(3)  # type: ignore[arg-type]
+
+
+async def _awaited(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _yielding(x: Tensor) -> Iterator[Tensor]:
+    yield x * 2
+
+
+async def _streaming(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x * 2
+
+
+class _Awaited:
+    async def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class _Yielding(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        """One by one."""
+        yield x * 2
+
+
+BEGUN: list[tuple[Any, str]] = [
+    (_awaited, r"_awaited is a coroutine function \(async def\): a call of it computes nothing yet, .* and await"),
+    (partial(partial(_awaited)), "_awaited is a coroutine function"),
+    (_Awaited(), "_Awaited is a coroutine function"),
+    (_yielding, r"_yielding is a generator function \(with yield\)"),
+    (_Yielding(), "_Yielding is a generator function"),
+    (_Yielding().forward, "forward is a generator function"),
+    (torch.no_grad()(_yielding), "_yielding is a generator function"),
+    (_streaming, "_streaming is an asynchronous generator function"),
+]
+
+
+@pytest.mark.parametrize(("fn", "pattern"), BEGUN)
+@pytest.mark.parametrize("make", [graph_step, graphed, lambda fn: compile_plan(fn, torch.ones(2))])
+def test_functions_that_only_begin_something(make: Any, fn: Any, pattern: str) -> None:
+    """Said when the step is made: its result would be another object in each call, and had not run in a trace."""
+    with pytest.raises(OptionError, match=pattern):
+        make(fn)
 
 
 def test_a_backend_that_these_tensors_cannot_use() -> None:

@@ -41,7 +41,7 @@ class Graphed(Reports):
     ``@classmethod`` each class.
 
     Raises:
-        OptionError: if ``fn`` cannot be called.
+        OptionError: if ``fn`` cannot be called, or only begins something when it is.
     """
 
     def __init__(self, fn: Callable[..., Any], options: ServeOptions, pool: Pool | None = None) -> None:

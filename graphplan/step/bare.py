@@ -24,6 +24,7 @@ from graphplan.policy import Policy
 from graphplan.program import Program, capture_program
 from graphplan.signature import Feed, check_feed, check_match, flatten
 from graphplan.step.compiled import refuse_graphs_within
+from graphplan.step.forms import check_form
 from graphplan.step.fresh import create_state
 from graphplan.step.managed import Managed
 from graphplan.surroundings import check_surroundings
@@ -57,6 +58,7 @@ def compile_plan(
         prepare_optimizers: whether optimizers may be made capturable.
 
     Raises:
+        OptionError: for a function that only begins something when it is called.
         RefusalError: if the step cannot be replayed correctly.
     """
     strong = lambda: fn  # noqa: E731
@@ -75,6 +77,7 @@ def _compile(
     weak: bool = False,
 ) -> Plan:
     check_surroundings("a plan is compiled")
+    check_form(fn)
     managed = Managed(fn, owners, prepare=prepare)
     feed = flatten(args, {})
     check_feed(feed, None)

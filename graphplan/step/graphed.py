@@ -31,6 +31,7 @@ from graphplan.program import Program
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
+from graphplan.step.forms import check_form
 from graphplan.step.lookup import Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
@@ -55,7 +56,7 @@ class GraphedStep(Exclusive, Told):
     ``options.compile``.
 
     Raises:
-        OptionError: if ``fn`` cannot be called.
+        OptionError: if ``fn`` cannot be called, or only begins something when it is.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class GraphedStep(Exclusive, Told):
         super().__init__()
         if not callable(fn):
             raise OptionError(f"the step is a {type(fn).__name__}; expected a function or another callable")
+        check_form(fn)
         self._options = options
         prepare = options.prepare_optimizers and options.backend != "eager"
         trains = options.mode == "train"
