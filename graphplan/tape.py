@@ -71,8 +71,19 @@ class _Kernel:
 
 
 def _alias(value: Any) -> Any:
-    """The same memory without its autograd history (which would keep a whole step's graph alive)."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
+    """The same memory without its autograd history (which would keep a whole step's graph alive).
+
+    What is one tensor in several places stays one: some kernels ask whether two of their arguments are (torch's fused
+    attention takes another way for ``attention(h, h, h)``).
+    """
+    aliases: dict[int, Tensor] = {}
+
+    def alias(tensor: Tensor) -> Tensor:
+        if id(tensor) not in aliases:
+            aliases[id(tensor)] = tensor.detach()
+        return aliases[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, alias, value)
 
 
 class _TapeMode(TorchDispatchMode):
@@ -125,9 +136,10 @@ class _TapeMode(TorchDispatchMode):
         if is_allocation(schema.name) or not (written or any(made) or out is None):
             return  # None is what an operator gives that only looks at values, and raises.
         outs = [_alias(t) if new else None for t, new in zip(results, made, strict=True)]
+        given, named = _alias((args, kwargs))
         writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
         lasts = schema.name in _CONSTANT
-        kernel = _Kernel(func, _alias(args), _alias(kwargs), outs=outs, writes=writes, constant=lasts)
+        kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts)
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
         kernel.overload = _working_overload(kernel) if pure else None
         self._keep(kernel)

@@ -639,6 +639,21 @@ def test_a_container_without_keys_is_fed() -> None:
         graphed(fast.__wrapped__, backend="tape")(Registered([torch.eye(3).to_sparse(), 1]), k=2)
 
 
+@pytest.mark.parametrize("verify", ["geometric", "off"])
+@pytest.mark.parametrize("shape", [(1, 4, 8), (1, 7, 8), (3, 4, 8)])
+def test_attention_of_a_tensor_to_itself(shape: tuple[int, ...], verify: str) -> None:
+    """Torch's fused kernel asks whether query, key and value are one tensor, and computes otherwise if they are."""
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    with torch.inference_mode():
+        fast = assert_replays(
+            lambda h: attention(h, h, h, need_weights=False)[0],
+            [(torch.randn(shape),) for _ in range(8)],
+            owners={"attention": attention},
+            verify=verify,
+        )
+    assert fast.stats.replayed == 4
+
+
 def test_a_module_that_was_made_in_inference_mode() -> None:
     with torch.inference_mode():
         layer = Layer()
