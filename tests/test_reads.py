@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -55,6 +56,10 @@ def _nested() -> Any:
             scale = 0.5
 
     return Nested
+
+
+def _settings() -> Any:
+    return OmegaConf.create({"rate": 0.5, "other": 0.25, "loss": {"scale": "${rate}"}})
 
 
 def _tables() -> Any:
@@ -296,6 +301,27 @@ CASES: dict[str, Case] = {
         lambda: types.SimpleNamespace(),
         lambda thing: getattr(thing, "scale", 0.5),
         _set("scale"),
+    ),
+    "what an interpolation leads to": (_settings, lambda thing: thing.loss.scale, _set("rate")),
+    "an interpolation": (
+        _settings,
+        lambda thing: thing.loss.scale,
+        lambda thing: setattr(thing.loss, "scale", "${other}"),
+    ),
+    "an interpolation within another": (
+        lambda: OmegaConf.create({"which": "a", "a": 0.5, "b": 0.25, "scale": "${${which}}"}),
+        lambda thing: thing.scale,
+        lambda thing: setattr(thing, "which", "b"),
+    ),
+    "what an interpolation of a part's leads to": (
+        lambda: _settings().loss,
+        lambda thing: thing["scale"],
+        lambda thing: setattr(thing._get_parent(), "rate", 0.25),
+    ),
+    "the environment in an interpolation": (
+        lambda: (_environment(), OmegaConf.create({"scale": "${oc.env:GRAPHPLAN_TEST_SCALE}"}))[1],
+        lambda thing: float(thing.scale),
+        lambda thing: os.environ.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
     ),
     "the environment": (
         _environment,

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.owners.contents import has_contents
 from graphplan.owners.kinds import (
-    FOREIGN,
     SCALARS,
     WEAKLY_HELD,
     is_foreign,
@@ -75,7 +74,7 @@ class Behind(ABC):
         """What the user's classes hold for ``thing``, unless it has its own."""
         own = getattr(thing, "__dict__", {})
         for kind in type(thing).__mro__:
-            if kind.__module__.split(".")[0] in FOREIGN:
+            if is_foreign(kind):
                 continue
             for name, value in list(vars(kind).items()):
                 place = f"{path}.{name}"

@@ -35,10 +35,14 @@ WEAKLY_HELD = Unseen(
 _FLAT = (Tensor, torch.dtype, torch.device, type, range)
 MAPPINGS = (dict, MutableMapping)
 """Dictionaries first: asking an abstract class takes long."""
-_LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy")
+_LIBRARIES = ("graphplan", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "numpy", "antlr4")
 _HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "threading", "_thread", "__main__"}
 FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
 """Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
+_PARSERS = "omegaconf.grammar"
+"""How the names of modules begin that read strings such as ``${rate}``. What they work with is scratch; what an
+interpolation leads to lies in the configuration, which is walked like any object of the user's.
+"""
 _OPEN = ("torch.distributions.", "torch.utils.data.dataset", "multiprocessing.sharedctypes")
 """Modules of those packages whose objects hold values of the user's, and are walked."""
 _ATOMS = (type, ModuleType, Enum, partial)
@@ -58,7 +62,8 @@ def is_known(module: str) -> bool:
 
 def is_foreign(thing: Any) -> bool:
     """Whether a class or function is a library's."""
-    return str(getattr(thing, "__module__", None)).split(".")[0] in FOREIGN
+    module = str(getattr(thing, "__module__", None))
+    return module.split(".")[0] in FOREIGN or module.startswith(_PARSERS)
 
 
 def is_plain_code(value: Any) -> bool:
@@ -89,8 +94,7 @@ def is_user_object(value: Any) -> bool:
     if isinstance(value, torch.optim.Optimizer):
         # It is walked as an optimizer where it is an owner, whoever wrote it.
         return False
-    module = type(value).__module__
-    if module.split(".")[0] in FOREIGN and not module.startswith(_OPEN):
+    if is_foreign(type(value)) and not type(value).__module__.startswith(_OPEN):
         return False
     if isinstance(value, (*_ATOMS, *SCALARS)):
         return False

@@ -38,14 +38,21 @@ def _is_familiar(package: ModuleType | None) -> bool:
     return str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE)
 
 
+def _homes_of_parsers() -> list[str]:
+    """How the files begin of what OmegaConf reads interpolations with, whose scratch is nobody's state."""
+    parts = (("omegaconf", "grammar"), ("antlr4", ""))
+    files = [(getattr(sys.modules.get(package), "__file__", None), start) for package, start in parts]
+    return [os.path.join(os.path.dirname(file), start) for file, start in files if file]
+
+
 @cache
 def _in_library(filename: str) -> bool:
     """Asked about files whose code runs: the packages that they belong to are loaded."""
     packages = filter(_is_familiar, map(sys.modules.get, _FAMILIAR))
     files = (getattr(package, "__file__", None) for package in packages)
-    homes = tuple(os.path.dirname(file) + os.sep for file in files if file)
+    homes = [os.path.dirname(file) + os.sep for file in files if file]
     extensions = getattr(sys.modules.get("typing_extensions"), "__file__", None)
-    return filename == extensions or filename.startswith(homes)
+    return filename == extensions or filename.startswith((*homes, *_homes_of_parsers()))
 
 
 # Not frozen: one is made for each operator of a trace, and that takes a frozen one five times as long.
