@@ -9,6 +9,7 @@ import functools
 import os
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import partial
@@ -430,6 +431,18 @@ def test_what_a_replay_would_leave_out(make: Callable[[], Any], use: Callable[[A
         return 0.5
 
     assert_refused(lambda: _rig((make, read, print), "closure", False), HostEffectError, message, done=4)
+
+
+def test_a_weak_proxy() -> None:
+    """It was taken for an iterator: its class has every method that there is."""
+    record = Record()
+
+    def make() -> Rig:
+        return _rig((lambda: weakref.proxy(record), lambda thing: thing.scale, print), "attribute", False)
+
+    text = r"reads holder\.thing, a weak proxy, and what it stands for is not compared.* Have the code use that itself"
+    assert_refused(make, HostScalarError, text, done=4)
+    assert_equals_eager(make, allow=("holder.thing",))
 
 
 LONG = np.full(10_000, 0.5)

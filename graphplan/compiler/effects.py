@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.compiler.grown import Grown
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Contents, Numbers, Walk, unseen
+from graphplan.owners import Contents, Numbers, Walk, is_proxy, unseen
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
@@ -238,7 +238,7 @@ def find_reads(
         if path not in first.entry_scalars or path not in second.entry_scalars:
             continue
         old, new = first.entry_scalars[path], second.entry_scalars[path]
-        if sure and isinstance(new, Iterator) and not isinstance(new, IOBase):
+        if sure and isinstance(new, Iterator) and not isinstance(new, IOBase) and not is_proxy(new):
             raise HostEffectError(
                 f"the step's code reads {path}, a {type(new).__name__}: each eager step may take its next item, and a "
                 f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "

@@ -1,6 +1,7 @@
 """Owners: walking them, naming them, finding them, and putting them back as they were."""
 
 from graphplan.owners.contents import has_contents as has_contents
+from graphplan.owners.contents import is_proxy as is_proxy
 from graphplan.owners.contents import state_of as state_of
 from graphplan.owners.contents import unseen as unseen
 from graphplan.owners.copying import Unequal as Unequal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import ProxyTypes, WeakKeyDictionary, WeakSet, WeakValueDictionary
 from zlib import crc32
 
 WIDEST = 65536
@@ -25,10 +25,17 @@ class Unseen:
         return hash(self.what)
 
 
+def is_proxy(value: Any) -> bool:
+    """Whether ``value`` is a weak proxy, which has all that Python can ask a class for, whatever it stands for."""
+    return type(value) in ProxyTypes
+
+
 def unseen(value: Any) -> Unseen | None:
     """What ``value``, which a step's code reads, is, if nobody would see that it changed."""
     if isinstance(value, Unseen):
         return value
+    if is_proxy(value):
+        return Unseen("a weak proxy, and what it stands for", "Have the code use that itself")
     if size_of(value) > WIDEST:
         what = f"a {type(value).__name__} of {size_of(value)} bytes; what has more than {WIDEST}"
         return Unseen(what, "Hold it in a tensor, make it read-only (array.setflags(write=False))")
