@@ -25,6 +25,9 @@ Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
 """Bytes of the widest vector that any kernel loads."""
 
+_LONGEST = 120
+"""Characters that a message has of a value, a geometry or a structure that changes."""
+
 _LITERALS = (
     bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,
 )  # fmt: skip
@@ -246,6 +249,22 @@ def check_match(feed: Feed, planned: Feed | FeedSpec) -> None:
                 f"{name} is {_describe(found)}; expected {_describe(expected)}: nothing is broadcast or cast, so "
                 "capture a program for this signature"
             )
+
+
+def first_difference(feed: Feed, before: Key) -> str | None:
+    """The first thing in which ``feed`` differs from one of the key ``before``, in words; None if in nothing."""
+    if feed.key == before:
+        return None
+    if len(feed.key) != len(before):
+        return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were"
+    for name, found, known in zip(feed.names(), feed.key[1:], before[1:], strict=True):
+        if found != known:
+            return f"{name} is {_shortened(_describe(found))}, and was {_shortened(_describe(known))}"
+    return f"the containers are {_shortened(_structure(feed))}, and were others"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _structure(feed: Feed | FeedSpec) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from graphplan import (
     BackendError,
     FeedError,
     GraphPlanError,
+    NotCapturedError,
     OptionError,
     OwnersError,
     Policy,
@@ -369,3 +370,45 @@ def test_a_cpu_feed_that_is_no_batch() -> None:
     step = graph_step(lambda scale: F.relu(torch.ones(2)) * scale, backend="tape")
     for _ in range(8):
         assert torch.equal(step(2.0), torch.full((2,), 2.0))
+
+
+NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a string": (
+        lambda index: {"x": torch.ones(2), "path": [f"{index}.png", "end"]},
+        r"args\[0\]\['path'\]\[0\] is the str '24\.png', and was the str '23\.png'\).*leave Python values that",
+    ),
+    "a long string": (
+        lambda index: {"x": torch.ones(2), "path": f"{index}" * 100},
+        r"args\[0\]\['path'\] is the str '(24)+2?\.\.\., and was the str '(23)+2?\.\.\.\)",
+    ),
+    "a size": (
+        lambda index: {"x": torch.ones(2 + index)},
+        r"args\[0\]\['x'\] is torch\.float32 \[26\] strides \(1,\) on cpu, and was torch\.float32 \[25\] strides",
+    ),
+    "how many there are": (
+        lambda index: {"x": torch.ones(2), "path": ["a"] * index},
+        "so far; 25 tensors and values are fed, and 24 were",
+    ),
+    "a key": (lambda index: {"x": torch.ones(2), f"key {index}": 1}, "so far; the containers are .*, and were others"),
+}
+
+
+@pytest.mark.parametrize("name", NEVER_AGAIN)
+def test_what_keeps_signatures_from_repeating_is_named(name: str) -> None:
+    """The first thing that differs between the last two calls."""
+    make, pattern = NEVER_AGAIN[name]
+    step = graph_step(lambda batch: batch["x"] * 2)
+    with pytest.raises(NotCapturedError, match=pattern):
+        for index in range(40):
+            step(make(index))
+
+
+def test_what_changes_beside_the_signature_is_not_named_in_it() -> None:
+    """The same batch, and other layers in training mode each time: nothing of the batch differs."""
+    model = nn.Sequential(*(nn.Tanh() for _ in range(6)))
+    step = graph_step(model)
+    with pytest.raises(NotCapturedError, match=r"\(\d+ signatures so far\)"):
+        for index in range(60):
+            for number, layer in enumerate(model):
+                layer.train(bool(index >> number & 1))
+            step(torch.ones(2))

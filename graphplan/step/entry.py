@@ -122,6 +122,10 @@ class Entries:
         if len(self._entries) > _KEYS_PER_GRAPH * self._max_graphs:
             self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used)).drop()
 
+    def key_before(self) -> Key | None:
+        """The key of the entry that was found before the latest one."""
+        return next(iter(sorted(self._entries, key=lambda key: self._entries[key].used)[-2:-1]), None)
+
     def has_captured(self, geometry: Any) -> bool:
         """Whether there was a program for feeds of this geometry, under whatever fingerprint."""
         return any(entry.captured for key, entry in self._entries.items() if key[0] == geometry)

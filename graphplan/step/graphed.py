@@ -239,7 +239,7 @@ class GraphedStep(Exclusive, Told):
         """One step on the way to a program, which closes others that are too many, or whose inputs are too small."""
         self._tell(None)
         self._short.forget()
-        overdue = self._programs.check_due()
+        overdue = self._programs.check_due(feed)
         if overdue is not None:
             if self._options.on_failure == "raise":
                 raise overdue

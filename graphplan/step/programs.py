@@ -6,6 +6,7 @@ from collections.abc import Hashable
 
 from graphplan.errors import NotCapturedError, RecaptureError
 from graphplan.program import Program
+from graphplan.signature import Feed, first_difference
 from graphplan.stats import Stats
 from graphplan.step.entry import Entries, Entry, Key
 from graphplan.step.options import Options
@@ -136,8 +137,10 @@ class Programs:
         """A call on the way to a program has returned; one that was broken off has not happened."""
         self.attempts += 1
 
-    def check_due(self) -> NotCapturedError | None:
-        """What to say, once, if a capture should have come by now: eager for ever is no help to anybody."""
+    def check_due(self, feed: Feed) -> NotCapturedError | None:
+        """What to say, once, if a capture should have come by now: eager for ever is no help to anybody. ``feed`` is
+        the call's, whose entry was found last.
+        """
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3
@@ -146,9 +149,11 @@ class Programs:
             return None
         self._said = True
         signatures = sum(1 for _ in self._entries)
+        before = self._entries.key_before()
+        found = None if before is None else first_difference(feed, before[0][0])
         return NotCapturedError(
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
-            f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far). "
-            "Expected batches that repeat a signature: pad them, drop Python values from them, or pass "
-            "on_failure='eager'"
+            f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"
+            f"{'' if found is None else f'; {found}'}). Expected batches that repeat a signature: pad them, leave "
+            "Python values that the step does not need out of what it is fed, or pass on_failure='eager'"
         )
