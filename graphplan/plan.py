@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -134,6 +134,7 @@ class Plan:
         only.
         functions: likewise, where torch's own layers and optimizers find the functions that they call.
         values: what those of ``reads`` and ``functions`` were before each traced step, by path.
+        traits: what tensors are like with which no operator works, but of which the step's code may tell that, by path.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
         joined: slots that held one memory when the step began, as sets of paths.
@@ -166,6 +167,7 @@ class Plan:
     reads: tuple[str, ...]
     functions: tuple[str, ...]
     values: Mapping[str, Any]
+    traits: Mapping[str, Any]
     twins: frozenset[str]
     shared: frozenset[int]
     joined: tuple[frozenset[str], ...]
@@ -189,6 +191,11 @@ class Plan:
     def draws(self) -> list[str]:
         """The places of operators that may draw random numbers, among ``host_facts``."""
         return [fact.removeprefix(DRAWS) for fact in self.host_facts if fact.startswith(DRAWS)]
+
+    @property
+    def tells_gradients(self) -> bool:
+        """Whether it matters to the step which gradients are there when it begins."""
+        return bool(self.entry_grads) or any(path.endswith(".grad") for path in self.traits)
 
     def untouched(self, walk: Walk) -> set[str]:
         """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
@@ -244,8 +251,9 @@ class Plan:
         notes = [f"carried: {path}" for path in self.carries]
         notes += [f"rebound: {path}" for path in self.rebinds if not path.endswith(".grad")]
         if self.reads:
-            shown = ", ".join(self.reads[:6]) + (", …" if len(self.reads) > 6 else "")
-            notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({shown})")
+            notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({_few(self.reads)})")
+        if self.traits:
+            notes.append(f"guarded: {len(self.traits)} tensors of which the step reads no values ({_few(self.traits)})")
         if self.functions:
             notes.append(f"guarded: {len(self.functions)} functions that torch's own code calls")
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
@@ -255,6 +263,10 @@ class Plan:
 
     def __str__(self) -> str:
         return self.table()
+
+
+def _few(paths: Collection[str]) -> str:
+    return ", ".join(list(paths)[:6]) + (", …" if len(paths) > 6 else "")
 
 
 def _row(external: External, policy: Policy) -> tuple[str, str, str, str, str]:

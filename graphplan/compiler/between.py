@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from graphplan.compiler.effects import is_allowed
+from graphplan.compiler.traits import changed_traits
 from graphplan.owners import Scalar, Walk
 from graphplan.tracer import Trace, same_value
 from graphplan.tracer.changes import ABSENT
@@ -17,7 +18,8 @@ def changed_between(first: Trace, second: Trace, walk: Walk, allow: Iterable[str
     """What the step may depend on and was something else when the first trace began, not by the first step's doing;
     described, or None. ``walk`` is over the owners after the second trace.
     """
-    return _changed_value(first, second, walk, allow) or _changed_sharing(first, second)
+    changed = _changed_value(first, second, walk, allow) or changed_traits(first, second, walk, allow)
+    return changed or _changed_sharing(first, second)
 
 
 def _changed_value(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:

@@ -24,6 +24,7 @@ from graphplan.compiler.host import check_draws, check_threads
 from graphplan.compiler.made import check_made_state
 from graphplan.compiler.marked import check_marks
 from graphplan.compiler.together import find_together
+from graphplan.compiler.traits import find_traits
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Library, Scalar, Walk, walk_owners
 from graphplan.plan import DRAWS, Output, Plan, Rates, UsedNames, frozen
@@ -103,6 +104,7 @@ def build_plan(
         reads=tuple(path for path in reads if path not in functions),
         functions=functions,
         values=frozen({path: second.entry_scalars[path] for path in reads}),
+        traits=frozen(find_traits(first, second, walk, reads, allow)),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),

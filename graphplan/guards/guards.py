@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from graphplan.dtensors import is_sharded, local
 from graphplan.guards.lookups import Place, absent_names, methods_called
+from graphplan.guards.shown import Shown
 from graphplan.marks import PLAIN_KINDS
 from graphplan.native.comparing import Checks, Row, contents_of, facts_of
 from graphplan.owners import Numbers, Scalar, Slot, Walk, home, present, tensor_leaves
@@ -58,7 +59,9 @@ class Guards:
         self._missing = _missing_parts(walk)
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
-        links = _used_links(walk, plan, [slot.container for slot in slots], [value.container for _, value in read])
+        self._shown = Shown(plan.traits, walk)
+        holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
+        links = _used_links(walk, plan, *holders)
         self._shared = _with_other_names(links)
         places += links
         places += [(parts, name, None) for parts, name in self._missing]
@@ -94,6 +97,7 @@ class Guards:
             ("same_methods", self._kinds, self._called, self._methods),
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
+            *([("same_results", [self._shown.hold], [True])] if plan.traits else []),
         ]
         self._checks = Checks(self.rows)
 
@@ -132,7 +136,8 @@ class Guards:
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
-        return all((p.grad is None) == (g is None) for p, g in zip(self._grad_params, self._grads, strict=True))
+        fit = all((p.grad is None) == (g is None) for p, g in zip(self._grad_params, self._grads, strict=True))
+        return fit and self._shown.gradients_are_there()
 
     def hold(self) -> bool:
         """Whether everything is where it was."""
@@ -189,7 +194,9 @@ class Guards:
         return dict(zip(self._labels, chain(*self._values), strict=True))
 
     def changed_value(self, walk: Walk) -> str | None:
-        """The first Python value that is no longer what it was, described. ``walk`` knows where it lies now."""
+        """The first Python value, or tensor that is only looked at, that is no longer what it was, described. ``walk``
+        knows where it lies now.
+        """
         for label, old in self.values.items():
             place = walk.value(label)
             if place is None:
@@ -197,7 +204,7 @@ class Guards:
             new = place.get()
             if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
-        return None
+        return self._shown.changed(walk)
 
 
 def _is_dict(container: Any) -> bool:

@@ -39,8 +39,13 @@ from graphplan.owners.snapshot import default_generators as default_generators
 from graphplan.owners.snapshot import host_generators as host_generators
 from graphplan.owners.spaces import Cell as Cell
 from graphplan.owners.spaces import Contents as Contents
+from graphplan.owners.spaces import Extent as Extent
 from graphplan.owners.spaces import Members as Members
 from graphplan.owners.spaces import Numbers as Numbers
 from graphplan.owners.spaces import home as home
 from graphplan.owners.spaces import present as present
+from graphplan.owners.traits import GONE as GONE
+from graphplan.owners.traits import Traits as Traits
+from graphplan.owners.traits import difference as difference
+from graphplan.owners.traits import traits_of as traits_of
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from graphplan.dtensors import local
 from graphplan.marks import PLAIN_KINDS
 from graphplan.owners.spaces import Cell, Members, present
+from graphplan.owners.traits import GONE, traits_of
 
 Items = list[Any] | deque[Any]
 Container = MutableMapping[Any, Any] | Items | set[Any]
@@ -21,13 +22,25 @@ Container = MutableMapping[Any, Any] | Items | set[Any]
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots."""
+    """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots.
+
+    ``owner``, ``attribute``, ``via`` and ``name`` say how code comes to it, as in :class:`Scalar`.
+    """
 
     path: str
     container: Any
     key: Any
     is_parameter: bool = False
     param: Tensor | None = None
+    owner: Any = None
+    attribute: str = ""
+    via: str | None = None
+    name: str | None = None
+
+    @property
+    def shown(self) -> Scalar:
+        """The place as one that shows what a tensor is like, which code reads as it reads Python values."""
+        return Scalar(self.container, self.key, self.owner, self.attribute, self.via, self.name)
 
     def get(self) -> Any:
         """What the slot holds now; None if it is gone."""
@@ -181,7 +194,7 @@ class Walk:
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
     ``attributes`` are modules and objects, with their dictionaries, ``marks`` the dictionaries of tensors, with their
-    classes.
+    classes. ``empty`` are the paths of parameters and buffers that are None.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -197,6 +210,7 @@ class Walk:
     attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     marks: list[tuple[str, dict[str, Any], type]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
+    empty: set[str] = field(default_factory=set)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
 
@@ -210,6 +224,13 @@ class Walk:
     def value(self, path: str) -> Scalar | None:
         """The Python value, object or size of that path."""
         return self.scalars.get(path) or self.objects.get(path)
+
+    def traits(self, path: str) -> Any:
+        """What the tensors of that path are like, or the Python value that lies there now; or ``GONE``."""
+        place = self.slots.get(path) or self.scalars.get(path)
+        if place is not None:
+            return traits_of(place.get())
+        return None if path in self.empty else GONE
 
     def by_storage(self) -> dict[int, list[Slot]]:
         """Slots grouped by the identity of the storage behind them."""

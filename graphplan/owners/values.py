@@ -50,11 +50,12 @@ class Values(Behind):
         """Walk a module that lies there."""
 
     @abstractmethod
-    def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any) -> None:
+    def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any, source: Source) -> None:
         """Walk a parameter that lies there."""
 
-    def _slot(self, path: str, container: Any, key: Any) -> None:
-        self.walk.slots[path] = Slot(path, container, key)
+    def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
+        owner, attribute = source
+        self.walk.slots[path] = Slot(path, container, key, owner=owner, attribute=attribute)
 
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
         kind = type(value)
@@ -63,7 +64,7 @@ class Values(Behind):
             if depth <= MAX_DEPTH:
                 self.walk.scalars[path] = Scalar(container, key, *source)
         elif kind is Tensor:
-            self._slot(path, container, key)
+            self._slot(path, container, key, source)
             self._marks(value, path)
         elif kind in CODE and depth <= MAX_DEPTH:
             self.walk.scalars[path] = Scalar(container, key, *source)
@@ -74,9 +75,9 @@ class Values(Behind):
     def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
         """Walk what is seldom there, and takes more questions to be told."""
         if isinstance(value, nn.Parameter):
-            self._parameter(value, path, container, key)
+            self._parameter(value, path, container, key, source)
         elif isinstance(value, Tensor):
-            self._slot(path, container, key)
+            self._slot(path, container, key, source)
             self._marks(value, path)
         elif isinstance(value, tuple):
             self._tuple(value, path, container, key, depth, source)
@@ -106,7 +107,7 @@ class Values(Behind):
         if not tensor_leaves(value):
             self.walk.scalars[path] = Scalar(container, key, *source)
         elif not isinstance(container, tuple):
-            self._slot(path, container, key)
+            self._slot(path, container, key, source)
         for number, item in enumerate(value):
             if isinstance(item, Tensor):
                 self._marks(item, f"{path}[{number}]")

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
+from graphplan.owners.behind import Source
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_plain_code, is_user_object
 from graphplan.owners.naming import free_name
 from graphplan.owners.records import Namespace, Reached, Scalar, Slot, Via, Walk
@@ -50,10 +51,12 @@ class _Walker(Values):
             for name in owner.names:
                 self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name, owner.via)
         elif isinstance(owner, Via):
-            known = set(self.walk.scalars)
+            known = {*self.walk.scalars, *self.walk.slots}
             self.enter(owner.thing, path)
-            for name in self.walk.scalars.keys() - known:
-                self.walk.scalars[name] = replace(self.walk.scalars[name], via=owner.name)
+            tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.slots)
+            for table in tables:
+                for name in table.keys() - known:
+                    table[name] = replace(table[name], via=owner.name)
         elif isinstance(owner, Namespace):
             self._names(owner)
         elif isinstance(owner, Reached):
@@ -134,11 +137,15 @@ class _Walker(Values):
         self.walk.attributes.append((module, inner))
         for name, param in module._parameters.items():
             if param is not None:
-                self._parameter(param, f"{path}.{name}", module._parameters, name)
+                self._parameter(param, f"{path}.{name}", module._parameters, name, (module, name))
+            else:
+                self.walk.empty.add(f"{path}.{name}")
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                self._slot(f"{path}.{name}", module._buffers, name)
+                self._slot(f"{path}.{name}", module._buffers, name, (module, name))
                 self._marks(buffer, f"{path}.{name}")
+            else:
+                self.walk.empty.add(f"{path}.{name}")
         for kind in _HOOKS:
             for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), (dict, Mapping)) else ():
                 self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
@@ -165,13 +172,15 @@ class _Walker(Values):
         if isinstance(hook, partial) or is_user_object(hook):
             self._value(hook, path, hooks, number, depth + 1, (hooks, "hook"))
 
-    def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any) -> None:
-        self.walk.slots[path] = Slot(path, container, key, is_parameter=True)
+    def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any, source: Source) -> None:
+        owner, attribute = source
+        self.walk.slots[path] = Slot(path, container, key, is_parameter=True, owner=owner, attribute=attribute)
         if id(param) not in self.walk.parameters:
             self._marks(param, path)
             self.walk.parameters[id(param)] = (path, param)
             if param.requires_grad or param.grad is not None:
-                self.walk.slots[f"{path}.grad"] = Slot(f"{path}.grad", None, None, param=param)
+                place = f"{path}.grad"
+                self.walk.slots[place] = Slot(place, None, None, param=param, owner=param, attribute="grad")
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         if not self._first_visit(optimizer):
@@ -198,13 +207,14 @@ class _Walker(Values):
 
     def take_names(self) -> None:
         """Names that code has for containers of owners, for what lies in these."""
-        for values in (self.walk.scalars, self.walk.objects) if self._names_of else ():
-            for path, scalar in values.items():
+        tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.objects, self.walk.slots)
+        for table in tables if self._names_of else ():
+            for path, place in table.items():
                 # What is seen of a container as a whole, its length for one, has a space of its own.
-                whole = isinstance(scalar.container, Extent | Rest | Room)
-                name = self._names_of.get(id(scalar.container.items if whole else scalar.container))
+                whole = isinstance(place.container, Extent | Rest | Room)
+                name = self._names_of.get(id(place.container.items if whole else place.container))
                 if name is not None:
-                    values[path] = replace(scalar, name=name)
+                    table[path] = replace(place, name=name)
 
     def take_weakly_held(self) -> None:
         """What weakly referenced objects hold and nobody else: the walk does not go there."""
@@ -227,10 +237,10 @@ class _Walker(Values):
         for number, param in enumerate(params):
             self.walk.links.append((params, number, param))
             if id(param) not in self.walk.parameters:
-                self._parameter(param, f"{path}.params[{number}]", params, number)
+                self._parameter(param, f"{path}.params[{number}]", params, number, (group, "params"))
         for key, value in group.items():
             if key != "params" and isinstance(value, Tensor):
-                self._slot(f"{path}.{key}", group, key)
+                self._slot(f"{path}.{key}", group, key, (group, key))
             elif key != "params" and is_user_object(value):
                 self._value(value, f"{path}.{key}", group, key, 1, (value, key))
 

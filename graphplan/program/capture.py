@@ -15,7 +15,7 @@ from graphplan.buffers import Buffers
 from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.fed import Fed
 from graphplan.marks import dressed
-from graphplan.owners import Sharding, Walk, come_to_rest, holds_plain, storage_id, walk_owners
+from graphplan.owners import Sharding, Walk, come_to_rest, difference, holds_plain, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.bindings import Bindings
@@ -158,6 +158,10 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
         value = walk.value(path)
         if value is not None and not same_value(old, new := value.get()):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
+    for path, known in plan.traits.items():
+        if not same_value(known, traits := walk.traits(path)):
+            what, was, now = difference(path, known, traits)
+            return f"{what} was {was} when the step was traced and is {now}"
     for path in plan.replaced & walk.slots.keys():
         if not holds_plain(walk.slots[path].get()):
             return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"

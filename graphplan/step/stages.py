@@ -296,7 +296,7 @@ class Stages:
         assert line.plan is not None
         program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
         line.program = program
-        if not line.plan.entry_grads:
+        if not line.plan.tells_gradients:
             entry.any_program = program
         self._managed.refresh()
         self._managed.captured()

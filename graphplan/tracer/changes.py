@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.dtensors import local
-from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, holds_plain, storage_id, walk_owners
+from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, holds_plain, storage_id, traits_of, walk_owners
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 """Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
@@ -81,6 +81,7 @@ class Recorder:
         self._plain = {path for path, slot in self.walk.slots.items() if slot.param is None and holds_plain(slot.get())}
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
+        self.traits = {path: traits_of(slot.get()) for path, slot in self.walk.slots.items()}
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
 
     def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:

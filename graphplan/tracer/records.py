@@ -77,6 +77,7 @@ class Trace:
     gathered: set[int | None] = field(default_factory=set)
     entry_paths: frozenset[str] = frozenset()
     entry_scalars: dict[str, Any] = field(default_factory=dict)
+    entry_traits: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)

@@ -82,6 +82,7 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
     record.entry_paths = frozenset(recorder.places)
     record.entry_slots = recorder.entry_slots()
     record.entry_scalars = {**recorder.scalars, **recorder.objects}
+    record.entry_traits = recorder.traits
     record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
 
 

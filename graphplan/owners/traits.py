@@ -1,0 +1,71 @@
+"""What code can tell of a tensor without an operator: that it is there, its class, its geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.owners.kinds import PLAIN
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+GONE = _Gone()
+"""Stands for what a place holds in which there is nothing any more, or nothing that could be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What one tensor is like, apart from its values and from where it lies."""
+
+    kind: type
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    stride: tuple[int, ...] | None
+    requires_grad: bool
+
+    def __repr__(self) -> str:
+        return f"a {self.kind.__name__}"
+
+
+def traits_of(value: Any) -> Any:
+    """The traits of a tensor, of the tensors and plain values in a tuple, or of anything else, which is itself."""
+    if isinstance(value, tuple):
+        return tuple(map(_traits_of_item, value))
+    if not isinstance(value, Tensor):
+        return value
+    is_strided = value.layout is torch.strided and not value.is_nested
+    return Traits(
+        type(value),
+        None if value.is_nested else tuple(value.shape),
+        value.dtype,
+        value.device,
+        value.layout,
+        tuple(value.stride()) if is_strided else None,
+        value.requires_grad,
+    )
+
+
+def _traits_of_item(item: Any) -> Any:
+    # What else lies in a tuple is looked at where it lies: here it may not be kept alive.
+    return traits_of(item) if isinstance(item, (tuple, Tensor)) or type(item) in PLAIN else type(item)
+
+
+def difference(path: str, old: Any, new: Any) -> tuple[str, str, str]:
+    """What differs between two unequal traits of what lies at ``path``: its name, what it was, and what it is."""
+    if isinstance(old, Traits) and isinstance(new, Traits):
+        for field in fields(Traits):
+            was, now = getattr(old, field.name), getattr(new, field.name)
+            if was != now:
+                if field.name == "kind":
+                    return f"the type of {path}", was.__name__, now.__name__
+                return f"{path}.{field.name}", repr(was), repr(now)
+    return path, repr(old), repr(new)
