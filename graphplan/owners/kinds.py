@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphplan.dtensors import loaded
 from graphplan.errors import OwnersError
 from graphplan.owners.contents import Unseen
 from graphplan.owners.spaces import slots_of
@@ -108,6 +109,19 @@ def class_space(kind: type) -> dict[str, Any] | None:
         return None
     behind = gc.get_referents(vars(kind))
     return behind[0] if len(behind) == 1 and type(behind[0]) is dict else None
+
+
+def is_loader(value: Any) -> bool:
+    """Whether ``value`` is one of torch's loaders or samplers: what leads to a dataset, and to workers and locks."""
+    module = "torch.utils.data"
+    if not type(value).__module__.startswith(module):
+        return False
+    return isinstance(value, (loaded(module, "DataLoader"), loaded(module, "Sampler")))
+
+
+def is_of_no_length(loader: Any) -> bool:
+    """Whether a loader notes that somebody asked for its length, and warns afterwards."""
+    return isinstance(getattr(loader, "dataset", None), loaded("torch.utils.data", "IterableDataset"))
 
 
 def unwrapped(owner: Any) -> Any:

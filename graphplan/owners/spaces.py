@@ -134,6 +134,19 @@ class Extent(_Seen):
         return self.same(tuple(self.items)) if isinstance(self.items, dict) else len(self.items)
 
 
+class Length:
+    """How many items a loader or sampler says that it has, which may ask the user's dataset: read, never written."""
+
+    def __init__(self, items: Sized) -> None:
+        self.items = items
+
+    def __getitem__(self, key: str) -> int | None:
+        try:
+            return len(self.items)
+        except Exception:  # noqa: BLE001 - whatever a dataset raises that has no length
+            return None
+
+
 class Room:
     """Whether a deque drops an item for each one that it gets: read and guarded, never written."""
 
@@ -308,8 +321,11 @@ class Members:
         setattr(self.kind, name, value)
 
 
+_OF_ITEMS = (Contents, Extent, Length, Rest, Registered, Remembered, Room, Alive, Virtual, Weakly)
+
+
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, Contents | Extent | Rest | Registered | Remembered | Room | Alive | Virtual | Weakly):
+    if isinstance(container, _OF_ITEMS):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

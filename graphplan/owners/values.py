@@ -27,6 +27,7 @@ from graphplan.owners.kinds import (
     TOO_MANY,
     holds_nothing_else,
     is_gone,
+    is_loader,
     is_user_object,
     key_name,
 )
@@ -52,6 +53,10 @@ class Values(Behind):
     @abstractmethod
     def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any, source: Source) -> None:
         """Walk a parameter that lies there."""
+
+    @abstractmethod
+    def _loader(self, loader: Any, path: str, depth: int, source: Source) -> None:
+        """Walk one of torch's loaders or samplers that lies there."""
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
         owner, attribute = source
@@ -96,6 +101,9 @@ class Values(Behind):
             self.walk.links.append((container, key, value))
             self.walk.objects[path] = Scalar(container, key, *source)
             self._object(value, path, depth)
+        elif is_loader(value):
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            self._loader(value, path, depth, source)
         else:
             # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
             self.walk.scalars[path] = Scalar(container, key, *source)

@@ -23,10 +23,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from graphplan.owners.behind import Source
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_plain_code, is_user_object
+from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_of_no_length, is_plain_code, is_user_object
 from graphplan.owners.naming import free_name
 from graphplan.owners.records import Namespace, Reached, Scalar, Slot, Via, Walk
-from graphplan.owners.spaces import Extent, Numbers, Rest, Room
+from graphplan.owners.spaces import Extent, Length, Numbers, Rest, Room
 from graphplan.owners.values import Values
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -159,6 +159,20 @@ class _Walker(Values):
             if child is not None:
                 self.walk.links.append((module._modules, name, child))
                 self._module(child, f"{path}.{name}")
+
+    def _loader(self, loader: Any, path: str, depth: int, source: Source) -> None:
+        """Its length, and those attributes that code names: a dataset may be large, and an iterator has workers."""
+        is_used = isinstance(source[0], Namespace) or source[1].removeprefix(".") in self._used
+        if not is_used or not self._first_visit(loader):
+            return
+        known = set(self.walk.slots)
+        if not is_of_no_length(loader):
+            self.walk.objects[f"len({path})"] = Scalar(Length(loader), "len", *source)
+        for name, value in list(vars(loader).items()):
+            if name in self._used:
+                self._value(value, f"{path}.{name}", vars(loader), name, depth + 1, (loader, name))
+        self.walk.reached |= self.walk.slots.keys() - known
+        self._take_found(known)
 
     def _scripted(self, module: torch.jit.ScriptModule, path: str) -> None:
         """What a scripted module keeps in C++, where its code reads it: no bytecode names that."""
