@@ -52,9 +52,9 @@ CASES: dict[str, Case] = {
     "two names, the other one": (two_names, lambda s: s.b.zero_()),
     "two names, the read one": (two_names, lambda s: s.a.zero_()),
     "two names, both alike": (two_names, lambda s: (s.a.zero_(), s.b.zero_())),
-    "two names, one taken away": (two_names, lambda s: (setattr(s, "a", torch.ones(4)), s.b.zero_())),
+    "two names, one taken away": (two_names, lambda s: (setattr(s, "a", torch.ones_like(s.a)), s.b.zero_())),
     "two names, one taken away and written": (
-        two_names, lambda s: (setattr(s, "old", s.a), setattr(s, "a", torch.ones(4)), s.old.zero_(), delattr(s, "old")),
+        two_names, lambda s: (setattr(s, "old", s.a), setattr(s, "a", torch.ones_like(s.a)), s.old.zero_(), delattr(s, "old")),
     ),
     "detached": (detached, lambda s: s.b.mul_(2)),
     "in a dictionary": (in_a_dictionary, lambda s: s.kept["a"].zero_()),
@@ -68,15 +68,15 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def rig_of(case: Case, every: int) -> Rig:
+def rig_of(case: Case, every: int, device: str = "cpu") -> Rig:
     update, write = case
-    state = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(4), kept={})
+    state = SimpleNamespace(a=torch.zeros(4, device=device), b=torch.zeros(4, device=device), kept={})
 
     def step(x: Tensor) -> Tensor:
         update(state, x)
         return x.sum()
 
-    rig = Rig(step, {"state": state}, [(torch.rand(4),) for _ in range(CALLS)])
+    rig = Rig(step, {"state": state}, [(torch.rand(4).to(device),) for _ in range(CALLS)])
     rig.after = lambda index: write(state) if index % every == every - 1 else None
     return rig
 

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from graphplan import GuardError, HostScalarError, capture, compile_plan
 from graphplan.native import comparing
+from graphplan.owners import traits_of
 from tests.twins import (
     BEFORE_REPLAY,
     LAST_TRACE,
@@ -403,3 +404,12 @@ def test_a_program_by_hand() -> None:
         program.replay((x,))
     with pytest.raises(GuardError, match=r"reader\.seen\.shape was \(4, 8\) when the step was traced and is \(5, 8\)"):
         capture(plan, feed=(x,))
+
+
+def test_a_tensor_of_no_shape_has_traits() -> None:
+    """Nested and sparse ones are told apart by what they do have."""
+    jagged = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)
+    other = torch.nested.nested_tensor([torch.zeros(4)], layout=torch.jagged, dtype=torch.float64)
+    assert traits_of(jagged) != traits_of(other)
+    assert traits_of(jagged) == traits_of(jagged)
+    assert traits_of(torch.zeros(2).to_sparse()) != traits_of(torch.zeros(2))

@@ -8,6 +8,7 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from operator import add, attrgetter, is_not
 from sys import getrefcount
 from typing import Any
@@ -75,6 +76,7 @@ class Bindings:
         """What is bound in carried slots between steps."""
         self.targets = {storage_id(tensor) for into in self._into.values() for tensor in into}
         self._fresh: dict[str, Any] = {}
+        self._places: dict[str, Slot | None] = {}
         self._appended: dict[str, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
@@ -183,6 +185,7 @@ class Bindings:
 
     def follow(self, walk: Walk) -> None:
         """Use ``walk``'s containers from now on."""
+        self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
         self._counters = [
             (walk.scalars[c.path].container, walk.scalars[c.path].key, c.delta)
@@ -191,6 +194,26 @@ class Bindings:
         ]
         places = ((walk.place(assignment.path), assignment.value) for assignment in self._plan.assignments)
         self._assignments = [(place.container, place.key, value) for place, value in places if place is not None]
+
+    def _place_in(self, walk: Walk, path: str) -> Slot | None:
+        """Where the step binds ``path``. If there is nothing now (``self.cache.clear()`` before each step), that is
+        where it was, or in what somebody put in the place of the container (``self.cache = {}``).
+        """
+        place = walk.place(path)
+        before = self._places.get(path)
+        if place is not None or before is None:
+            return place
+        container = before.container
+        for holder, key, child in self._walk.links:
+            if child is container:
+                now = holder.get(key) if isinstance(holder, dict) else None
+                return replace(before, container=now) if type(now) is type(container) else None
+        return before if any(container is held for held in walk.containers) else None
+
+    def lost_place(self) -> str | None:
+        """Something that the step binds, where nobody knows any more where that is."""
+        lost = (path for path, place in self._places.items() if place is None and self._fresh[path] is not None)
+        return next(lost, None)
 
     def move_homes(self, walk: Walk) -> None:
         """Take what is bound in ``walk``'s carried slots for what is bound there between steps."""
@@ -205,7 +228,7 @@ class Bindings:
 
     def _set_fresh(self) -> None:
         for path, value in self._fresh.items():
-            slot = self._walk.place(path)
+            slot = self._places.get(path)
             if slot is not None:
                 slot.set(_renew(value, path))
 

@@ -261,6 +261,9 @@ class Program:
         self.plan.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
         self._bindings.follow(walk)
+        lost = self._bindings.lost_place()
+        if lost is not None:
+            return f"{lost} is gone, with what it lay in"
         self._bindings.move_homes(walk)
         self._walk = walk
         self._adopted.take(walk)

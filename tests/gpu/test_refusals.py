@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from graphplan import (
     CaptureError,
     FeedError,
+    GeneratorSeekError,
     HostScalarError,
     HostSyncError,
     SkipReason,
     TemporaryCopyError,
 )
 from tests.facts import assert_same
-from tests.gpu.helpers import BACKEND, assert_like_eager, is_healthy, needs_cuda, on_device
+from tests.gpu.helpers import BACKEND, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device
 from tests.twins import (
     BEFORE_REPLAY,
     LAST_TRACE,
@@ -74,6 +75,21 @@ def read_mask(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 
 
 READS = [read_item, pytest.param(read_cpu, marks=needs_cuda), read_tolist, read_bool, read_mask]
+
+
+def draws_anew(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(7), device=x.device)
+
+
+def begins_again(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.rand(x.shape, generator=model.generator.manual_seed(7), device=x.device)
+
+
+@pytest.mark.parametrize("draw", [draws_anew, begins_again], ids=lambda draw: draw.__name__)
+def test_a_generator_that_begins_again_is_refused(draw: Callable[..., Any]) -> None:
+    """A replay would go on drawing."""
+    make = rig_of(draw, generator=lambda: torch.Generator(DEVICE))
+    assert_refused(make, GeneratorSeekError, "random operator at", done=SECOND_TRACE, backend=BACKEND)
 
 
 @pytest.mark.parametrize("read", READS, ids=lambda read: getattr(read, "__name__", ""))

@@ -17,12 +17,16 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
 from tests.test_carries import CARRIES, recurrent_rig
+from tests.test_emptied_containers import CHANGES
+from tests.test_emptied_containers import rig_of as emptied_rig
 from tests.test_host_effects import HOST_EFFECTS
 from tests.test_kept_memory import KEPT, assert_kept
 from tests.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
+from tests.test_one_memory import CASES
+from tests.test_one_memory import rig_of as one_memory_rig
 from tests.test_replaced_state import RESETS, reset_rig
 from tests.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
-from tests.twins import Rig, build, drive, managed
+from tests.twins import Rig, assert_same_runs, build, drive, managed
 from tests.zoo import CALLS, Mlp, float_batches, updating_rig
 
 
@@ -70,6 +74,25 @@ def test_forms_of_a_step(name: str) -> None:
 def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None]) -> None:
     """Replays write to memory of their own."""
     assert_like_eager(on_device(partial(reset_rig, reset, 5, every=5)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_to_one_slot_is_in_the_others(name: str) -> None:
+    """Of those that the step binds to one memory."""
+    make = partial(one_memory_rig, CASES[name], 5, str(DEVICE))
+    twin, rig = build(make), build(make)
+    expected = drive(twin, twin.step)
+    step = managed(rig, backend=BACKEND)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed > len(rig.calls) // 2
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_containers_that_somebody_empties(name: str) -> None:
+    """What a replay leaves is where the step puts it."""
+    make = partial(emptied_rig, CHANGES[name], loads=True, device=str(DEVICE))
+    step, rig = assert_like_eager(make, captured=None)
+    assert step.stats.replayed > len(rig.calls) // 3
 
 
 def micro_batch_rig() -> Rig:
