@@ -48,14 +48,17 @@ def read_by_both_names(state: Any, x: Tensor) -> None:
     state.a = state.b = state.a * 0.5 + state.b * 0.25 + x
 
 
+def take_away_and_write(state: Any) -> None:
+    old, state.a = state.a, torch.ones_like(state.a)
+    old.zero_()
+
+
 CASES: dict[str, Case] = {
     "two names, the other one": (two_names, lambda s: s.b.zero_()),
     "two names, the read one": (two_names, lambda s: s.a.zero_()),
     "two names, both alike": (two_names, lambda s: (s.a.zero_(), s.b.zero_())),
     "two names, one taken away": (two_names, lambda s: (setattr(s, "a", torch.ones_like(s.a)), s.b.zero_())),
-    "two names, one taken away and written": (
-        two_names, lambda s: (setattr(s, "old", s.a), setattr(s, "a", torch.ones_like(s.a)), s.old.zero_(), delattr(s, "old")),
-    ),
+    "two names, one taken away and written": (two_names, take_away_and_write),
     "detached": (detached, lambda s: s.b.mul_(2)),
     "in a dictionary": (in_a_dictionary, lambda s: s.kept["a"].zero_()),
     "a part, the part": (part, lambda s: s.b.zero_()),
