@@ -86,6 +86,7 @@ class UsedNames:
 
     Attributes:
         asked: attributes that need not exist, for which the code asks.
+        risked: attributes that code names which goes on where one is missing.
         named: attributes that the user's code names, those that it calls too.
         dynamic: whether user code takes attributes by names that it does not spell out.
         methods: the user's methods.
@@ -95,6 +96,7 @@ class UsedNames:
     """
 
     asked: tuple[str, ...]
+    risked: tuple[str, ...]
     named: frozenset[str]
     dynamic: bool
     methods: frozenset[str]

@@ -135,6 +135,7 @@ def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> Non
 def _names_used(first: Reads, second: Reads) -> UsedNames:
     return UsedNames(
         asked=tuple(sorted(first.asked | second.asked)),
+        risked=tuple(sorted(first.risked | second.risked)),
         named=frozenset().union(*(reads.anywhere | reads.called for reads in (first, second))),
         dynamic=first.dynamic or second.dynamic,
         methods=frozenset(first.methods | second.methods),

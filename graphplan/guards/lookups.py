@@ -15,6 +15,7 @@ from graphplan.plan import Plan
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
 
+_PARTS = ("_parameters", "_buffers", "_modules")
 _IN_THE_KEY = ("forward", "step", "zero_grad", "_wrapped_call_impl")
 """Methods whose own ones of an instance are part of the key, and one that nobody looks for in an instance."""
 _CALLS = ("__call__", "_call_impl", "_wrapped_call_impl", "__getattr__")
@@ -62,20 +63,32 @@ def _methods_of(kind: type, names: Collection[str]) -> list[str]:
 def absent_names(walk: Walk, plan: Plan) -> Iterator[tuple[dict[str, Any], str]]:
     """Names that dictionaries do not have, and that would be found there before what the step's code finds now."""
     looked_up: dict[type, list[str]] = {}
+    # Of all that such code names, hardly anything is ever looked for in a library's objects, which are many.
+    nowhere = [
+        name for name in plan.names.risked if not any(_has(thing, inner, name) for thing, inner in walk.attributes)
+    ]
     for thing, inner in walk.attributes:
         kind = type(thing)
         if kind not in looked_up:
             looked_up[kind] = [
                 *plan.names.asked,
+                *(nowhere if is_foreign(kind) else plan.names.risked),
                 *_methods_of(kind, plan.names.methods),
                 *_found_behind(kind, plan.names.named),
             ]
         yield from ((inner, name) for name in looked_up[kind] if name not in inner)
-    bases = dict.fromkeys(base for kind in looked_up for base in kind.__mro__) if plan.names.asked else {}
+    maybe = {*plan.names.asked, *plan.names.risked}
+    bases = dict.fromkeys(base for kind in looked_up for base in kind.__mro__) if maybe else {}
     for space in filter(None, map(class_space, bases)):
-        yield from ((space, name) for name in plan.names.asked if name not in space)
+        yield from ((space, name) for name in sorted(maybe) if name not in space)
     yield from ((space, name) for space, name in walk.lacking if name not in space)
     yield from _absent_methods(walk, plan)
+
+
+def _has(thing: Any, inner: dict[str, Any], name: str) -> bool:
+    """Whether code finds the name there: among a module's parts, too, which its ``__getattr__`` looks through."""
+    parts = (inner.get(part, ()) for part in _PARTS) if isinstance(thing, Module) else ()
+    return name in inner or hasattr(type(thing), name) or any(name in part for part in parts)
 
 
 def _found_behind(kind: type, names: Collection[str]) -> Iterator[str]:

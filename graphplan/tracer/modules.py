@@ -37,13 +37,14 @@ def lacked(found: Names, code: CodeType, space: dict[str, Any]) -> Iterator[tupl
     """Where code looks for globals, modules and names in the user's modules that it can do without, and that are not
     there.
     """
-    wanted = found.absent - {*code.co_freevars, *code.co_cellvars} | (found.asked if takes_own(found) else set())
+    maybe = found.asked | found.risked
+    wanted = found.absent - {*code.co_freevars, *code.co_cellvars} | (maybe if takes_own(found) else set())
     yield from ((space, name) for name in sorted(wanted) if name not in space)
     if found.absent:
         yield from ((sys.modules, name) for name, level in sorted(found.imports) if level == 0)
-    for module in _modules(found, space) if found.asked else ():
+    for module in _modules(found, space) if maybe else ():
         if not is_library(getattr(module, "__file__", None) or ""):
-            yield from ((vars(module), name) for name in sorted(found.asked) if name not in vars(module))
+            yield from ((vars(module), name) for name in sorted(maybe) if name not in vars(module))
 
 
 def takes_own(found: Names) -> bool:

@@ -36,11 +36,11 @@ class Names:
     ``attributes`` are loaded attributes but for those that only ``+=`` loads (``self.n += 1``, ``self.counts[k] += 1``)
     and for methods that are called, which are in ``methods``; those that code does more with than to append to them are
     there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
-    those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded
-    or stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
-    ``absent`` variables that need not. ``imports`` are the modules that are imported, each with its level (1 for
-    ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out (``vars(self)``,
-    ``getattr(self, name)``).
+    those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded or
+    stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
+    ``risked`` and ``absent`` attributes and variables of code that goes on where one is missing. ``imports`` are the
+    modules that are imported, each with its level (1 for ``from . import x``); ``dynamic`` code takes attributes by
+    names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
     """
 
     dynamic: bool
@@ -52,6 +52,7 @@ class Names:
     variables: frozenset[str]
     read: frozenset[str]
     asked: frozenset[str]
+    risked: frozenset[str]
     absent: frozenset[str]
 
 
@@ -106,14 +107,15 @@ def _find_names(code: CodeType) -> Names:
     read = {name for name, count in reads.items() if count > counted[name]}
     asked, dynamic = _by_name(steps)
     absent: set[str] = set()
+    risked: set[str] = set()
     if catches(steps, _ABSENCES):
         # Nobody knows which of the names it is that may be missing.
-        asked |= {*loads, *methods}
+        risked = {*loads, *methods}
         absent |= variables
     if _SPELT & {*variables, *loads}:
         asked |= strings
         absent |= strings if "globals" in variables else set()
-    groups = (attributes, methods, set(stores), assigned, variables, read, asked, absent)
+    groups = (attributes, methods, set(stores), assigned, variables, read, asked, risked, absent)
     return Names(dynamic, _imported(steps), *map(frozenset, groups))
 
 

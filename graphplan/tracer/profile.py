@@ -42,10 +42,11 @@ _IMPORTS = "<frozen importlib."
 class Reads:
     """Names that code may have read: attributes by any user code, and variables; attributes that user code called, or
     assigned by other means than ``+=``. ``methods_on`` is the code of the methods that ran, by the id of their object.
-    ``asked`` are attributes that need not exist, ``methods`` those of the user's that ran, ``codes`` the user's code,
-    each with the id of the object whose method it is, or 0; ``dynamic`` says that some attributes have names that the
-    code computes. ``ran`` are the libraries' methods that ran, with the classes that have them, ``called_by_torch``
-    names with those of the methods that torch's own code calls.
+    ``asked`` are attributes that need not exist, ``risked`` those in code that goes on without them, ``methods`` those
+    of the user's that ran, ``codes`` the user's code, each with the id of the object whose method it is, or 0;
+    ``dynamic`` says that some attributes have names that the code computes. ``ran`` are the libraries' methods that
+    ran, with the classes that have them, ``called_by_torch`` names with those of the methods that torch's own code
+    calls.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -54,6 +55,7 @@ class Reads:
     variables: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    risked: set[str] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
@@ -240,6 +242,7 @@ class Profile:
                 found.assigned.update(names.assigned)
                 found.variables.update(names.read)
                 found.asked.update(names.asked)
+                found.risked.update(names.risked)
                 found.codes.append((code, owner))
                 found.dynamic |= names.dynamic
         return found

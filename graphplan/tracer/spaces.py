@@ -142,7 +142,7 @@ class Ran:
             found = names_of(code)
             places = [*made_by_modules(found, space), *lacked(found, code, space)]
             names.lacking |= {(id(inner), name): (inner, name) for inner, name in places}
-            asked |= found.asked
+            asked |= found.asked | found.risked
         for inner in filter(None, map(class_space, self._kinds(has_met) if asked else ())):
             names.lacking |= {(id(inner), name): (inner, name) for name in asked if name not in inner}
         return any(new)
