@@ -126,6 +126,16 @@ class Overlay:
             return self.offset
         return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether each element has a place of its own, as far as strides tell: not in what is expanded."""
+        extent = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size > 1 and stride < extent:
+                return False
+            extent += (size - 1) * stride
+        return True
+
     def meets(self, other: Overlay) -> bool:
         """Whether the two may have an element in common, as far as their ends tell."""
         return self.dtype == other.dtype and self.offset < other.end and other.offset < self.end

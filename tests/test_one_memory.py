@@ -44,6 +44,12 @@ def parts_of_another(state: Any, x: Tensor) -> None:
     state.kept["a"] = both.view(2, 2, 2).transpose(1, 2)
 
 
+def expanded(state: Any, x: Tensor) -> None:
+    state.a = state.a * 0.5 + x
+    state.b = state.a.expand(3, 4)
+    state.kept["a"] = state.a.as_strided((2, 2), (1, 1))
+
+
 def read_by_both_names(state: Any, x: Tensor) -> None:
     state.a = state.b = state.a * 0.5 + state.b * 0.25 + x
 
@@ -154,6 +160,17 @@ def test_two_that_were_written_to_differently() -> None:
     ):
         call(torch.ones(4))
     assert state.a.tolist() == [1.0] * 4
+
+
+def test_what_is_expanded_is_no_companion() -> None:
+    """Several of its elements are one: nobody can write to it."""
+    state = SimpleNamespace(a=torch.zeros(4), b=torch.zeros(4), kept={})
+
+    def step(x: Tensor) -> Tensor:
+        expanded(state, x)
+        return x.sum()
+
+    assert compile_plan(step, torch.ones(4), owners={"state": state}).together == ()
 
 
 def test_parts_that_do_not_overlap_are_no_companions() -> None:

@@ -35,6 +35,7 @@ def _groups(trace: Trace, paths: Iterable[str]) -> Iterator[dict[str, Overlay]]:
     for places in held.values():
         begin = min(place[1] for place in places.values())
         spread = {path: Overlay(place[1] - begin, place[2], place[3], place[4]) for path, place in places.items()}
+        spread = {path: overlay for path, overlay in spread.items() if overlay.is_apart}
         joined = {path for pair in combinations(spread, 2) if spread[pair[0]].meets(spread[pair[1]]) for path in pair}
         if joined:
             yield {path: overlay for path, overlay in spread.items() if path in joined}

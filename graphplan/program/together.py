@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import GuardError
+from graphplan.marks import PLAIN_KINDS
 from graphplan.owners import Walk
 from graphplan.plan import Together
 from graphplan.roles import Overlay
@@ -23,7 +24,13 @@ class _Left(NamedTuple):
 
     @property
     def is_written(self) -> bool:
+        """Whether somebody has written to it since."""
         return self.tensor._version != self.version
+
+    def is_in(self, walk: Walk) -> bool:
+        """Whether it is in its slot."""
+        slot = walk.slots.get(self.path)
+        return slot is not None and slot.get() is self.tensor
 
 
 class Companions:
@@ -40,7 +47,7 @@ class Companions:
                 _Left(path, overlay, held, held._version)
                 for path, overlay in group
                 if (slot := walk.slots.get(path)) is not None
-                and isinstance(held := slot.get(), Tensor)
+                and type(held := slot.get()) in PLAIN_KINDS
                 and not held.is_inference()
             ]
             for group in self._groups
@@ -56,8 +63,7 @@ class Companions:
         for group in groups:
             written = [left for left in group if left.is_written]
             if written:
-                held = [left for left in group if left in written or walk.slots[left.path].get() is left.tensor]
-                _bring([left for left in held if left not in written], written)
+                _bring([left for left in group if not left.is_written and left.is_in(walk)], written)
 
 
 def _bring(others: list[_Left], written: list[_Left]) -> None:
