@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import AdamW
 
-from graphplan import HostEffectError, SkipReason
+from graphplan import HostEffectError, SkipReason, graph_step
 from tests.twins import (
     SECOND_TRACE,
     TRACED,
@@ -155,3 +155,31 @@ def test_the_gradient_of_what_is_fed_is_no_gradient_of_the_steps() -> None:
         return Rig(step, {"net": net}, list(calls))
 
     assert_equals_eager(make)
+
+
+def test_a_fed_tensor_that_is_kept_is_no_tensor_of_the_steps() -> None:
+    """It has its gradient where the caller has it."""
+
+    def run(*, replays: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Linear(4, 4)
+        optimizer = AdamW(net.parameters(), fused=True)
+        box: dict[str, Any] = {}
+
+        def step(x: Tensor) -> Tensor:
+            box["x"] = x.requires_grad_()
+            optimizer.zero_grad()
+            loss = net(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        owners = {"net": net, "optimizer": optimizer, "box": box}
+        call: Any = graph_step(step, owners=owners, backend="tape") if replays else step
+        found = []
+        for _ in range(20):
+            x = torch.randn(3, 4)
+            found += [float(call(x)), float(x.grad.sum())]  # type: ignore[union-attr]
+        return found
+
+    assert run(replays=True) == run(replays=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import GuardError, Policy, capture, compile_plan, graph_step
+from graphplan.program import Program
 from tests.twins import Rig, assert_same_runs, build, drive, managed
 
 CALLS = 40
@@ -181,3 +183,46 @@ def test_parts_that_do_not_overlap_are_no_companions() -> None:
         return x.sum()
 
     assert compile_plan(step, torch.ones(4), owners={"state": state}).together == ()
+
+
+def test_two_steps_on_one_module() -> None:
+    """What a step's capture and its checks write is no write of the host's, whichever step it is."""
+
+    def run(*, replays: bool) -> list[float]:
+        torch.manual_seed(0)
+        state = SimpleNamespace(h=torch.zeros(4), prev=torch.zeros(4))
+
+        def train(x: Tensor) -> Tensor:
+            state.h = state.h * 0.5 + x
+            state.prev = state.h
+            return state.h.sum()
+
+        def other(x: Tensor) -> Tensor:
+            state.h = state.h * 0.25 + x
+            return state.h.sum() + state.prev.sum()
+
+        steps: list[Any] = [train, other]
+        if replays:
+            steps = [graph_step(step, owners={"state": state}, backend="tape") for step in steps]
+        return [float(steps[call % 2](torch.rand(4))) + float(state.prev.sum()) for call in range(60)]
+
+    assert run(replays=True) == run(replays=False)
+
+
+def test_what_is_written_may_be_no_number() -> None:
+    """NaN is not equal to itself."""
+    make = partial(rig_of, (two_names, lambda state: state.b.fill_(float("nan"))), 9)
+    twin, rig = build(make), build(make)
+    assert_same_runs(drive(twin, twin.step), drive(rig, managed(rig)))
+
+
+def test_a_closed_step_keeps_no_program() -> None:
+    """Nor do others that still run."""
+    rig = build(partial(rig_of, CASES["two names, the other one"], 5))
+    call = managed(rig, verify="off")
+    drive(rig, call)
+    gc.collect()
+    before = sum(isinstance(thing, Program) for thing in gc.get_objects())
+    call.close()
+    gc.collect()
+    assert sum(isinstance(thing, Program) for thing in gc.get_objects()) == before - 1

@@ -60,8 +60,9 @@ def build_plan(
     function: Callable[[], Callable[..., Any]],
     allow: Sequence[str] = (),
     rates: Rates,
+    loose: bool = False,
 ) -> Plan:
-    """Compile two traces of consecutive real steps. ``feed`` is the second one's.
+    """Compile two traces of consecutive real steps. ``feed`` is the second one's. ``loose``: see :func:`find_traits`.
 
     Raises:
         RefusalError: a subclass for every way in which a replay could differ from the step.
@@ -104,7 +105,7 @@ def build_plan(
         reads=tuple(path for path in reads if path not in functions),
         functions=functions,
         values=frozen({path: second.entry_scalars[path] for path in reads}),
-        traits=frozen(find_traits(first, second, walk, reads, allow)),
+        traits=frozen(find_traits(first, second, walk, reads, allow, loose=loose)),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),

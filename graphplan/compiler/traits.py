@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from graphplan.compiler.effects import is_allowed
 from graphplan.compiler.grown import Grown
 from graphplan.errors import HostScalarError
-from graphplan.owners import GONE, Extent, Scalar, Traits, Walk, difference
+from graphplan.owners import GONE, THERE, Extent, Scalar, Walk, difference, is_there
 from graphplan.tracer import Trace, same_value
 
 
 def find_traits(
-    first: Trace, second: Trace, walk: Walk, reads: Iterable[str], allow: Iterable[str]
+    first: Trace, second: Trace, walk: Walk, reads: Iterable[str], allow: Iterable[str], *, loose: bool
 ) -> Mapping[str, Any]:
     """What tensors are like of which the step's code may have read no more than that, by path. ``reads`` are the paths
-    of Python values that are compared anyway.
+    of Python values that are compared anyway. ``loose``: of a tensor that was another kind of one before each of the
+    steps, it only matters that it is there. Code also names what a branch uses that no step takes; if results depend on
+    it, the first check says so.
 
     Raises:
-        HostScalarError: for one that was another kind of thing before each of the steps.
+        HostScalarError: for what was another kind of thing before each of the steps.
     """
     grown = Grown(first, second, walk)
-    loose = _loose_lists(walk, reads)
+    lists = _loose_lists(walk, reads)
     found = {}
     for path, scalar in _untouched(first, second, walk):
-        if id(scalar.container) in loose or is_allowed(path, allow) or grown.hides(path, scalar):
+        if id(scalar.container) in lists or is_allowed(path, allow) or grown.hides(path, scalar):
             continue
         sure = any(trace.reads.covers(scalar) for trace in (first, second))
         if not sure and (_is_gradient(scalar) or not any(trace.reads.may_cover(scalar) for trace in (first, second))):
             continue
         old, new = (_at_entry(trace, path) for trace in (first, second))
-        if same_value(old, new):
-            if isinstance(new, Traits | tuple):
-                found[path] = new
-        elif sure and old is not GONE and new is not GONE:
+        looked = _is_looked_at(scalar, first, second)
+        if is_there(old) and is_there(new) and (loose or not looked or same_value(old, new)):
+            found[path] = new if looked and same_value(old, new) else THERE
+        elif not same_value(old, new) and sure and old is not GONE and new is not GONE:
             what, was, now = difference(path, old, new)
             raise HostScalarError(
                 f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
@@ -50,7 +53,8 @@ def changed_traits(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]
     """
     for path, scalar in _untouched(first, second, walk):
         old, new = (_at_entry(trace, path) for trace in (first, second))
-        if same_value(old, new) or old is GONE or new is GONE or is_allowed(path, allow):
+        differ = not same_value(old, new) and (is_there(old) != is_there(new) or _is_looked_at(scalar, first, second))
+        if not differ or old is GONE or new is GONE or is_allowed(path, allow):
             continue
         if any(trace.reads.covers(scalar) for trace in (first, second)):
             what, was, now = difference(path, old, new)
@@ -68,6 +72,11 @@ def _untouched(first: Trace, second: Trace, walk: Walk) -> Iterator[tuple[str, S
             yield path, slot.shown
     for path in (first.entry_traits.keys() & walk.scalars.keys()) - touched:
         yield path, walk.scalars[path]
+
+
+def _is_looked_at(scalar: Scalar, first: Trace, second: Trace) -> bool:
+    """Whether it matters what a tensor is like. What lies in deques passes through, and is of another size one day."""
+    return not isinstance(scalar.container, deque) and any(trace.reads.looks_at(scalar) for trace in (first, second))
 
 
 def _at_entry(trace: Trace, path: str) -> Any:

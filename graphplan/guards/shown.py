@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphplan.owners import Slot, Traits, Walk, difference, present, traits_of
-from graphplan.tracer import same_value
+from graphplan.owners import THERE, Slot, Traits, Walk, difference, is_there, present, traits_of
+from graphplan.tracer import is_alike, same_value
 from graphplan.unchanged import Geometries
 
 
@@ -27,7 +27,12 @@ class Shown:
         slots = {path: walk.slots[path] for path in known if path in walk.slots}
         self.slots = list(slots.values())
         self._is_whole = len(slots) == len(known)
-        paths = sorted(slots, key=lambda path: (isinstance(known[path], tuple), slots[path].param is not None))
+        loose = [path for path in slots if known[path] is THERE]
+        self._loose_items = _places([slots[path] for path in loose if slots[path].param is None])
+        self._loose_params = [param for path in loose if (param := slots[path].param) is not None]
+        paths = sorted(
+            slots.keys() - set(loose), key=lambda path: (isinstance(known[path], tuple), slots[path].param is not None)
+        )
         single = [path for path in paths if not isinstance(known[path], tuple)]
         self._items = _places([slots[path] for path in single if slots[path].param is None])
         self._params = [param for path in single if (param := slots[path].param) is not None]
@@ -45,16 +50,19 @@ class Shown:
         try:
             now = [*map(getitem, *self._items), *(param.grad for param in self._params)]
             tuples = list(map(getitem, *self._tuple_items))
+            loose = list(map(getitem, *self._loose_items))
         except (KeyError, IndexError, AttributeError):
             return False
         if any(map(is_not, tuples, self._tuples)) and not self._take_tuples(tuples):
             return False
-        return self._is_whole and self._are_alike([*now, *self._inner])
+        if not all(map(is_there, map(traits_of, loose))):
+            return False
+        return self._is_whole and self.gradients_are_there() and self._are_alike([*now, *self._inner])
 
     def _take_tuples(self, now: list[Any]) -> bool:
         """Hold the tuples that are there now, if they are alike."""
         for path, old, new in zip(self._in_tuples, self._tuples, now, strict=True):
-            if new is not old and not same_value(traits_of(new), self._known[path]):
+            if new is not old and not is_alike(self._known[path], traits_of(new)):
                 return False
         self._tuples = now
         self._inner = list(_flat(tuple(now), Tensor))
@@ -72,13 +80,13 @@ class Shown:
 
     def gradients_are_there(self) -> bool:
         """Whether the gradients are there of which that is all that the code may tell."""
-        return all(param.grad is not None for param in self._params)
+        return all(param.grad is not None for param in (*self._params, *self._loose_params))
 
     def changed(self, walk: Walk) -> str | None:
         """The first tensor that is not what it was, described. ``walk`` knows where it lies now."""
         for path, old in self._known.items():
             new = walk.traits(path)
-            if not same_value(old, new):
+            if not is_alike(old, new):
                 what, was, now = difference(path, old, new)
                 return f"{what} was {was} and is {now}"
         return None

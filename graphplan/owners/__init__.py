@@ -45,7 +45,9 @@ from graphplan.owners.spaces import Numbers as Numbers
 from graphplan.owners.spaces import home as home
 from graphplan.owners.spaces import present as present
 from graphplan.owners.traits import GONE as GONE
+from graphplan.owners.traits import THERE as THERE
 from graphplan.owners.traits import Traits as Traits
 from graphplan.owners.traits import difference as difference
+from graphplan.owners.traits import is_there as is_there
 from graphplan.owners.traits import traits_of as traits_of
 from graphplan.owners.walk import walk_owners as walk_owners

@@ -20,6 +20,15 @@ GONE = _Gone()
 """Stands for what a place holds in which there is nothing any more, or nothing that could be compared."""
 
 
+class _There:
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+THERE = _There()
+"""Stands for the traits of a tensor, or a tuple with tensors, of which it only matters that it is there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What one tensor is like, apart from its values and from where it lies."""
@@ -57,6 +66,11 @@ def traits_of(value: Any) -> Any:
 def _traits_of_item(item: Any) -> Any:
     # What else lies in a tuple is looked at where it lies: here it may not be kept alive.
     return traits_of(item) if isinstance(item, (tuple, Tensor)) or type(item) in PLAIN else type(item)
+
+
+def is_there(traits: Any) -> bool:
+    """Whether these are traits of a tensor, or of what is in a tuple."""
+    return isinstance(traits, Traits | tuple)
 
 
 def difference(path: str, old: Any, new: Any) -> tuple[str, str, str]:

@@ -255,10 +255,6 @@ class Bindings:
         """After a replay: note what it left in slots that eager steps bind to one memory."""
         self._companions.note(self._walk)
 
-    def settle_companions(self) -> None:
-        """Before anything else runs: what was written to one of them is in the others, too."""
-        self._companions.settle(self._walk)
-
 
 def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:
     """``value`` with tensors that lie in foreign memory cloned (inside the recording) and all of them detached. With

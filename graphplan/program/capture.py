@@ -28,7 +28,7 @@ from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
 from graphplan.signature import Feed
-from graphplan.tracer import runs_step, same_value
+from graphplan.tracer import is_alike, runs_step, same_value
 from graphplan.unchanged import geometry
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
@@ -159,7 +159,7 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
         if value is not None and not same_value(old, new := value.get()):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
     for path, known in plan.traits.items():
-        if not same_value(known, traits := walk.traits(path)):
+        if not is_alike(known, traits := walk.traits(path)):
             what, was, now = difference(path, known, traits)
             return f"{what} was {was} when the step was traced and is {now}"
     for path in plan.replaced & walk.slots.keys():

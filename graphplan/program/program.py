@@ -22,6 +22,7 @@ from graphplan.program.inputs import ELSEWHERE, MEMORY_IS_FED, StaticInputs
 from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
+from graphplan.program.together import settle_companions
 from graphplan.program.watching import replay
 from graphplan.roles import Role
 from graphplan.signature import Feed, check_match, flatten
@@ -166,16 +167,9 @@ class Program:
         return self.collect(leaves)
 
     def leave(self) -> None:
-        """After a replay: note what :meth:`settle` has to know."""
-        self._bindings.note_companions()
-
-    def settle(self) -> None:
-        """Before anything else runs: bring what was written to one of several slots of one memory to the others.
-
-        Raises:
-            GuardError: if nobody knows what a slot should hold.
-        """
-        self._bindings.settle_companions()
+        """After a replay: note what :func:`settle_companions` has to know."""
+        if self.plan.together:
+            self._bindings.note_companions()
 
     @property
     def homes(self) -> Mapping[str, Any]:
@@ -236,7 +230,7 @@ class Program:
         check_surroundings("a program is replayed")
         feed = flatten(args, {})
         check_match(feed, self.plan.feed)
-        self.settle()
+        settle_companions()
         if not self.fits():
             reason = self.resync()
             if reason is not None:

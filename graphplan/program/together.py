@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from graphplan.errors import GuardError
 from graphplan.marks import PLAIN_KINDS
-from graphplan.owners import Walk
+from graphplan.owners import Walk, same_bits
 from graphplan.plan import Together
 from graphplan.roles import Overlay
 
@@ -33,15 +34,39 @@ class _Left(NamedTuple):
         return slot is not None and slot.get() is self.tensor
 
 
+_PENDING: list[weakref.ref[Companions]] = []
+"""What replays of any step have noted, until anything else runs: one step's copies are no writes of the host's."""
+
+
+def settle_companions() -> None:
+    """Before a step runs, whichever it is: bring what was written to one of several slots of one memory to the others.
+
+    Raises:
+        GuardError: if tensors were written to that overlap, each with something else.
+    """
+    if not _PENDING:
+        return
+    pending = _PENDING[:]
+    # Other threads may have added some.
+    del _PENDING[: len(pending)]
+    for reference in pending:
+        companions = reference()
+        if companions is not None:
+            companions.settle()
+
+
 class Companions:
     """Brings what somebody writes in place to one of several slots (``self.h = self.state[0]``) to the others."""
 
     def __init__(self, groups: tuple[Together, ...]) -> None:
         self._groups = groups
         self._left: list[list[_Left]] = []
+        self._walk = Walk()
 
     def note(self, walk: Walk) -> None:
         """After a replay, which left tensors in ``walk``'s slots."""
+        self._walk = walk
+        _PENDING.append(weakref.ref(self))
         self._left = [
             [
                 _Left(path, overlay, held, held._version)
@@ -53,17 +78,13 @@ class Companions:
             for group in self._groups
         ]
 
-    def settle(self, walk: Walk) -> None:
-        """Before anything else runs. A tensor that somebody took out of its slot was let go by the others then.
-
-        Raises:
-            GuardError: if tensors were written to that overlap, each with something else.
-        """
+    def settle(self) -> None:
+        """Look for writes. A tensor that somebody took out of its slot was let go by the others then."""
         groups, self._left = self._left, []
         for group in groups:
             written = [left for left in group if left.is_written]
             if written:
-                _bring([left for left in group if not left.is_written and left.is_in(walk)], written)
+                _bring([left for left in group if not left.is_written and left.is_in(self._walk)], written)
 
 
 def _bring(others: list[_Left], written: list[_Left]) -> None:
@@ -74,7 +95,7 @@ def _bring(others: list[_Left], written: list[_Left]) -> None:
         for left in (*others, *written):
             left.overlay.of(memory).copy_(left.tensor)
         for left in written:
-            if not torch.equal(left.overlay.of(memory), left.tensor):
+            if not same_bits(left.overlay.of(memory), left.tensor):
                 raise GuardError(
                     f"{' and '.join(one.path for one in written)} were each written to in place since the last replay; "
                     "the step binds them to one memory, which replays do not, so that nobody knows which came last. "

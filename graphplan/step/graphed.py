@@ -27,7 +27,7 @@ from graphplan.errors import (
     VerifyError,
 )
 from graphplan.fed import Fed
-from graphplan.program import Program
+from graphplan.program import Program, settle_companions
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
@@ -149,7 +149,7 @@ class GraphedStep(Exclusive, Told):
         """Run, trace, capture or replay."""
         if self._options.backend == "eager":
             return self._runner.untouched(args, kwargs)
-        self._replays.settle()
+        settle_companions()
         try:
             feed = flatten(args, kwargs)
         except FeedError as error:
@@ -267,7 +267,7 @@ class GraphedStep(Exclusive, Told):
                 self._short.forget()
                 program = entry.select(self._managed.grad_presence)
                 if program is not None:
-                    self._replays.leave(program)
+                    program.leave()
                 self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
         result = self._stages.warm_up(entry, feed)

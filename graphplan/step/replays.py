@@ -13,7 +13,7 @@ import torch
 from graphplan.backend import first_line
 from graphplan.errors import CheckMemoryError, PeerError, SlowerError, VerifyError
 from graphplan.fed import Fed
-from graphplan.program import NO_CHECK, Program
+from graphplan.program import NO_CHECK, Program, settle_companions
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
@@ -31,14 +31,12 @@ class Replays:
         self._options = options
         self._stats = runner.stats
         self._asked = 0
-        self._last: Program | None = None
-        """What ran last, if its owners have slots that eager steps bind to one memory."""
         self._trials: WeakKeyDictionary[Program, Trials] = WeakKeyDictionary()
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
-        self.settle()
+        settle_companions()
         start = perf_counter()
         if self._options.debug_eager:
             result = self._runner.run(lambda: program.run_eagerly(leaves))
@@ -49,24 +47,8 @@ class Replays:
             wait_for_device(program, "its first replay")
         self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
         program.replays += 1
-        self.leave(program)
+        program.leave()
         return result
-
-    def leave(self, program: Program) -> None:
-        """After a replay, or the captured call."""
-        if program.plan.together:
-            program.leave()
-            self._last = program
-
-    def settle(self) -> None:
-        """Bring what was written to one of several slots of one memory to the others, before anything else runs.
-
-        Raises:
-            GuardError: if nobody knows what a slot should hold.
-        """
-        if self._last is not None:
-            last, self._last = self._last, None
-            last.settle()
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
         """A replay that is checked against eager, where there is room for that; then eager's outcome stands.

@@ -255,6 +255,7 @@ class Stages:
                     function=lambda: self._runner.fn,
                     allow=self._options.allow,
                     rates=self._managed.rates,
+                    loose=line.straddling == _STRADDLING - 1,
                 )
         except RefusalError:
             if not self._may_trace_anew(entry, line, first, second, walk):

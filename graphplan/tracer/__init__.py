@@ -11,6 +11,7 @@ from graphplan.tracer.arguments import written_tensors as written_tensors
 from graphplan.tracer.changes import Changes as Changes
 from graphplan.tracer.changes import Place as Place
 from graphplan.tracer.changes import Recorder as Recorder
+from graphplan.tracer.changes import is_alike as is_alike
 from graphplan.tracer.changes import place_of as place_of
 from graphplan.tracer.changes import same_value as same_value
 from graphplan.tracer.collectives import finish as finish

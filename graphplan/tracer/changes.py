@@ -16,7 +16,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.dtensors import local
-from graphplan.owners import SCALARS, Items, Numbers, Slot, Walk, holds_plain, storage_id, traits_of, walk_owners
+from graphplan.owners import (
+    SCALARS,
+    THERE,
+    Items,
+    Numbers,
+    Slot,
+    Walk,
+    holds_plain,
+    is_there,
+    storage_id,
+    traits_of,
+    walk_owners,
+)
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 """Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
@@ -200,6 +212,11 @@ class _Absent:
 
 ABSENT = _Absent()
 """Stands for the value of a place that has none."""
+
+
+def is_alike(known: Any, traits: Any) -> bool:
+    """Whether the traits of what lies somewhere now are those that are known, as far as these matter."""
+    return is_there(traits) if known is THERE else same_value(known, traits)
 
 
 def same_value(first: Any, second: Any) -> bool:

@@ -40,7 +40,8 @@ class Names:
     stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
     ``risked`` and ``absent`` attributes and variables of code that goes on where one is missing. ``imports`` are the
     modules that are imported, each with its level (1 for ``from . import x``); ``dynamic`` code takes attributes by
-    names that it does not spell out (``vars(self)``, ``getattr(self, name)``).
+    names that it does not spell out (``vars(self)``, ``getattr(self, name)``). ``looked`` are attributes and variables
+    of which it wants to know more than whether they are None.
     """
 
     dynamic: bool
@@ -54,6 +55,7 @@ class Names:
     asked: frozenset[str]
     risked: frozenset[str]
     absent: frozenset[str]
+    looked: frozenset[str]
 
 
 _NAMES: dict[int, tuple[CodeType, Names]] = {}
@@ -80,8 +82,11 @@ def _find_names(code: CodeType) -> Names:
     stores: Counter[str] = Counter()
     variables: set[str] = set()
     reads: Counter[str] = Counter()
-    for step, following in zip_longest(steps, steps[1:]):
+    looked: set[str] = set()
+    for index, (step, following) in enumerate(zip_longest(steps, steps[1:])):
         name = str(step.argval)
+        if (step.opname == "LOAD_ATTR" or step.opname in _LOADS) and not _is_none_test(steps, index + 1):
+            looked.add(name)
         if _is_method_load(step):
             methods.add(name)
         elif step.opname == "IMPORT_FROM":
@@ -115,8 +120,17 @@ def _find_names(code: CodeType) -> Names:
     if _SPELT & {*variables, *loads}:
         asked |= strings
         absent |= strings if "globals" in variables else set()
-    groups = (attributes, methods, set(stores), assigned, variables, read, asked, risked, absent)
+    looked |= methods | strings
+    groups = (attributes, methods, set(stores), assigned, variables, read, asked, risked, absent, looked)
     return Names(dynamic, _imported(steps), *map(frozenset, groups))
+
+
+def _is_none_test(steps: Sequence[dis.Instruction], index: int) -> bool:
+    """Whether what was loaded right before ``index`` is compared with None there, and no more."""
+    names = [step.opname for step in steps[index : index + 2]]
+    if names and names[0].endswith(("_IF_NONE", "_IF_NOT_NONE")):
+        return True
+    return names == ["LOAD_CONST", "IS_OP"] and steps[index].argval is None
 
 
 def catches(steps: Sequence[dis.Instruction], kinds: tuple[type[Exception], ...]) -> bool:
@@ -131,7 +145,9 @@ def catches(steps: Sequence[dis.Instruction], kinds: tuple[type[Exception], ...]
         if step.opname == "PUSH_EXC_INFO" and following[:1] == ["POP_TOP"]:
             return True
         if sys.version_info < (3, 11) and [step.opname, *following] == ["POP_TOP"] * 3 and step.is_jump_target:
-            return True
+            # So does a with block end, too.
+            if all(before.opname != "WITH_EXCEPT_START" for before in steps[max(index - 3, 0) : index]):
+                return True
     return False
 
 

@@ -42,11 +42,11 @@ _IMPORTS = "<frozen importlib."
 class Reads:
     """Names that code may have read: attributes by any user code, and variables; attributes that user code called, or
     assigned by other means than ``+=``. ``methods_on`` is the code of the methods that ran, by the id of their object.
-    ``asked`` are attributes that need not exist, ``risked`` those in code that goes on without them, ``methods`` those
-    of the user's that ran, ``codes`` the user's code, each with the id of the object whose method it is, or 0;
-    ``dynamic`` says that some attributes have names that the code computes. ``ran`` are the libraries' methods that
-    ran, with the classes that have them, ``called_by_torch`` names with those of the methods that torch's own code
-    calls.
+    ``asked`` are attributes that need not exist, ``risked`` those in code that goes on without them, ``looked`` names
+    of which it wants to know more than whether they are None, ``methods`` those of the user's that ran, ``codes`` the
+    user's code, each with the id of the object whose method it is, or 0; ``dynamic`` says that some attributes have
+    names that the code computes. ``ran`` are the libraries' methods that ran, with the classes that have them,
+    ``called_by_torch`` names with those of the methods that torch's own code calls.
     """
 
     anywhere: set[str] = field(default_factory=set)
@@ -56,6 +56,7 @@ class Reads:
     assigned: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     risked: set[str] = field(default_factory=set)
+    looked: set[str] = field(default_factory=set)
     methods: set[str] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
@@ -94,6 +95,13 @@ class Reads:
     def _is_loaded(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` loads it."""
         return any(scalar.attribute in names.attributes for names in self._names_on(scalar))
+
+    def looks_at(self, scalar: Scalar) -> bool:
+        """Whether code wants to know more of what lies there than whether it is None."""
+        names = {scalar.attribute, scalar.name or "", scalar.via or ""}
+        if self.may_cover(scalar) or not self.looked.isdisjoint(name.removeprefix(".") for name in names):
+            return True
+        return any(scalar.attribute in names.looked for names in self._names_on(scalar))
 
     def may_store(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` may have stored it."""
@@ -243,6 +251,7 @@ class Profile:
                 found.variables.update(names.read)
                 found.asked.update(names.asked)
                 found.risked.update(names.risked)
+                found.looked.update(names.looked)
                 found.codes.append((code, owner))
                 found.dynamic |= names.dynamic
         return found

@@ -62,9 +62,12 @@ def trace(
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes
     paths = _lasting_paths(after, changes)
-    given = paths.keys() | {id(leaf) for _, leaf in feed.tensors()}
-    made = {name: [leaf] for name, leaf in named if id(leaf) not in given}
-    record.gradients = _with_gradients({**_left(after, changes), **made})
+    leaves_fed = {id(leaf) for _, leaf in feed.tensors()}
+    made = {name: [leaf] for name, leaf in named if id(leaf) not in paths.keys() | leaves_fed}
+    left = {
+        path: [part for part in parts if id(part) not in leaves_fed] for path, parts in _left(after, changes).items()
+    }
+    record.gradients = _with_gradients({**left, **made})
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
     watch.finish(after, leaves)
