@@ -42,7 +42,9 @@ class Snapshot:
         self._places = [(space, key, space[key]) for space, key in walk.places]
         extra = list(extra)
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
-        self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.requires_grad and tensor.is_leaf]
+        with _as_memory():
+            # The step may have one ask for gradients that does not yet.
+            self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf]
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         if values:
@@ -69,10 +71,10 @@ class Snapshot:
         for space, key, value in self._places:
             if space[key] is not value:
                 space[key] = value
-        for param, grad in self._grads:
-            if param.grad is not grad:
-                param.grad = grad
         with _as_memory():
+            for param, grad in self._grads:
+                if param.grad is not grad:
+                    param.grad = grad
             self._write_values()
         for set_state, state in self._generators:
             set_state(state)
