@@ -46,6 +46,8 @@ LIMITS = {"Entries._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS 
 LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "codes")}
 LIMITS |= {"Hooks._places": 256, "Hooks._empty": 256, "Plan.values": 256}
 """Tables that may go on filling up to here."""
+NAMES = 8
+"""Code objects that nobody had asked about by then."""
 PARTS_OF_A_KEY = 80
 """Other objects that a remembered key consists of, roughly."""
 
@@ -153,6 +155,8 @@ def test_a_long_run_with_random_events() -> None:
     assert_same({"losses": losses, **expected}, {"losses": found, **state_of(rig)})
     assert step.stats.replayed > 0.9 * STEPS
     assert step.stats.recaptured > 20
+    # The names of a code object are remembered once somebody has asked for them, of however late a capture.
+    assert growth.pop("Names") <= NAMES
     keys = growth.pop("Entry")
     assert 0 <= keys <= KEYS
     # Eager may end with less than it had settled on (what its first steps left was collected later): that is no bound.
