@@ -3,6 +3,8 @@
 A key holds the structure, and for each leaf its geometry (shape, strides, dtype, device, ``requires_grad``) or, for
 anything that is not a tensor, its type and value. Two calls with equal keys can share a program; nothing is ever
 broadcast or cast to make them equal.
+
+Longer than most rooms: a key, and the words for each part of it in messages, are made by the same rules.
 """
 
 from __future__ import annotations

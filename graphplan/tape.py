@@ -4,6 +4,8 @@ It obeys the rules of a CUDA graph on a machine without one: fixed addresses, no
 allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes
 straight into its recorded result. Random operators draw from the same generators as in eager. Memory that the step
 gives back (``storage.resize_(0)``) is there while a replay runs.
+
+Longer than most rooms: recording writes down what replaying relies on, operator by operator.
 """
 
 from __future__ import annotations

@@ -17,10 +17,11 @@ from graphplan.inference.effects import Draws, Effects
 from graphplan.inference.ledger import ShapeStats
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.padding import Layout, Padding
+from graphplan.inference.reach import handed_on, out_of_reach
 from graphplan.inference.shapes import Dynamic, Place
 from graphplan.inference.slicing import Slicer, distance, result_leaves, tolerance
-from graphplan.owners import storage_id, walk_owners
-from graphplan.program import Program, StaticOutput, plain
+from graphplan.owners import walk_owners
+from graphplan.program import Program, plain
 from graphplan.signature import Feed, asks_for_gradients, leaf_key
 from graphplan.step import ServedStep
 from graphplan.verify import find_room
@@ -165,7 +166,7 @@ class Bucketed:
         def before(program: Program | None, reason: SkipReason | None, detail: str) -> None:
             nonlocal draws, effects, fed, feed, running
             running = program
-            feed = feed if program is None else _out_of_reach(feed, program)
+            feed = feed if program is None else out_of_reach(feed, program)
             fed = Fed(args, kwargs).watch() if program is None else None
             if is_padded and reason is not None:
                 raise _UnpaddedError(reason, detail)
@@ -200,7 +201,7 @@ class Bucketed:
             return self._leave(feed, layout.places, SkipReason.CHECK)
         for index in mutated:
             feed.leaves[index].copy_(layout.own[index])
-        return size.slicer.cut([_handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
+        return size.slicer.cut([handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
 
     def _refuse_change(self, size: _Size, change: str | None) -> None:
         """Refuse calls that change the containers that are made for padded tensors; others get the caller's own."""
@@ -290,27 +291,3 @@ class Bucketed:
 def _resizing(layout: Layout) -> str:
     """What padding does to the dimensions, in words."""
     return ", ".join(dict.fromkeys(f"{true} to {layout.sizes[place]}" for place, true in layout.true.items()))
-
-
-def _out_of_reach(feed: Feed, program: Program) -> Feed:
-    """``feed`` as it is before ``program`` runs: with copies of what lies where that lends its results."""
-    lent = {storage_id(lease.tensor) for lease in program.lent}
-    within = {index for index, leaf in feed.tensors() if storage_id(leaf) in lent} if lent else set()
-    if not within:
-        return feed
-    leaves = [leaf.clone() if index in within else leaf for index, leaf in enumerate(feed.leaves)]
-    return Feed(leaves, feed.structure, feed.key)
-
-
-def _handed_on(leaf: Any, layout: Layout, feed: Feed) -> Any:
-    """What the caller may have of a padded call: its own tensor where the function returns it, and nothing that lies
-    in memory which the next call overwrites.
-    """
-    if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
-        return leaf
-    for index, memory in layout.staged.items():
-        if leaf is memory:
-            return feed.leaves[index]
-        if storage_id(leaf) == storage_id(memory):
-            return leaf.clone()
-    return leaf

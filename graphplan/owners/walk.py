@@ -6,6 +6,8 @@ checks links and slots sees a replaced layer or a reloaded optimizer, which a ke
 
 Walking knows modules, optimizers, gradient scalers, and plain objects, dicts, lists and tuples; it does not enter
 objects of torch or Lightning that it was not given by name, but for distributions and datasets.
+
+Longer than most rooms: one walker, whose methods for the kinds of owners call each other.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Each is a real step on the batch it is given. A trace or a capture that is refused is undone, and so is a capture that
 an error ends; a trace that an error of the step's own ends leaves what an eager step leaves.
+
+Longer than most rooms: the stages share what has to be undone where one of them ends early.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The dispatch mode that writes down a step's operators."""
+"""The dispatch mode that writes down a step's operators.
+
+Longer than most rooms: each operator is looked at once, and everything that is asked of it then is in here.
+"""
 
 from __future__ import annotations
 
