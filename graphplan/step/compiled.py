@@ -21,6 +21,7 @@ from graphplan.compiler import is_allowed
 from graphplan.errors import CaptureError
 from graphplan.owners import Snapshot, Walk, copy_all
 from graphplan.tracer import Trace
+from graphplan.trees import flatten_result
 from graphplan.verify.compare import differing
 from graphplan.verify.state import collect_tensors
 
@@ -117,7 +118,8 @@ class Rehearsal:
         self._left = dict(zip(left, copy_all(list(left.values())), strict=True))
 
     def _tensors(self, result: Any) -> dict[str, Tensor]:
-        return collect_tensors(self._walk(), result, {}, (), lambda path: is_allowed(path, self._allow))
+        leaves, _ = flatten_result(result)
+        return collect_tensors(self._walk(), leaves, {}, (), lambda path: is_allowed(path, self._allow))
 
     @staticmethod
     def undo(facts: Trace, snapshot: Snapshot) -> None:

@@ -22,13 +22,13 @@ from graphplan.dtensors import local
 from graphplan.errors import PeerError
 from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, storage_id, walk_owners
 from graphplan.program import Program, StaticOutput
-from graphplan.trees import map_result
+from graphplan.trees import flatten_result, map_result
 from graphplan.verify.compare import Difference, Differing, differing_values
 from graphplan.verify.noise import Beyond, Moves, Noise
 from graphplan.verify.rounding import nudged
 from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.spread import beyond_spread
-from graphplan.verify.state import State, are_same, collect_tensors, collect_values, tensors_of
+from graphplan.verify.state import Leaves, State, are_same, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")
 
@@ -134,9 +134,10 @@ class _Check:
         """What a replay leaves, and what tells the seconds that it took. ``walk`` is from before it."""
         result, seconds = self.run(lambda: self._program.run(self._feed))
         walk = walk if self._program.keeps_places(walk) else self.walk()
-        left = self.left(walk, result)
+        leaves, _ = flatten_result(result)
+        left = self.left(walk, leaves)
         copies = dict(zip(left, copy_all(list(left.values()), self._device), strict=True))
-        return State(copies, collect_values(walk, result, self.is_allowed)), seconds
+        return State(copies, collect_values(walk, leaves, self.is_allowed)), seconds
 
     def moves(self, start: _Start, replayed: State) -> Moves | None:
         """How far the replay has moved everything, where that tells noise; while the eager step is launched, the device
@@ -147,13 +148,14 @@ class _Check:
     def compare(self, start: _Start, replayed: State, moves: Moves | None, result: Any) -> list[Difference]:
         """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
         # The device compares while owners are looked at, most likely the tensors that are there afterwards.
-        likely = self.left(start.walk, result)
+        leaves, _ = flatten_result(result)
+        likely = self.left(start.walk, leaves)
         comparison = self.guessed(replayed, moves, likely)
         walk = self.walk()
-        left = self.left(walk, result)
+        left = self.left(walk, leaves)
         if comparison is None or not are_same(left, likely):
             comparison = self.compared(replayed, moves, left)
-        differences = differing_values(replayed.values, collect_values(walk, result, self.is_allowed))
+        differences = differing_values(replayed.values, collect_values(walk, leaves, self.is_allowed))
         found: list[Difference] = []
         beyond = comparison.paths()
         if self._on_any(bool(beyond)):
@@ -169,7 +171,7 @@ class _Check:
                 self.undo(end)
         return found + differences
 
-    def left(self, walk: Walk, result: Any) -> dict[str, Tensor]:
+    def left(self, walk: Walk, result: Leaves) -> dict[str, Tensor]:
         """The tensors that can be compared, where they are now."""
         slots = {path: slot.tensors() for path, slot in walk.slots.items()} if self._lent else {}
         left_out = self._program.plan.untouched(walk) | self._overwritten(slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from graphplan.dtensors import local
 from graphplan.owners import Numbers, Walk, default_generators
-from graphplan.trees import flatten_result
 
 _GENERATOR = "torch's random generator"
+Leaves = Sequence[tuple[str, Any]]
+"""A result's leaves by name, of :func:`graphplan.trees.flatten_result`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class State:
 
 def collect_tensors(
     walk: Walk,
-    result: Any,
+    result: Leaves,
     extra: Mapping[str, Tensor],
     generators: Iterable[torch.Generator],
     allowed: Callable[[str], bool],
@@ -34,7 +35,7 @@ def collect_tensors(
     """The tensors that owners, ``result``, ``extra``, torch's default generators and ``generators`` have now; ``walk``
     may be from before the step.
     """
-    tensors = {name: local(leaf) for name, leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)}
+    tensors = {name: local(leaf) for name, leaf in result if isinstance(leaf, Tensor)}
     tensors.update(tensors_of(walk, allowed))
     tensors.update(extra)
     for number, generator in enumerate([*default_generators(), *generators]):
@@ -42,9 +43,9 @@ def collect_tensors(
     return {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided}
 
 
-def collect_values(walk: Walk, result: Any, allowed: Callable[[str], bool]) -> dict[str, Any]:
+def collect_values(walk: Walk, result: Leaves, allowed: Callable[[str], bool]) -> dict[str, Any]:
     """The Python values that owners and ``result`` hold now."""
-    values = {name: leaf for name, leaf in flatten_result(result)[0] if not isinstance(leaf, Tensor)}
+    values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if not isinstance(scalar.container, Numbers) and not allowed(path):
             values[path] = scalar.get()
