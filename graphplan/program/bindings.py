@@ -187,6 +187,7 @@ class Bindings:
         """Use ``walk``'s containers from now on."""
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
+        self._companions.follow(walk)
         self._counters = [
             (walk.scalars[c.path].container, walk.scalars[c.path].key, c.delta)
             for c in self._plan.counters
@@ -253,7 +254,7 @@ class Bindings:
 
     def note_companions(self) -> None:
         """After a replay: note what it left in slots that eager steps bind to one memory."""
-        self._companions.note(self._walk)
+        self._companions.note()
 
 
 def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:

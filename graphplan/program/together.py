@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphplan.errors import GuardError
 from graphplan.marks import PLAIN_KINDS
-from graphplan.owners import Walk, same_bits
+from graphplan.owners import Slot, Walk, same_bits
 from graphplan.plan import Together
 from graphplan.roles import Overlay
 
@@ -20,6 +20,7 @@ class _Left(NamedTuple):
 
     path: str
     overlay: Overlay
+    slot: Slot
     tensor: Tensor
     version: int
 
@@ -28,10 +29,10 @@ class _Left(NamedTuple):
         """Whether somebody has written to it since."""
         return self.tensor._version != self.version
 
-    def is_in(self, walk: Walk) -> bool:
+    @property
+    def is_there(self) -> bool:
         """Whether it is in its slot."""
-        slot = walk.slots.get(self.path)
-        return slot is not None and slot.get() is self.tensor
+        return self.slot.get() is self.tensor
 
 
 _PENDING: list[weakref.ref[Companions]] = []
@@ -60,22 +61,27 @@ class Companions:
 
     def __init__(self, groups: tuple[Together, ...]) -> None:
         self._groups = groups
+        self._slots: list[list[tuple[str, Overlay, Slot]]] = []
         self._left: list[list[_Left]] = []
-        self._walk = Walk()
+        self._reference = weakref.ref(self)
 
-    def note(self, walk: Walk) -> None:
-        """After a replay, which left tensors in ``walk``'s slots."""
-        self._walk = walk
-        _PENDING.append(weakref.ref(self))
+    def follow(self, walk: Walk) -> None:
+        """Look into ``walk``'s slots from now on."""
+        self._slots = [
+            [(path, overlay, walk.slots[path]) for path, overlay in group if path in walk.slots]
+            for group in self._groups
+        ]
+
+    def note(self) -> None:
+        """After a replay, which left tensors in the slots."""
+        _PENDING.append(self._reference)
         self._left = [
             [
-                _Left(path, overlay, held, held._version)
-                for path, overlay in group
-                if (slot := walk.slots.get(path)) is not None
-                and type(held := slot.get()) in PLAIN_KINDS
-                and not held.is_inference()
+                _Left(path, overlay, slot, held, held._version)
+                for path, overlay, slot in group
+                if type(held := slot.get()) in PLAIN_KINDS and not held.is_inference()
             ]
-            for group in self._groups
+            for group in self._slots
         ]
 
     def settle(self) -> None:
@@ -84,7 +90,7 @@ class Companions:
         for group in groups:
             written = [left for left in group if left.is_written]
             if written:
-                _bring([left for left in group if not left.is_written and left.is_in(self._walk)], written)
+                _bring([left for left in group if not left.is_written and left.is_there], written)
 
 
 def _bring(others: list[_Left], written: list[_Left]) -> None:
