@@ -21,6 +21,7 @@ from tests.twins import (
     TRACED,
     Rig,
     assert_equals_eager,
+    assert_same_as_eager,
     assert_same_runs,
     build,
     drive,
@@ -196,11 +197,7 @@ def changing_rig(change: Callable[[Any, Any], None], back: bool, when: int = WHE
 def test_a_change_reaches_the_next_step(change: Callable[[Any, Any], None], on_failure: str) -> None:
     """Copied in, recaptured or done eagerly: the numbers are eager's."""
     make = partial(changing_rig, change, back=False)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, on_failure=on_failure)
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, on_failure=on_failure)
     assert step.stats.replayed >= WHEN + 1 - 6
 
 
@@ -208,11 +205,7 @@ def test_a_change_reaches_the_next_step(change: Callable[[Any, Any], None], on_f
 def test_a_change_between_the_traces_and_the_capture(change: Callable[[Any, Any], None]) -> None:
     """What is captured is the step that was traced: another one is traced first."""
     make = partial(changing_rig, change, back=False, when=SECOND_TRACE)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
 
 

@@ -12,7 +12,7 @@ from tests.failure_modes.test_rows_23_29 import accumulating_rig
 from tests.test_carries import CARRIES, functional_rig, recurrent_rig
 from tests.test_gradient_scaler import MAKERS, prepared, scaled_rig
 from tests.test_step_forms import mlp_rig
-from tests.twins import Rig, assert_same_runs, build, drive, managed
+from tests.twins import Rig, assert_same_as_eager
 from tests.zoo import training_rig, updating_rig
 
 COPIED = Policy("train", static_roles=("input", "param", "state"), copy_roles=("input", "state"))
@@ -31,9 +31,5 @@ RIGS: dict[str, Callable[[], Rig]] = {
 @pytest.mark.parametrize("name", RIGS)
 def test_state_that_is_copied(name: str) -> None:
     """From the call that captures on; what cannot be swapped for a copy (gradients, tuples) is adopted."""
-    rig = build(RIGS[name])
-    expected = drive(rig, rig.step)
-    rig = build(RIGS[name])
-    step = managed(rig, policy=COPIED, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(RIGS[name], policy=COPIED, verify="off")
     assert step.stats.replayed > 0

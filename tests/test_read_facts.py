@@ -26,6 +26,7 @@ from tests.twins import (
     Rig,
     assert_equals_eager,
     assert_refused,
+    assert_same_as_eager,
     assert_same_runs,
     build,
     drive,
@@ -203,11 +204,7 @@ def test_what_code_tells_of_a_tensor_is_guarded(case: Case, named: bool) -> None
     """A change leads to another capture, and is named."""
     read, change, text = case
     make = partial(reading_rig, read, partial(_once, change), named=named)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.captured == 2
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
     assert any(re.search(text, event) for event in step.stats.events), step.stats.events
@@ -223,11 +220,7 @@ def test_a_change_between_the_traces_and_the_capture(case: Case) -> None:
             change(reader)
 
     make = partial(reading_rig, read, after)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
     assert step.stats.captured == 1
 
@@ -242,11 +235,7 @@ def test_a_change_between_the_traces(case: Case) -> None:
             change(reader)
 
     make = partial(reading_rig, read, after)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
 
 

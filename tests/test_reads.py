@@ -25,7 +25,16 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import HostEffectError, HostScalarError
-from tests.twins import Rig, assert_equals_eager, assert_refused, assert_same_runs, build, drive, managed
+from tests.twins import (
+    Rig,
+    assert_equals_eager,
+    assert_refused,
+    assert_same_as_eager,
+    assert_same_runs,
+    build,
+    drive,
+    managed,
+)
 from tests.zoo import float_batches
 
 CALLS, WHEN = 24, 12
@@ -403,11 +412,7 @@ def test_a_module_in_a_module() -> None:
             "closure",
         )
 
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.captured == 2
 
 
@@ -515,9 +520,5 @@ def test_numbers_of_an_optimizer_that_nobody_named() -> None:
 
         return Rig(train_step, {"model": model}, list(float_batches(CALLS)), after)
 
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.captured == 2

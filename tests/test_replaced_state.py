@@ -23,9 +23,8 @@ from tests.twins import (
     Rig,
     assert_equals_eager,
     assert_refused,
-    assert_same_runs,
+    assert_same_as_eager,
     build,
-    drive,
     managed,
 )
 from tests.zoo import CALLS, float_batches
@@ -275,11 +274,7 @@ def test_what_the_step_writes_to_in_a_place_that_it_replaces(change: Callable[[A
         after = lambda index: change(model) if index == first else None  # noqa: E731
         return Rig(model.forward, {"model": model}, [(x,) for x, _ in float_batches(CALLS)], after)
 
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
 
 
@@ -356,11 +351,7 @@ BEGINNINGS: dict[str, Callable[[Any], Tensor]] = {
 def test_what_a_state_begins_as_is_not_written_to(name: str, first: int) -> None:
     """Neither at the capture nor by replays."""
     make = partial(learned_rig, BEGINNINGS[name], 100, first)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY - 1
 
 
@@ -391,11 +382,7 @@ def test_a_state_that_is_fed_too() -> None:
         ]
         return Rig(step, {"model": model}, calls, lambda index: begin(index + 1))
 
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig, verify="off")
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make, verify="off")
     assert step.stats.captured == 1
 
 

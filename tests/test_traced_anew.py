@@ -22,11 +22,8 @@ from tests.twins import (
     assert_equals_eager,
     assert_falls_back,
     assert_refused,
-    assert_same_runs,
-    build,
-    drive,
+    assert_same_as_eager,
     line_of,
-    managed,
 )
 from tests.zoo import CALLS, attributes, updating_rig
 
@@ -94,11 +91,7 @@ def test_a_value_that_is_set_now_and_then(phase: int) -> None:
         model.scale += (index + phase) % 8 == 0
 
     make = partial(reading_rig, scaled, grow)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig)
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make)
     assert step.stats.captured > 1
     assert step.stats.replayed > 0
     assert not step.stats.skipped.keys() - {SkipReason.SHAPE}
@@ -231,11 +224,7 @@ def test_two_states_that_are_reset_to_one_tensor_once(phase: int) -> None:
 @pytest.mark.parametrize("phase", range(7))
 def test_two_states_that_are_reset_to_one_tensor_now_and_then(phase: int) -> None:
     make = partial(recurrent_rig, 7, phase)
-    rig = build(make)
-    expected = drive(rig, rig.step)
-    rig = build(make)
-    step = managed(rig)
-    assert_same_runs(expected, drive(rig, step))
+    step = assert_same_as_eager(make)
     assert step.stats.replayed >= 6
 
 

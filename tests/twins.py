@@ -112,6 +112,21 @@ def managed(rig: Rig, **options: Any) -> Any:
     return graph_step(rig.step, **{"owners": rig.owners, "backend": "tape", **options})
 
 
+def assert_same_as_eager(make: Callable[[], Rig], **options: Any) -> Any:
+    """Check a rig against its eager twin; return the graphed step, whose counters are the caller's affair.
+
+    Args:
+        make: Builds the rig; called once for each twin.
+        options: Passed to ``graph_step``.
+    """
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, **options)
+    assert_same_runs(expected, drive(rig, step))
+    return step
+
+
 def assert_equals_eager(
     make: Callable[[], Rig], *, captured: int = 1, replayed: int | None = None, **options: Any
 ) -> Any:
