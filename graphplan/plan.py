@@ -80,31 +80,6 @@ class Rates(Protocol):
         """Follow optimizers whose groups were replaced."""
 
 
-@dataclass(frozen=True, slots=True)
-class UsedNames:
-    """Names in the code that a step runs.
-
-    Attributes:
-        asked: attributes that need not exist, for which the code asks.
-        risked: attributes that code names which goes on where one is missing.
-        named: attributes that the user's code names, those that it calls too.
-        dynamic: whether user code takes attributes by names that it does not spell out.
-        methods: the user's methods.
-        called: what the user's code calls, of whatever it has.
-        called_by_torch: methods that torch's own code calls.
-        ran: methods of libraries' classes, with the classes.
-    """
-
-    asked: tuple[str, ...]
-    risked: tuple[str, ...]
-    named: frozenset[str]
-    dynamic: bool
-    methods: frozenset[str]
-    called: frozenset[str]
-    called_by_torch: frozenset[str]
-    ran: frozenset[tuple[type, str]]
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
@@ -131,11 +106,9 @@ class Plan:
         footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
-        names: what the code that a step runs calls things by.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
-        functions: likewise, where torch's own layers and optimizers find the functions that they call.
-        values: what those of ``reads`` and ``functions`` were before each traced step, by path.
+        values: what ``reads`` were before each traced step, by path.
         traits: what tensors are like with which no operator works, but of which the step's code may tell that, by path.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
@@ -167,13 +140,11 @@ class Plan:
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
-    functions: tuple[str, ...]
     values: Mapping[str, Any]
     traits: Mapping[str, Any]
     twins: frozenset[str]
     shared: frozenset[int]
     joined: tuple[frozenset[str], ...]
-    names: UsedNames
     device: torch.device
     host_facts: tuple[str, ...]
     keep_alive: tuple[Tensor, ...]
@@ -256,8 +227,6 @@ class Plan:
             notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({_few(self.reads)})")
         if self.traits:
             notes.append(f"guarded: {len(self.traits)} tensors of which the step reads no values ({_few(self.traits)})")
-        if self.functions:
-            notes.append(f"guarded: {len(self.functions)} functions that torch's own code calls")
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]

@@ -47,6 +47,7 @@ LAYERS = {
     "trees": 0,
     "dtensors": 0,
     "marks": 0,
+    "origin": 0,
     "roles": 0,
     "stats": 1,
     "errors": 0,

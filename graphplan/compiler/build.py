@@ -26,13 +26,12 @@ from graphplan.compiler.marked import check_marks
 from graphplan.compiler.together import find_together
 from graphplan.compiler.traits import find_traits
 from graphplan.errors import FeedError, OutputError
-from graphplan.owners import Library, Scalar, Walk, walk_owners
-from graphplan.plan import DRAWS, Output, Plan, Rates, UsedNames, frozen
+from graphplan.owners import Walk, walk_owners
+from graphplan.plan import DRAWS, Output, Plan, Rates, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
 from graphplan.tracer import Trace, is_collective
 from graphplan.tracer.changes import place_of, same_value
-from graphplan.tracer.profile import Reads
 from graphplan.tracer.records import OutputTensor
 from graphplan.trees import has_attributes
 
@@ -81,7 +80,6 @@ def build_plan(
     moved = {path for path, rebinding in second.changes.rebindings.items() if rebinding.moved}
     outputs = tuple(_outputs(first, second, {*carries, *rebinds} - moved))
     reads = find_reads(first, second, walk, counters, allow)
-    functions = tuple(path for path in reads if _is_torchs(walk.value(path)))
     return Plan(
         name=_name_of(function()),
         feed=FeedSpec(feed),
@@ -102,14 +100,12 @@ def build_plan(
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),
         device=second.device,
-        reads=tuple(path for path in reads if path not in functions),
-        functions=functions,
+        reads=reads,
         values=frozen({path: second.entry_scalars[path] for path in reads}),
         traits=frozen(find_traits(first, second, walk, reads, allow, loose=loose)),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
-        names=_names_used(first.reads, second.reads),
         host_facts=tuple(_host_facts(second)),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
@@ -133,19 +129,6 @@ def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> Non
     check_gradients(first, second, allow)
 
 
-def _names_used(first: Reads, second: Reads) -> UsedNames:
-    return UsedNames(
-        asked=tuple(sorted(first.asked | second.asked)),
-        risked=tuple(sorted(first.risked | second.risked)),
-        named=frozenset().union(*(reads.anywhere | reads.called for reads in (first, second))),
-        dynamic=first.dynamic or second.dynamic,
-        methods=frozenset(first.methods | second.methods),
-        called=frozenset(first.called | second.called),
-        called_by_torch=frozenset(first.called_by_torch | second.called_by_torch),
-        ran=frozenset([*first.ran, *second.ran]),
-    )
-
-
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
@@ -153,11 +136,6 @@ def _name_of(function: Callable[..., Any]) -> str:
 def _last_operators(trace: Trace) -> tuple[str, ...]:
     launched = [operator for operator in trace.operators if operator.launches]
     return tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:])
-
-
-def _is_torchs(value: Scalar | None) -> bool:
-    """Whether it is a function in one of torch's modules, and not something that such a function holds."""
-    return value is not None and isinstance(value.owner, Library) and isinstance(value.container, dict)
 
 
 def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
@@ -248,7 +226,8 @@ def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
     if torch.is_grad_enabled() or walk.optimizers:
         return True
     for facts in (first, second):
-        if "grad" in facts.reads.anywhere or any(path.endswith(".grad") for path in facts.changes.rebindings):
+        names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
+        if names_grad or any(path.endswith(".grad") for path in facts.changes.rebindings):
             return True
         if any(slot.param is not None for storage in facts.externals for slot in facts.entry_slots.get(storage, ())):
             return True

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.compiler.grown import Grown
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Contents, Numbers, Walk, is_proxy, unseen
+from graphplan.owners import Contents, Inherited, Numbers, Walk, is_proxy, unseen
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
@@ -274,7 +274,8 @@ def find_assignments(
     own = {counter.path for counter in counters}
     found = []
     for path, scalar in walk.scalars.items():
-        if path in own or is_allowed(path, allow) or isinstance(scalar.container, (Numbers, Contents, tuple)):
+        is_read_only = isinstance(scalar.container, (Numbers, Inherited, Contents, tuple))
+        if path in own or is_allowed(path, allow) or is_read_only:
             continue
         if first.reads.may_store(scalar) and second.reads.may_store(scalar):
             found.append(Assignment(path, scalar.get()))

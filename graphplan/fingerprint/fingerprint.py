@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import repeat
-from operator import attrgetter, contains, getitem, is_not
-from types import FunctionType
+from operator import contains, getitem
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +22,6 @@ from graphplan.unchanged import GEOMETRY, Geometries, geometry
 
 _MODULE_PARTS = ("_modules", "_parameters", "_buffers")
 _OPTIMIZER_METHODS = ("step", "zero_grad")
-_methods_of = attrgetter(*_OPTIMIZER_METHODS)
 
 
 class Fingerprint:
@@ -32,7 +30,6 @@ class Fingerprint:
     def __init__(self, walk: Walk, shadowed: Iterable[int] = ()) -> None:
         shadowed = set(shadowed)
         self._modules = list(walk.modules)
-        self._kinds = list(dict.fromkeys(map(type, self._modules)))
         self._parameters = [param for _, param in walk.parameters.values()]
         self._paths = [path for path, _ in walk.parameters.values()]
         # A dictionary of layers or parameters may be put in another order.
@@ -59,7 +56,6 @@ class Fingerprint:
         self._sharding = Sharding(walk.modules)
         self._geometries: Geometries | None = None
         self._flags: tuple[Any, ...] = ()
-        self._optimizer_kinds = list(dict.fromkeys(map(type, walk.optimizers.values())))
         self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
         self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
         self._method_labels = [f"{path}.{name}" for path in walk.optimizers for name in _OPTIMIZER_METHODS]
@@ -93,19 +89,12 @@ class Fingerprint:
         """After :meth:`values`: comparisons that hold while everything is as it was; None where those do not say
         enough. ``placed`` are the ids of tensors that others compare.
         """
-        # What scripted classes have instead of a function says nothing when it is asked of the class.
-        forwards = [_forward_of(kind) for kind in self._kinds]
-        kinds = [kind for kind in self._optimizer_kinds for _ in _OPTIMIZER_METHODS]
-        names = [name for _ in self._optimizer_kinds for name in _OPTIMIZER_METHODS]
-        methods = list(map(getattr, kinds, names))
         if (
             any(self._empty)
             or any(map(contains, self._dicts, repeat("forward")))
             or self._sharding.is_there
             or (hooks := self._hooks.rows()) is None
             or not all(map(stays, map(getitem, self._containers, self._keys)))
-            or not all(isinstance(getattr(forward, "__wrapped__", forward), FunctionType) for forward in forwards)
-            or any(map(is_not, map(getattr, kinds, names), methods))
         ):
             return None
         left = [param for param in self._parameters if id(param) not in placed]
@@ -115,8 +104,6 @@ class Fingerprint:
             ("same_items", self._containers, self._keys, list(map(getitem, self._containers, self._keys))),
             ("same_values", self._dicts, self._training, list(map(dict.get, self._dicts, repeat("training")))),
             ("same_types", self._modules, list(map(type, self._modules))),
-            ("same_attributes", self._kinds, ["forward"] * len(forwards), forwards),
-            ("same_attributes", kinds, names, methods),
             ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
             ("same_lengths", self._counted, list(map(len, self._counted))),
             ("none_there", self._dicts, self._forward),
@@ -134,8 +121,6 @@ class Fingerprint:
             *map(dict.get, self._dicts, repeat("training")),
             tuple(map(type, self._modules)),
             self._order,
-            tuple(map(_forward_of, self._kinds)),
-            tuple(map(_methods_of, self._optimizer_kinds)),
             *[own and Own(own) for own in map(dict.get, self._steppers, self._methods)],
             *map(len, self._sized),
             *self._groups.values,
@@ -173,8 +158,6 @@ class Fingerprint:
             *(f"{type(module).__name__}.training" for module in self._modules),
             "the classes of the modules",
             "the order of layers or parameters",
-            "forward of a module's class",
-            "step or zero_grad of an optimizer's class",
             *self._method_labels,
             *self._size_labels,
             *self._groups.labels,
@@ -202,11 +185,6 @@ class Fingerprint:
             return gone + [f"{_within(label)} is new" for before, now in pairs for label in sorted(now - before)]
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
-
-
-def _forward_of(kind: type) -> Any:
-    """What the class holds as its ``forward``, unbound: a scripted module's is no method."""
-    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
 
 
 def _within(label: str) -> str:

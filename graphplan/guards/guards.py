@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.guards.lookups import Place, absent_names, methods_called
 from graphplan.guards.shown import Shown
 from graphplan.marks import PLAIN_KINDS
 from graphplan.native.comparing import Checks, Row, contents_of, facts_of
-from graphplan.owners import Numbers, Scalar, Slot, Walk, home, present, tensor_leaves
+from graphplan.owners import Members, Numbers, Scalar, Slot, Walk, home, present, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Geometries, geometry
 
+Place = tuple[Any, Any, Any]
+"""A container, a key in it, and what lies there."""
 _Scalars = Sequence[tuple[str, Scalar]]
 _pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 """One call for all addresses, in torch's CUDA builds."""
@@ -70,12 +71,9 @@ class Guards:
         in_dicts = _columns(place for place in places if _is_dict(place[0]))
         in_others = _columns(place for place in places if not _is_dict(place[0]))
         things = [thing for thing, _ in walk.attributes]
-        absent = list(absent_names(walk, plan))
-        # Code that asks whether a tensor has an attribute may find one where there was none, or its class's.
-        asks = plan.names.asked or plan.names.dynamic
-        self._marked = [(path, inner) for path, inner, kind in walk.marks if asks or kind not in PLAIN_KINDS]
+        # Code that asks a tensor of another class for an attribute may find its class's where it has none.
+        self._marked = [(path, inner) for path, inner, kind in walk.marks if kind not in PLAIN_KINDS]
         self._marks = [len(inner) for _, inner in self._marked]
-        self._lacking, self._absent = [inner for inner, _ in absent], [name for _, name in absent]
         # Those of modules are part of the program's key.
         self._things = [thing for thing in things if not isinstance(thing, Module)]
         self._types = list(map(type, self._things))
@@ -84,36 +82,31 @@ class Guards:
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
         sharded = [held for held in (*(slot.get() for slot in slots), *self._grads) if is_sharded(held)]
         self._sharded, self._shards = sharded, list(map(local, sharded))
-        self._kinds, self._called, self._methods = _columns(methods_called(walk, plan))
-        called = [(path, value) for path in plan.functions if (value := walk.value(path)) is not None]
         self.rows: list[Row] = [
             *contents_of(whole),
             ("same_values", *in_dicts),
             ("same_items", *in_others),
-            ("none_there", self._lacking, self._absent),
             ("same_lengths", [inner for _, inner in self._marked], self._marks),
             ("same_types", self._things, self._types),
-            *self._rows_of_values(read, called, values or {}),
-            ("same_methods", self._kinds, self._called, self._methods),
+            *self._rows_of_values(read, values or {}),
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
             *([("same_results", [self._shown.hold], [True])] if plan.traits else []),
         ]
         self._checks = Checks(self.rows)
 
-    def _rows_of_values(self, read: _Scalars, called: _Scalars, known: Mapping[str, Any]) -> list[Row]:
-        """Python values that the step's code reads, and the functions that it finds; ``known``: what they were."""
+    def _rows_of_values(self, read: _Scalars, known: Mapping[str, Any]) -> list[Row]:
+        """Python values that the step's code reads; ``known``: what they were."""
         # What an object shows as attributes is looked up there, without a detour.
         shown = [pair for pair in read if type(pair[1].container) is Numbers]
         items = [pair for pair in read if type(pair[1].container) is not Numbers]
-        groups = (shown, items, called)
+        groups = (shown, items)
         self._labels = [path for group in groups for path, _ in group]
         self._values = [[known[path] if path in known else value.get() for path, value in group] for group in groups]
         keys = [[value.key for _, value in group] for group in groups]
         return [
             ("equal_attributes", [v.container.thing for _, v in shown], keys[0], self._values[0], same_value),
-            ("equal_items", [present(v.container) for _, v in items], keys[1], self._values[1], same_value),
-            ("same_values", [v.container for _, v in called], keys[2], self._values[2]),
+            ("equal_items", [_readable(v.container) for _, v in items], keys[1], self._values[1], same_value),
         ]
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
@@ -174,18 +167,6 @@ class Guards:
         for (path, inner), count in zip(self._marked, self._marks, strict=True):
             if len(inner) != count:
                 return f"{path} had {count} attributes of its own at capture and has {len(inner)} now"
-        for inner, name in zip(self._lacking, self._absent, strict=True):
-            if name in inner:
-                return (
-                    f"an attribute {name!r} that the step's code asks for or calls was not there at capture, and is now"
-                )
-        return None
-
-    def changed_method(self) -> str | None:
-        """The first method of tensors or layers that somebody replaced in their class, described."""
-        for kind, name, method in zip(self._kinds, self._called, self._methods, strict=True):
-            if getattr(kind, name, None) is not method:
-                return f"{kind.__name__}.{name} was replaced"
         return None
 
     @property
@@ -205,6 +186,11 @@ class Guards:
             if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
         return self._shown.changed(walk)
+
+
+def _readable(container: Any) -> Any:
+    """What values in ``container`` are read from, the fastest way that makes nothing anew."""
+    return container.space if isinstance(container, Members) else present(container)
 
 
 def _is_dict(container: Any) -> bool:

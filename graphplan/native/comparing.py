@@ -52,11 +52,6 @@ def _same_attributes(things: Sequence[Any], names: Sequence[str], values: Sequen
     return not any(map(is_not, map(getattr, things, names), values))
 
 
-def _same_methods(kinds: Sequence[type], names: Sequence[str], methods: Sequence[Any]) -> bool:
-    """:func:`_same_attributes` of classes."""
-    return not any(map(is_not, map(getattr, kinds, names), methods))
-
-
 def _same_values(dicts: Sequence[dict[Any, Any]], keys: Sequence[Any], values: Sequence[Any]) -> bool:
     """Whether what the dictionaries themselves hold is still the value, None if nothing."""
     return not any(map(is_not, map(dict.get, dicts, keys), values))
@@ -117,7 +112,7 @@ def _fit(tensors: Sequence[Any], facts: Any) -> bool:
 _KINDS: dict[str, Callable[..., bool]] = {
     function.__name__.removeprefix("_"): function
     for function in (
-        _same_items, _equal_items, _same_attributes, _equal_attributes, _same_methods, _same_values, _none_there,
+        _same_items, _equal_items, _same_attributes, _equal_attributes, _same_values, _none_there,
         _same_types, _same_lengths, _same_dicts, _same_lists, _same_results, _fit,
     )
 }  # fmt: skip

@@ -18,8 +18,6 @@ struct Row {
   using Kind = int (*)(const Row&);
   Kind kind;
   PyObject* parts[4];
-  // Classes, and versions of theirs in which all was as it shall be.
-  mutable std::vector<std::pair<PyTypeObject*, unsigned int>> versions;
 
   PyObject* list(size_t part) const { return parts[part]; }
   PyObject* at(size_t part, Py_ssize_t i) const { return PyList_GET_ITEM(parts[part], i); }
@@ -119,44 +117,6 @@ int same_attributes(const Row& row) {
   int yes = 1;
   for (Py_ssize_t i = 0; yes == 1 && i < row.size(); i++) {
     yes = is_same(attribute_of(row, i), row.list(2), i);
-  }
-  return yes;
-}
-
-// The version of a class, which becomes another one when somebody writes to it or to a base of its; 0 for none.
-unsigned int version_of(PyTypeObject* type) {
-#if PY_VERSION_HEX < 0x030C0000
-  if (!PyType_HasFeature(type, Py_TPFLAGS_VALID_VERSION_TAG)) {
-    return 0;
-  }
-#endif
-  return type->tp_version_tag;
-}
-
-// Attributes of classes: looked up only after somebody has written to one of them.
-int same_methods(const Row& row) {
-  bool is_known = !row.versions.empty();
-  for (size_t i = 0; is_known && i < row.versions.size(); i++) {
-    is_known = version_of(row.versions[i].first) == row.versions[i].second;
-  }
-  if (is_known) {
-    return 1;
-  }
-  row.versions.clear();
-  int yes = same_attributes(row);
-  for (Py_ssize_t i = 0; yes == 1 && i < row.size(); i++) {
-    auto* type = reinterpret_cast<PyTypeObject*>(row.at(0, i));
-    for (PyTypeObject* kind : {type, Py_TYPE(type)}) {
-      if (version_of(kind) == 0) {
-        row.versions.clear();
-        return yes;
-      }
-      bool is_new = row.versions.empty() || std::none_of(row.versions.begin(), row.versions.end(),
-                                                         [&](const auto& known) { return known.first == kind; });
-      if (is_new) {
-        row.versions.emplace_back(kind, version_of(kind));
-      }
-    }
   }
   return yes;
 }
@@ -284,7 +244,6 @@ const Named kKinds[] = {
     {"equal_items", equal_items, 3, 3, 4},
     {"equal_attributes", equal_attributes, 3, 3, 4},
     {"same_attributes", same_attributes, 3, 3, 3},
-    {"same_methods", same_methods, 3, 3, 3},
     {"same_values", same_values, 3, 3, 3},
     {"none_there", none_there, 2, 2, 2},
     {"same_types", same_types, 2, 2, 2},
@@ -309,17 +268,11 @@ bool take(PyObject* row, std::vector<Row>& rows, PyTypeObject* tensors) {
       PyErr_Format(PyExc_TypeError, "expected %zd things for %s", named.parts, named.name);
       return false;
     }
-    Row taken{named.kind, {}, {}};
+    Row taken{named.kind, {}};
     for (Py_ssize_t i = 0; i < named.parts; i++) {
       PyObject* part = taken.parts[i] = PyTuple_GET_ITEM(row, i + 1);
       if ((i < named.lists && !PyList_CheckExact(part)) || (i < named.equal && PyList_GET_SIZE(part) != taken.size())) {
         PyErr_Format(PyExc_TypeError, "expected lists of one length for %s", named.name);
-        return false;
-      }
-    }
-    for (Py_ssize_t i = 0; named.kind == same_methods && i < taken.size(); i++) {
-      if (!PyType_Check(taken.at(0, i))) {
-        PyErr_SetString(PyExc_TypeError, "expected classes for same_methods");
         return false;
       }
     }

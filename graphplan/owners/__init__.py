@@ -13,14 +13,11 @@ from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.kinds import MAX_ITEMS as MAX_ITEMS
 from graphplan.owners.kinds import PLAIN as PLAIN
 from graphplan.owners.kinds import SCALARS as SCALARS
-from graphplan.owners.kinds import class_space as class_space
-from graphplan.owners.kinds import is_foreign as is_foreign
 from graphplan.owners.kinds import is_known as is_known
 from graphplan.owners.kinds import is_user_object as is_user_object
 from graphplan.owners.naming import free_name as free_name
 from graphplan.owners.naming import name_owners as name_owners
 from graphplan.owners.records import Items as Items
-from graphplan.owners.records import Library as Library
 from graphplan.owners.records import Namespace as Namespace
 from graphplan.owners.records import Reached as Reached
 from graphplan.owners.records import Scalar as Scalar
@@ -40,8 +37,10 @@ from graphplan.owners.snapshot import host_generators as host_generators
 from graphplan.owners.spaces import Cell as Cell
 from graphplan.owners.spaces import Contents as Contents
 from graphplan.owners.spaces import Extent as Extent
+from graphplan.owners.spaces import Inherited as Inherited
 from graphplan.owners.spaces import Members as Members
 from graphplan.owners.spaces import Numbers as Numbers
+from graphplan.owners.spaces import attributes_of as attributes_of
 from graphplan.owners.spaces import home as home
 from graphplan.owners.spaces import present as present
 from graphplan.owners.traits import GONE as GONE

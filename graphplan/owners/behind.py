@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import ItemsView, Iterable, KeysView, MutableMapping, ValuesView
 from contextvars import ContextVar
@@ -16,18 +16,19 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphplan.origin import is_users, is_users_module
 from graphplan.owners.contents import has_contents
 from graphplan.owners.kinds import (
     SCALARS,
     WEAKLY_HELD,
-    is_foreign,
     is_plain,
     is_user_object,
     key_name,
     unwrapped,
+    users_bases,
 )
 from graphplan.owners.records import Items, Namespace, Scalar, Walk
-from graphplan.owners.spaces import Alive, Current, Members, Numbers, Registered, Remembered, Virtual, Weakly
+from graphplan.owners.spaces import Alive, Current, Inherited, Members, Numbers, Weakly, attributes_of
 
 Source = tuple[Any, str]
 """The object and attribute that lead to a place."""
@@ -72,19 +73,13 @@ class Behind(ABC):
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
-        own = getattr(thing, "__dict__", {})
-        for kind in type(thing).__mro__:
-            if is_foreign(kind):
-                continue
+        own = attributes_of(thing) or {}
+        for kind in users_bases(type(thing)):
+            members = Inherited(kind)
             for name, value in list(vars(kind).items()):
                 place = f"{path}.{name}"
-                if name.startswith("__") or name in own or self._knows(place):
-                    continue
-                if isinstance(value, SCALARS):
-                    # Seen through the object: it may get one of its own.
-                    self.walk.scalars[place] = Scalar(Numbers(thing, (name,)), name, thing, name)
-                elif is_plain(value):
-                    self._value(value, place, Members(kind), name, depth + 1, (thing, name))
+                if not (name.startswith("__") or name in own or self._knows(place)) and is_plain(value):
+                    self._value(value, place, members, name, depth + 1, (thing, name))
 
     def _knows(self, path: str) -> bool:
         return path in self.walk.scalars or path in self.walk.objects or path in self.walk.slots
@@ -92,7 +87,7 @@ class Behind(ABC):
     def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
         """What a function, method, class, module, variable or buffer leads to."""
         if isinstance(value, FunctionType):
-            if not is_foreign(value) and self._first_visit(value):
+            if is_users(value) and self._first_visit(value):
                 self._function(value, path, depth, source)
         elif isinstance(value, MethodType | BuiltinMethodType):
             self._bound(value, path, depth, source)
@@ -104,20 +99,14 @@ class Behind(ABC):
             self._tuple(value.args, f"{path}.args", Numbers(value, ("args",)), "args", depth, source)
             self._items(value.keywords, f"{path}.keywords", depth, source)
         elif isinstance(value, _lru_cache_wrapper):
-            self.walk.objects[f"{path}.cache"] = Scalar(Remembered(value), "cache", *source)
             self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
         elif isinstance(value, type):
-            if not is_foreign(value) and self._first_visit(value):
-                if isinstance(value, ABCMeta):
-                    # What isinstance asks.
-                    self.walk.objects[f"{path}.registry[:]"] = Scalar(Virtual(value), "registry", *source)
-                if issubclass(value, Enum):
-                    self._members(value, path, depth, source)
-                else:
-                    self._class(value, path, depth)
+            if is_users(value) and not issubclass(value, Enum) and self._first_visit(value):
+                self._class(value, path, depth)
         elif isinstance(value, ModuleType):
             # One that code names is looked at by the names that the code takes from it.
-            if not isinstance(source[0], Namespace) and self._first_visit(value):
+            is_named = isinstance(source[0], Namespace)
+            if not is_named and is_users_module(value, value.__name__) and self._first_visit(value):
                 for name, item in list(vars(value).items()):
                     if isinstance(item, SCALARS) and not name.startswith("__"):
                         self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, name))
@@ -136,7 +125,7 @@ class Behind(ABC):
         elif isinstance(value, weakref.ref):
             self.walk.objects[f"{path}()"] = Scalar(Alive(value), "alive", *source)
             thing = value()
-            for name, item in list(getattr(thing, "__dict__", {}).items()):
+            for name, item in list((attributes_of(thing) or {}).items()):
                 if isinstance(item, SCALARS):
                     self.walk.scalars[f"{path}().{name}"] = Scalar(Weakly(value), name, value, name)
                 elif isinstance(item, (dict, list, deque)) or is_user_object(item):
@@ -164,22 +153,15 @@ class Behind(ABC):
         self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
         if function.__kwdefaults__:
             self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
-        registry = getattr(function, "registry", None)
-        if isinstance(registry, MappingProxyType):
-            # What functools.singledispatch chooses from.
-            self.walk.objects[f"{path}.registry[:]"] = Scalar(Registered(registry), "registry", *source)
         for name, value in list(vars(function).items()):
             self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
 
     def _class(self, kind: type, path: str, depth: int) -> None:
         """Values in a class that lies in a place of its own."""
-        members = Members(kind)
-        for base in reversed(kind.__mro__):
-            for name, value in [] if is_foreign(base) else list(vars(base).items()):
-                if name.startswith("__") or not is_plain(value):
-                    continue
-                if base is kind:
-                    self.walk.places.append((members, name))
+        for base in reversed(users_bases(kind)):
+            members = Members(base) if base is kind else Inherited(base)
+            for name, value in list(vars(base).items()):
+                if not name.startswith("__") and is_plain(value):
+                    if base is kind:
+                        self.walk.places.append((members, name))
                     self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
-                else:
-                    self._value(value, f"{path}.{name}", Numbers(kind, ()), name, depth + 1, (kind, name))

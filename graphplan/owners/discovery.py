@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphplan.owners.naming import free_name
 from graphplan.owners.records import Walk
+from graphplan.owners.spaces import attributes_of
 
 
 class Discovery:
@@ -94,5 +95,5 @@ def _names_in(fn: Callable[..., Any]) -> Iterator[tuple[int, str]]:
             except ValueError:
                 continue
     owner = getattr(fn, "__self__", None)
-    for name, value in getattr(owner, "__dict__", {}).items():
+    for name, value in (attributes_of(owner) or {}).items():
         yield id(value), name

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import MutableMapping
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
-from weakref import ProxyTypes
+from weakref import ProxyTypes, WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,8 +16,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.dtensors import loaded
 from graphplan.errors import OwnersError
+from graphplan.origin import is_users
 from graphplan.owners.contents import Unseen
-from graphplan.owners.spaces import slots_of
+from graphplan.owners.spaces import attributes_of, slots_of
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 PLAIN = frozenset(SCALARS)
@@ -47,6 +47,7 @@ interpolation leads to lies in the configuration, which is walked like any objec
 _OPEN = ("torch.distributions.", "torch.utils.data.dataset", "multiprocessing.sharedctypes")
 """Modules of those packages whose objects hold values of the user's, and are walked."""
 _ATOMS = (type, ModuleType, Enum, partial)
+_USERS_BASES: WeakKeyDictionary[type, tuple[type, ...]] = WeakKeyDictionary()
 
 
 def is_plain(value: Any) -> bool:
@@ -61,17 +62,19 @@ def is_known(module: str) -> bool:
     return root in FOREIGN or root in _HOLDERS
 
 
-def is_foreign(thing: Any) -> bool:
-    """Whether a class or function is a library's."""
-    module = str(getattr(thing, "__module__", None))
-    return module.split(".")[0] in FOREIGN or module.startswith(_PARSERS)
-
-
 def is_plain_code(value: Any) -> bool:
     """Whether ``value`` is a library's function that leads to nothing else."""
     if type(value) is BuiltinFunctionType:
         return value.__self__ is None or type(value.__self__) is ModuleType
-    return type(value) is FunctionType and is_foreign(value)
+    return type(value) is FunctionType and not is_users(value)
+
+
+def users_bases(kind: type) -> tuple[type, ...]:
+    """``kind`` and its bases, as far as they are the user's own classes."""
+    found = _USERS_BASES.get(kind)
+    if found is None:
+        found = _USERS_BASES[kind] = tuple(base for base in kind.__mro__ if is_users(base))
+    return found
 
 
 def is_gone(value: Any) -> bool:
@@ -89,26 +92,27 @@ def key_name(key: Any, number: int) -> str:
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether ``value``'s attributes are walked: an instance of a class that is not a library's."""
+    """Whether ``value``'s attributes are walked: those of the user's objects, and of installed packages' (a model's
+    configuration) other than torch and Lightning.
+    """
     if isinstance(value, LRScheduler):
         return True
     if isinstance(value, torch.optim.Optimizer):
         # It is walked as an optimizer where it is an owner, whoever wrote it.
         return False
-    if is_foreign(type(value)) and not type(value).__module__.startswith(_OPEN):
+    if is_of_library(type(value)):
         return False
     if isinstance(value, (*_ATOMS, *SCALARS)):
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
-    return isinstance(getattr(value, "__dict__", None), dict) or bool(slots_of(type(value)))
+    return attributes_of(value) is not None or bool(slots_of(type(value)))
 
 
-def class_space(kind: type) -> dict[str, Any] | None:
-    """The dictionary behind a class's ``__dict__``, which guards ask without a detour; None for a library's class."""
-    if is_foreign(kind) or kind.__module__ == "builtins":
-        return None
-    behind = gc.get_referents(vars(kind))
-    return behind[0] if len(behind) == 1 and type(behind[0]) is dict else None
+def is_of_library(kind: type) -> bool:
+    """Whether objects of the class are not walked: Python's own, torch's and Lightning's, with exceptions."""
+    module = kind.__module__ if isinstance(kind.__module__, str) else ""
+    is_known_here = module.split(".")[0] in FOREIGN or module.startswith(_PARSERS)
+    return is_known_here and not module.startswith(_OPEN)
 
 
 def is_loader(value: Any) -> bool:

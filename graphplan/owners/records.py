@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
 import torch
@@ -131,8 +130,6 @@ class Namespace:
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Any, Any]] = {}
         self.attributes: set[str] = set()
-        self.lacking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-        """Names that code uses and that a space does not have: one there would stand before the built-in one."""
         self.settled: dict[str, tuple[Any, Scalar]] = {}
         """What names of libraries' functions led to in the last walk, behind which there is nothing."""
         self._known: set[tuple[int, Any]] = set()
@@ -172,24 +169,10 @@ class Namespace:
         return plain
 
 
-class Library(Namespace):
-    """Functions that torch's own modules and optimizers call, in the modules that hold them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes: dict[int, CodeType] = {}
-        """Code whose names are here, by identity."""
-
-    def plain(self) -> Namespace:
-        """All of them: they belong to nobody."""
-        return self
-
-
 @dataclass(slots=True)
 class Walk:
     """All that a walk over owners found, in walking order.
 
-    ``lacking`` are names that dictionaries of globals do not have, though code uses them.
     ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
@@ -203,7 +186,6 @@ class Walk:
     places: list[tuple[Any, Any]] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
     found: set[int] = field(default_factory=set)
-    lacking: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     lists: dict[str, Items] = field(default_factory=dict)
     links: list[tuple[Any, Any, Any]] = field(default_factory=list)
     containers: list[Container] = field(default_factory=list)

@@ -6,32 +6,25 @@ Longer than most rooms: a small class for each kind of such places, which :func:
 from __future__ import annotations
 
 import gc
-from abc import ABCMeta, get_cache_token
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sized
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
-from importlib import import_module
 from itertools import islice
 from operator import is_
-from types import CellType
+from types import CellType, MemberDescriptorType
 from typing import Any
 from weakref import ref
 
 from graphplan.owners.contents import Unseen, state_of
 
-_registry_of: Any = getattr(import_module("_abc"), "_get_dump")  # noqa: B009
-"""What an abstract class remembers; its registry comes first."""
-_MOST_RESULTS = 4096
-"""Results of a cached function that are compared before each replay."""
 _MOST_ITEMS = 65536
 """Items of a list or dictionary that are compared before each replay."""
 
 
 class Numbers:
-    """Python values that some object shows as attributes, properties included: read, guarded, never written.
-
-    ``via`` is an attribute on the way to the object.
+    """Python values that an object of torch's, Lightning's or Python's own shows as attributes, properties included:
+    read, guarded, never written. ``via`` is an attribute on the way to the object.
     """
 
     def __init__(self, thing: Any, names: Iterable[str], *, via: str | None = None) -> None:
@@ -71,39 +64,64 @@ class Current:
 
 
 class Attributes(MutableMapping[str, Any]):
-    """Attributes of an object that keeps them in ``__slots__``."""
+    """Attributes of an object that keeps them in ``__slots__``, read without running code of its class."""
 
     def __init__(self, thing: Any) -> None:
         self.thing = thing
-        self._names = slots_of(type(thing))
+        self._slots = slots_of(type(thing))
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return getattr(self.thing, name)
+            return self._slots[name].__get__(self.thing)
         except AttributeError:
             raise KeyError(name) from None
 
     def __setitem__(self, name: str, value: Any) -> None:
         # A frozen dataclass refuses to be assigned to.
-        object.__setattr__(self.thing, name, value)
+        self._slots[name].__set__(self.thing, value)
 
     def __delitem__(self, name: str) -> None:
-        object.__delattr__(self.thing, name)
+        self._slots[name].__delete__(self.thing)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if hasattr(self.thing, name))
+        return (name for name in self._slots if name in self)
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self._slots[name].__get__(self.thing)  # type: ignore[index]
+        except (KeyError, AttributeError):
+            return False
+        return True
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Names that ``kind`` and its bases have in ``__slots__``."""
-    names: list[str] = []
-    for base in kind.__mro__:
-        own = vars(base).get("__slots__", ())
-        names += [own] if isinstance(own, str) else own
-    return tuple(name for name in names if not name.startswith("__"))
+def slots_of(kind: type) -> dict[str, Any]:
+    """What ``kind`` and its bases have in ``__slots__``: names and the descriptors that read them."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if "__slots__" in vars(base):
+            members = vars(base).items()
+            found |= {name: member for name, member in members if type(member) is MemberDescriptorType}
+    return {name: member for name, member in found.items() if not name.startswith("__")}
+
+
+def attributes_of(thing: Any) -> dict[str, Any] | None:
+    """The dictionary of ``thing``'s attributes, without running code of its class; None if it has none."""
+    try:
+        inner = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return None
+    return inner if isinstance(inner, dict) else None
+
+
+def class_space(kind: type) -> Any:
+    """The dictionary behind a class's ``__dict__``, which is read without a detour; the view of it where Python keeps
+    the dictionary to itself.
+    """
+    behind = gc.get_referents(vars(kind))
+    return behind[0] if len(behind) == 1 and type(behind[0]) is dict else vars(kind)
 
 
 class _Seen:
@@ -171,60 +189,6 @@ class Contents(_Seen):
         return self.same(state_of(items))
 
 
-class Registered(_Seen):
-    """The types and functions that a generic function chooses from, as an item of it: read and guarded."""
-
-    def __init__(self, registry: Mapping[Any, Any]) -> None:
-        super().__init__()
-        self.items = registry
-
-    def __getitem__(self, key: str) -> Any:
-        return self.same((*self.items.keys(), *self.items.values()))
-
-
-class Virtual(_Seen):
-    """The classes that count as subclasses of an abstract one because somebody registered them, with it or with what
-    counts as one of its subclasses, as an item of it: read and guarded.
-    """
-
-    def __init__(self, kind: ABCMeta) -> None:
-        super().__init__()
-        self.items = kind
-        self._token: object = None
-
-    def __getitem__(self, key: str) -> Any:
-        # It is another one after each registration, with whatever class.
-        token = get_cache_token()
-        if token == self._token:
-            return self._last
-        self._token = token
-        return self.same(_Registrations(_registered(self.items)))
-
-
-class _Registrations(frozenset[Any]):
-    """Weak references to registered classes."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"{len(self)} registered classes"
-
-
-def _registered(kind: ABCMeta) -> set[Any]:
-    found: set[Any] = set()
-    left: list[type[Any]] = [kind]
-    seen: set[type[Any]] = {kind}
-    while left:
-        here = left.pop()
-        registry = _registry_of(here)[0]
-        found |= registry
-        for other in (*(reference() for reference in registry), *type.__subclasses__(here)):
-            if isinstance(other, ABCMeta) and other not in seen:
-                seen.add(other)
-                left.append(other)
-    return found
-
-
 class Alive:
     """Whether what a weak reference leads to is there: read and guarded, never written."""
 
@@ -243,7 +207,7 @@ class Weakly:
 
     def __getitem__(self, name: str) -> Any:
         # Of what is gone, nothing is there.
-        return getattr(self.items(), "__dict__", {})[name]
+        return (attributes_of(self.items()) or {})[name]
 
 
 class Rest(_Seen):
@@ -260,36 +224,6 @@ class Rest(_Seen):
             return Unseen(what, "Hold them in a tensor or a tuple")
         values = self.items.values() if isinstance(self.items, dict) else self.items
         return self.same(tuple(islice(values, self._start, None)))
-
-
-class Remembered(_Seen):
-    """The arguments and results that a function under ``functools.lru_cache`` remembers, in no order, as an item of it.
-
-    Read and guarded, never written.
-    """
-
-    def __init__(self, cached: Any) -> None:
-        super().__init__()
-        self.items = cached
-
-    def __getitem__(self, key: str) -> Any:
-        if self.items.cache_info().currsize > _MOST_RESULTS:
-            what = f"which remembers {self.items.cache_info().currsize} results; what has more than {_MOST_RESULTS}"
-            return Unseen(what, f"Bound it (lru_cache(maxsize={_MOST_RESULTS}))")
-        # Of a bounded cache, the results themselves are among these; of an unbounded one, the dictionary is.
-        held = gc.get_referents(self.items)
-        own = vars(self.items)
-        results = [result for each in held if type(each) is dict and each is not own for result in each.values()]
-        return self.same(_Results(sorted([*held, *results], key=id)))
-
-
-class _Results(tuple[Any, ...]):
-    """What a cached function remembers."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"{len(self)} remembered things"
 
 
 class Cell:
@@ -309,19 +243,28 @@ class Cell:
 
 
 class Members:
-    """What a class holds, used like a dictionary: other than ``vars`` of the class it can be written to."""
+    """What a class itself holds, used like a dictionary: other than ``vars`` of the class it can be written to.
+
+    Attributes:
+        space: the dictionary to read from.
+    """
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
+        self.space = class_space(kind)
 
     def __getitem__(self, name: str) -> Any:
-        return vars(self.kind)[name]
+        return self.space[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.kind, name, value)
 
 
-_OF_ITEMS = (Contents, Extent, Length, Rest, Registered, Remembered, Room, Alive, Virtual, Weakly)
+class Inherited(Members):
+    """What a class holds, seen through one of its objects: read and guarded, never written by way of these."""
+
+
+_OF_ITEMS = (Contents, Extent, Length, Rest, Room, Alive, Weakly)
 
 
 def home(container: Any) -> Any:

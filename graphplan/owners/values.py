@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, MutableMapping
@@ -39,6 +38,7 @@ from graphplan.owners.spaces import (
     Numbers,
     Rest,
     Room,
+    attributes_of,
     slots_of,
 )
 
@@ -161,7 +161,7 @@ class Values(Behind):
     def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
         """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""
         values = items.values() if isinstance(items, MAPPINGS) else items
-        hold = items is not sys.modules and not all(map(holds_nothing_else, values))
+        hold = not all(map(holds_nothing_else, values))
         rest: Any = {"rest": TOO_MANY} if hold else Rest(items, start)
         self.walk.objects[f"{path}[{start}:]"] = Scalar(rest, "rest", *source)
 
@@ -208,9 +208,9 @@ class Values(Behind):
         self._class_values(thing, path, depth)
 
     def _attributes(self, thing: Any, path: str, depth: int, without: Collection[str] = ()) -> None:
-        inner = getattr(thing, "__dict__", None)
+        inner = attributes_of(thing)
         # An attribute dictionary may be its own ``__dict__``.
-        if isinstance(inner, dict) and inner is not thing:
+        if inner is not None and inner is not thing:
             self.walk.containers.append(inner)
             self.walk.attributes.append((thing, inner))
             for name, value in list(inner.items()):

@@ -25,10 +25,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from graphplan.owners.behind import Source
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_foreign, is_of_no_length, is_plain_code, is_user_object
+from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_of_no_length, is_plain_code, is_user_object
 from graphplan.owners.naming import free_name
 from graphplan.owners.records import Namespace, Reached, Scalar, Slot, Via, Walk
-from graphplan.owners.spaces import Extent, Length, Numbers, Rest, Room
+from graphplan.owners.spaces import Extent, Length, Numbers, Rest, Room, attributes_of
 from graphplan.owners.values import Values
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -73,7 +73,7 @@ class _Walker(Values):
             self._items(owner, path, 0, (owner, path))
         elif isinstance(owner, set):
             self._contents(owner, path, (owner, path))
-        elif hasattr(owner, "__dict__") or is_user_object(owner):
+        elif attributes_of(owner) is not None or is_user_object(owner):
             self._object(owner, path, 0)
         else:
             self._behind(owner, path, 0, (owner, path))
@@ -97,7 +97,6 @@ class _Walker(Values):
         self.walk.found.difference_update(map(id, modules))
 
     def _names(self, names: Namespace) -> None:
-        self.walk.lacking += names.lacking.values()
         known = set(self.walk.slots)
         for label, (space, key) in names.entries.items():
             try:
@@ -218,7 +217,7 @@ class _Walker(Values):
                 self._value(values, f"{path}.state[{name}]", state, owner, 1, (optimizer, "state"))
         for name, value in list(inner.items()):
             own = name in _OPTIMIZER_INTERNALS or name.startswith("_optimizer_")
-            if not own and (isinstance(value, (Tensor, list, dict, *SCALARS)) or not is_foreign(type(optimizer))):
+            if not own and (isinstance(value, (Tensor, list, dict, *SCALARS)) or not is_of_library(type(optimizer))):
                 self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
     def take_names(self) -> None:

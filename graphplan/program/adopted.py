@@ -55,7 +55,7 @@ class Adopted(Held):
         changed = self.guards.changed_value(walk)
         if changed is not None:
             return f"the step's code reads {changed}"
-        gone = self.guards.changed_method() or self.guards.changed_structure() or self._lost_memory()
+        gone = self.guards.changed_structure() or self._lost_memory()
         if gone is not None:
             return gone
         moved: list[tuple[str, Slot]] = []

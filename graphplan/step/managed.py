@@ -17,7 +17,17 @@ from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
-from graphplan.owners import Discovery, Library, Namespace, Reached, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import (
+    Discovery,
+    Namespace,
+    Reached,
+    Sharding,
+    Walk,
+    attributes_of,
+    free_name,
+    name_owners,
+    walk_owners,
+)
 from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
@@ -25,8 +35,7 @@ from graphplan.tracer import Profile, Ran
 
 Result = TypeVar("Result")
 _NAMES = "names"
-_LIBRARY = "torch"
-"""The owners that stand for the names in the step's code, and for those in torch's."""
+"""The owner that stands for the names in the step's code."""
 _STATE = ["_fingerprint", "_last_id", "refusal"]
 _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
@@ -70,7 +79,6 @@ class Managed:
         self._taken = 0
         self._churn = 0
         self._names = Namespace()
-        self._library = Library()
         self._root = {"step": fn}
         self._notices = Notices()
         self._layout: Any = None
@@ -165,15 +173,14 @@ class Managed:
             return asked[number]
 
         reached = self._count_reached()
-        grown = ran.name_all(self._fn, self._names, has_met) | ran.name_torchs(self._library)
+        grown = ran.name_all(self._fn, self._names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
         is_new = self._names.add("the step", self._root, "step")
         self.owners.setdefault(_NAMES, self._names)
-        self.owners.setdefault(_LIBRARY, self._library)
         known = {id(container) for container in (self.walk() if grown or is_new else walk).containers}
         for thing in ran.objects():
-            inner = getattr(thing, "__dict__", None)
+            inner = attributes_of(thing)
             if inner is not None and id(inner) not in known and has_met(thing):
                 self.owners[free_name(type(thing).__name__.lower(), self.owners)] = thing
                 grown = True

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import is_
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.dtensors import local
+from graphplan.origin import is_librarys
 from graphplan.owners import (
     SCALARS,
     THERE,
+    Inherited,
     Items,
     Numbers,
     Slot,
@@ -129,7 +132,7 @@ class Recorder:
                     moved.append(path)
         self._note_moved(found, moved, places)
         for path, scalar in now.scalars.items():
-            if isinstance(scalar.container, Numbers):
+            if isinstance(scalar.container, (Numbers, Inherited)):
                 continue
             value = scalar.get()
             old = self.scalars.get(path, ABSENT)
@@ -220,8 +223,8 @@ def is_alike(known: Any, traits: Any) -> bool:
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those that
-    cannot be compared, whatever comes of the attempt, are not.
+    """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those whose
+    comparison is Python code of their class, which nobody should run here, are not, nor those that raise.
     """
     if first is second:
         return True
@@ -233,6 +236,8 @@ def same_value(first: Any, second: Any) -> bool:
         return math.copysign(1.0, first) == math.copysign(1.0, second)
     if isinstance(first, complex):
         return same_value((first.real, first.imag), (second.real, second.imag))
+    if isinstance(type(first).__eq__, FunctionType) and not is_librarys(type(first)):
+        return False
     try:
         return bool(first == second) or (first != first and second != second)
     except Exception:  # noqa: BLE001 - whatever the user's own comparison raises

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
 
-from graphplan.tracer.source import is_library
+from graphplan.origin import is_library
 
 _PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")
 _DUPLICATES = ("COPY", "DUP_TOP")
@@ -24,9 +24,6 @@ _CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
 _MATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
-_ABSENCES = (AttributeError, NameError, ImportError)
-_SPELT = frozenset({"vars", "dir", "__dict__", "globals"})
-"""Code that uses one of these finds attributes and globals by strings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +34,10 @@ class Names:
     and for methods that are called, which are in ``methods``; those that code does more with than to append to them are
     there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
     those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded or
-    stored, ``read`` those that something else than ``+=`` loads. ``asked`` are attributes that need not be there,
-    ``risked`` and ``absent`` attributes and variables of code that goes on where one is missing. ``imports`` are the
-    modules that are imported, each with its level (1 for ``from . import x``); ``dynamic`` code takes attributes by
-    names that it does not spell out (``vars(self)``, ``getattr(self, name)``). ``looked`` are attributes and variables
-    of which it wants to know more than whether they are None.
+    stored, ``read`` those that something else than ``+=`` loads. ``imports`` are the modules that are imported, each
+    with its level (1 for ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out
+    (``vars(self)``, ``getattr(self, name)``). ``looked`` are attributes and variables of which it wants to know more
+    than whether they are None.
     """
 
     dynamic: bool
@@ -52,9 +48,6 @@ class Names:
     assigned: frozenset[str]
     variables: frozenset[str]
     read: frozenset[str]
-    asked: frozenset[str]
-    risked: frozenset[str]
-    absent: frozenset[str]
     looked: frozenset[str]
 
 
@@ -110,19 +103,9 @@ def _find_names(code: CodeType) -> Names:
     if not is_library(code.co_filename):
         attributes |= strings
     read = {name for name, count in reads.items() if count > counted[name]}
-    asked, dynamic = _by_name(steps)
-    absent: set[str] = set()
-    risked: set[str] = set()
-    if catches(steps, _ABSENCES):
-        # Nobody knows which of the names it is that may be missing.
-        risked = {*loads, *methods}
-        absent |= variables
-    if _SPELT & {*variables, *loads}:
-        asked |= strings
-        absent |= strings if "globals" in variables else set()
     looked |= methods | strings
-    groups = (attributes, methods, set(stores), assigned, variables, read, asked, risked, absent, looked)
-    return Names(dynamic, _imported(steps), *map(frozenset, groups))
+    groups = (attributes, methods, set(stores), assigned, variables, read, looked)
+    return Names(_is_dynamic(steps), _imported(steps), *map(frozenset, groups))
 
 
 def _is_none_test(steps: Sequence[dis.Instruction], index: int) -> bool:
@@ -166,20 +149,14 @@ def _is_one_of(name: str, kinds: tuple[type[Exception], ...]) -> bool:
     return isinstance(named, type) and any(issubclass(kind, named) or issubclass(named, kind) for kind in kinds)
 
 
-def _by_name(steps: list[dis.Instruction]) -> tuple[set[str], bool]:
-    """Attributes that ``hasattr`` and ``getattr`` ask for, and whether some have names that the code does not spell."""
-    asked: set[str] = set()
-    dynamic = False
+def _is_dynamic(steps: list[dis.Instruction]) -> bool:
+    """Whether code takes attributes by names that it does not spell out."""
     for index, step in enumerate(steps):
         if step.opname == "MATCH_CLASS" or (step.opname.startswith("LOAD") and step.argval in _WHOLE):
-            dynamic = True
-        elif step.opname in _LOADS and step.argval in _BY_NAME:
-            name = _second_argument(steps[index + 1 :])
-            if name is None:
-                dynamic = True
-            else:
-                asked.add(name)
-    return asked, dynamic
+            return True
+        if step.opname in _LOADS and step.argval in _BY_NAME and not _spells_second_argument(steps[index + 1 :]):
+            return True
+    return False
 
 
 def _imported(steps: list[dis.Instruction]) -> frozenset[tuple[str, int]]:
@@ -191,14 +168,14 @@ def _imported(steps: list[dis.Instruction]) -> frozenset[tuple[str, int]]:
     )
 
 
-def _second_argument(steps: list[dis.Instruction]) -> str | None:
-    """The literal that a call of two or three simple arguments has in second place."""
+def _spells_second_argument(steps: list[dis.Instruction]) -> bool:
+    """Whether a call of two or three simple arguments has a literal in second place."""
     end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
     if end is None:
-        return None
+        return False
     last = steps[end - (steps[end].arg or 0) + 1 : end][:1]
     found = last[0].argval if last and last[0].opname == "LOAD_CONST" else None
-    return found if isinstance(found, str) and found.isidentifier() else None
+    return isinstance(found, str) and found.isidentifier()
 
 
 def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:

@@ -6,30 +6,33 @@ see them, but torch's modules look for such a mode and then leave their fast pat
 function changes nothing.
 
 A replay freezes what Python reads, so the owners' values that the traced code can have read are guarded. From the
-bytecode of the code objects that ran come the attributes that they load (not the methods that they call). Library code
-counts only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would match everything.
+bytecode of the code objects that ran come the attributes that they load (not the methods that they call). The user's
+own code counts for every owner, that of installed packages for objects of their classes (a model's configuration), and
+torch's and Lightning's only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would
+match everything.
 
 Longer than most rooms: the profiler and what it reads come from one pass over the frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from graphplan.collector import no_collections
+from graphplan.origin import file_of, is_library, is_users, is_users_file
 from graphplan.owners import Namespace, Scalar, is_known, is_user_object
 from graphplan.tracer.conversions import READERS, Conversions
 from graphplan.tracer.names import Names, names_of
-from graphplan.tracer.source import file_of, find_source, is_library, is_ours, is_torchs
+from graphplan.tracer.source import find_source
 from graphplan.tracer.spaces import Ran
 from graphplan.tracer.threads import STARTERS, STARTERS_IN_C, name_of_start
 from graphplan.tracer.watching import Watcher, new_watcher, watcher_of_thread
@@ -40,28 +43,29 @@ _IMPORTS = "<frozen importlib."
 
 @dataclass(slots=True)
 class Reads:
-    """Names that code may have read: attributes by any user code, and variables; attributes that user code called, or
-    assigned by other means than ``+=``. ``methods_on`` is the code of the methods that ran, by the id of their object.
-    ``asked`` are attributes that need not exist, ``risked`` those in code that goes on without them, ``looked`` names
-    of which it wants to know more than whether they are None, ``methods`` those of the user's that ran, ``codes`` the
-    user's code, each with the id of the object whose method it is, or 0; ``dynamic`` says that some attributes have
-    names that the code computes. ``ran`` are the libraries' methods that ran, with the classes that have them,
-    ``called_by_torch`` names with those of the methods that torch's own code calls.
+    """Names that code may have read.
+
+    Attributes:
+        anywhere: attributes that the user's code loads, of whatever object.
+        by_packages: likewise, code of installed packages other than torch and Lightning.
+        called: attributes that the user's code calls.
+        methods_on: code of the methods that ran, by the id of their object.
+        variables: globals and closure variables.
+        assigned: attributes that are assigned by other means than ``+=``.
+        looked: names of which code wants to know more than whether they are None.
+        codes: the user's code and that of installed packages, each with the id of the object whose method it is, or 0.
+        dynamic: whether some attributes have names that the user's code computes.
     """
 
     anywhere: set[str] = field(default_factory=set)
+    by_packages: set[str] = field(default_factory=set)
     called: set[str] = field(default_factory=set)
     methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
     variables: set[str] = field(default_factory=set)
     assigned: set[str] = field(default_factory=set)
-    asked: set[str] = field(default_factory=set)
-    risked: set[str] = field(default_factory=set)
     looked: set[str] = field(default_factory=set)
-    methods: set[str] = field(default_factory=set)
     codes: list[tuple[CodeType, int]] = field(default_factory=list)
     dynamic: bool = False
-    ran: Collection[tuple[type, str]] = ()
-    called_by_torch: set[str] = field(default_factory=set)
 
     def unfold(self, values: Iterable[Any]) -> None:
         """Take in the names that those of ``values`` have which are made by ``operator.attrgetter``."""
@@ -71,9 +75,8 @@ class Reads:
                 self.anywhere.update(part for name in names for part in name.split("."))
 
     def may_cover(self, scalar: Scalar) -> bool:
-        """Whether code that takes attributes by computed names may have come to ``scalar``."""
-        owner = scalar.owner
-        return self.dynamic and scalar.via is None and (isinstance(owner, Module | Tensor) or is_user_object(owner))
+        """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
+        return self.dynamic and scalar.via is None and is_users(type(scalar.owner))
 
     def reads_mark(self, name: str) -> bool:
         """Whether code may have read the attribute ``name`` of a tensor that is fed."""
@@ -87,10 +90,12 @@ class Reads:
             return False
         if scalar.attribute in self.anywhere or self._is_loaded(scalar):
             return True
+        if scalar.attribute in self.by_packages and _is_of_package(scalar.owner):
+            return True
         if scalar.attribute not in self.called:
             return False
         # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
-        return callable(scalar.get()) or callable(getattr(scalar.owner, scalar.attribute, None))
+        return callable(scalar.get()) or callable(getattr_static(scalar.owner, scalar.attribute, None))
 
     def _is_loaded(self, scalar: Scalar) -> bool:
         """Whether a method of the object that has ``scalar`` loads it."""
@@ -199,16 +204,15 @@ class Profile:
         if known and not code.co_freevars:
             return name is None
         self._codes[key] = code
-        in_library = is_library(code.co_filename)
-        if not known and in_library:
-            self.ran.note_write(name_of_saving(frame))
-            if is_torchs(code.co_filename):
-                self.ran.note_torchs(frame)
-            if owner is not None and not is_ours(code.co_filename):
-                self.ran.note_method(owner, code.co_name)
-        elif not is_library(file_of(code, frame.f_globals)):
+        if is_library(code.co_filename):
+            if not known:
+                self.ran.note_write(name_of_saving(frame))
+                self.ran.note_writer(frame, owner)
+            return name is None
+        if is_users_file(file_of(code, frame.f_globals)):
             self.ran.note(frame, owner)
-        return in_library and name is None
+            return False
+        return name is None
 
     def _note_c_call(self, frame: FrameType, function: Any) -> None:
         if self._importing is not None and self._is_importing():
@@ -230,31 +234,34 @@ class Profile:
         name = _name_of(function)
         if is_known(name):
             self._known.add(type(function.__self__) if function.__module__ is None else function.__module__)
-        elif not is_library(file_of(frame.f_code, frame.f_globals)):
+        elif is_users_file(file_of(frame.f_code, frame.f_globals)):
             self.ran.extensions[name] = str(find_source())
 
     def reads(self) -> Reads:
         """What the code that ran may have read."""
-        found = Reads(ran=self.ran.methods)
+        found = Reads()
         for (_, owner), code in self._codes.items():
             if owner:
                 found.methods_on.setdefault(owner, []).append(code)
-            if is_torchs(code.co_filename):
-                found.called_by_torch.update(code.co_names)
-            if code in self.ran.codes:
-                names = names_of(code)
-                if owner:
-                    found.methods.add(code.co_name)
-                found.anywhere.update(names.attributes)
-                found.called.update(names.methods)
-                found.assigned.update(names.assigned)
-                found.variables.update(names.read)
-                found.asked.update(names.asked)
-                found.risked.update(names.risked)
-                found.looked.update(names.looked)
-                found.codes.append((code, owner))
-                found.dynamic |= names.dynamic
+            if is_library(code.co_filename):
+                continue
+            names = names_of(code)
+            found.codes.append((code, owner))
+            found.assigned.update(names.assigned)
+            if code not in self.ran.codes:
+                found.by_packages.update(names.attributes)
+                continue
+            found.anywhere.update(names.attributes)
+            found.called.update(names.methods)
+            found.variables.update(names.read)
+            found.looked.update(names.looked)
+            found.dynamic |= names.dynamic
         return found
+
+
+def _is_of_package(thing: Any) -> bool:
+    """Whether ``thing`` is an object of an installed package's class, other than torch's and Lightning's."""
+    return is_user_object(thing) and not is_users(type(thing))
 
 
 def _is_over(frame: FrameType) -> bool:

@@ -8,51 +8,18 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
-from types import CodeType, FrameType, ModuleType
+from functools import partial
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from graphplan.origin import is_familiar, is_library, is_ours
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_NN = os.path.join(_TORCH, "nn") + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
-_PARTS = (
-    *(_NN, _OPTIM),
-    *(os.path.join(_TORCH, name) + os.sep for name in ("amp", "autograd", "distributions")),
-    *(os.path.join(_TORCH, name) for name in ("_tensor.py", "functional.py")),
-    *(os.path.join(_TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
-)
-"""Not those that watch or compile: what they call changes without changing what a step computes."""
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
-_FAMILIAR = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
-_HOMEPAGE = "https://github.com/Lightning-AI/"
-"""What all of them say of themselves, wherever they are installed. A package of the user's own may have such a name."""
-_STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
-_INSTALLED = f"{os.sep}site-packages{os.sep}"
-
-
-def _is_familiar(package: ModuleType | None) -> bool:
-    return str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE)
-
-
-def _homes_of_parsers() -> list[str]:
-    """How the files begin of what OmegaConf reads interpolations with, whose scratch is nobody's state."""
-    parts = (("omegaconf", "grammar"), ("antlr4", ""))
-    files = [(getattr(sys.modules.get(package), "__file__", None), start) for package, start in parts]
-    return [os.path.join(os.path.dirname(file), start) for file, start in files if file]
-
-
-@cache
-def _in_library(filename: str) -> bool:
-    """Asked about files whose code runs: the packages that they belong to are loaded."""
-    packages = filter(_is_familiar, map(sys.modules.get, _FAMILIAR))
-    files = (getattr(package, "__file__", None) for package in packages)
-    homes = [os.path.dirname(file) + os.sep for file in files if file]
-    extensions = getattr(sys.modules.get("typing_extensions"), "__file__", None)
-    return filename == extensions or filename.startswith((*homes, *_homes_of_parsers()))
 
 
 # Not frozen: one is made for each operator of a trace, and that takes a frozen one five times as long.
@@ -77,40 +44,6 @@ class Source:
         place = f"{os.path.basename(self.filename)}:{self.line} in {self.function}"
         place = f"{place}: `{text}`" if text else place
         return f"{place} (by {self.by})" if self.by else place
-
-
-def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
-    """The file that ``code`` comes from; for generated code (a dataclass's ``__init__``) that of its module."""
-    return space.get("__file__") or "" if code.co_filename == "<string>" else code.co_filename
-
-
-@cache
-def is_library(filename: str) -> bool:
-    """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
-    return filename.startswith((_TORCH, _HERE)) or is_standard(filename) or _in_library(filename)
-
-
-@cache
-def is_standard(filename: str) -> bool:
-    """Whether the file belongs to Python's standard library."""
-    return filename.startswith(_STANDARD) and not is_installed(filename)
-
-
-def is_installed(filename: str) -> bool:
-    """Whether the file belongs to a package that was installed beside the standard library."""
-    return _INSTALLED in filename
-
-
-@cache
-def is_ours(filename: str) -> bool:
-    """Whether the file belongs to this package."""
-    return filename.startswith(_HERE)
-
-
-@cache
-def is_torchs(filename: str) -> bool:
-    """Whether the file is one of those in which torch's own layers, optimizers, tensors and scalers are."""
-    return filename.startswith(_PARTS)
 
 
 def is_raised_by_user(error: BaseException) -> bool:
@@ -181,7 +114,7 @@ def _note_place(code: CodeType) -> _Place:
     place = _PLACES[id(code)] = _Place(
         code,
         is_library=is_library(name),
-        is_familiar=is_library(name) and _in_library(name),
+        is_familiar=is_library(name) and is_familiar(name),
         is_step=code.co_name == "step",
         serves=is_ours(name) or _may_serve_optimizer(name),
         runs_step=id(code) in _RUNNERS,

@@ -5,14 +5,13 @@ A replay runs none of that code, so whatever it found behind these names must st
 
 from __future__ import annotations
 
-import builtins
 import gc
-import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
-from functools import _lru_cache_wrapper, partial, partialmethod
+from functools import partial, partialmethod
+from importlib.util import resolve_name
 from inspect import getmro
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -20,14 +19,13 @@ from weakref import ProxyTypes
 
 from torch import nn
 
-from graphplan.owners import SCALARS, Cell, Library, Members, Namespace, class_space, is_user_object
-from graphplan.tracer.modules import built_in, functions_by_name, imported, lacked, made_by_modules, takes_own
+from graphplan.origin import is_users, is_users_file, is_users_module
+from graphplan.owners import SCALARS, Cell, Members, Namespace, is_user_object
 from graphplan.tracer.names import Names, names_of
-from graphplan.tracer.source import Source, find_source, is_library
+from graphplan.tracer.source import Source, find_source
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
-_BUILTINS = vars(builtins)
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 """Code of functions that are gone when they have been called: nobody could call one again with other variables."""
 _WRITERS = (
@@ -40,26 +38,19 @@ _MANY = 16
 
 
 class Ran:
-    """Code of the user's that ran: with which globals, which closure variables, and on which objects."""
+    """Code of the user's own files that ran: with which globals, which closure variables, and on which objects."""
 
     def __init__(self) -> None:
         self._globals: dict[CodeType, dict[str, Any]] = {}
-        self._torchs: dict[CodeType, dict[str, Any]] = {}
         self._free: dict[CodeType, list[dict[str, int]]] = {}
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
-        self._methods: dict[tuple[type, str], None] = {}
         self.extensions: dict[str, str] = {}
         """Functions of extension modules that user code called, and where."""
         self.writers: dict[str, str] = {}
         """Python's ``logging``, methods of other loggers, and what else wrote to files and queues, and where."""
         self.threads: dict[str, Source] = {}
         """Calls that had something run in another thread or process, and where."""
-
-    @property
-    def methods(self) -> Collection[tuple[type, str]]:
-        """Methods of the libraries' classes that ran."""
-        return self._methods.keys()
 
     @property
     def codes(self) -> Collection[CodeType]:
@@ -95,39 +86,16 @@ class Ran:
         """Note the class of something that the step is given."""
         self._classes[kind] = None
 
-    def note_torchs(self, frame: FrameType) -> None:
-        """Note a call within torch's own layers and optimizers."""
-        self._torchs[frame.f_code] = frame.f_globals
-
-    def note_method(self, owner: Any, name: str) -> None:
-        """Note a call of a library's method: by the first of the library's classes that ``owner`` has."""
-        kinds = owner.__mro__ if issubclass(type(owner), type) else type(owner).__mro__
-        kind = next((kind for kind in kinds if not _is_users(kind)), object)
-        if hasattr(kind, name):
-            self._methods[kind, name] = None
-            self._note_writer(kind, name)
-
-    def _note_writer(self, kind: type, name: str) -> None:
-        home = f"{kind.__module__}."
+    def note_writer(self, frame: FrameType, owner: Any) -> None:
+        """Note a call of a library's code, if that is a logger's which writes."""
+        home, name = f"{frame.f_globals.get('__name__')}.", frame.f_code.co_name
         if any(home.startswith(module) and name.startswith(start) for module, start in _WRITERS):
-            self.note_write("logging" if kind.__module__ == "logging" else f"{kind.__name__}.{name}")
+            self.note_write("logging" if home == "logging." else f"{type(owner).__name__}.{name}")
 
     def note_write(self, label: str | None) -> None:
         """Note that what is called ``label`` writes, if that is anything."""
         if label is not None and label not in self.writers:
             self.writers[label] = str(find_source())
-
-    def name_torchs(self, names: Library) -> bool:
-        """Add the functions that torch's own code calls by a global name to ``names``; whether any is new."""
-        new_codes = {code: space for code, space in self._torchs.items() if id(code) not in names.codes}
-        names.codes.update((id(code), code) for code in new_codes)
-        places = {
-            (id(inner), key): (f"{inner.get('__name__')}.{key}", inner, key)
-            for code, space in new_codes.items()
-            for inner, key in functions_by_name(space, code)
-        }
-        new = [names.add(*place) for place in places.values()]
-        return any(new)
 
     def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
         """Add every name to ``names``; whether any is new. ``fn`` is the step.
@@ -135,16 +103,8 @@ class Ran:
         ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
         """
         new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
-        asked: set[str] = set()
-        for code, space in self._globals.items():
+        for code in self._globals:
             names.attributes |= names_of(code).attributes
-            names.lacking |= {(id(space), name): (space, name) for name in built_in(code, space)}
-            found = names_of(code)
-            places = [*made_by_modules(found, space), *lacked(found, code, space)]
-            names.lacking |= {(id(inner), name): (inner, name) for inner, name in places}
-            asked |= found.asked | found.risked
-        for inner in filter(None, map(class_space, self._kinds(has_met) if asked else ())):
-            names.lacking |= {(id(inner), name): (inner, name) for name in asked if name not in inner}
         return any(new)
 
     def objects(self) -> Iterator[Any]:
@@ -157,18 +117,14 @@ class Ran:
     def _places(self, fn: Callable[..., Any], has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
             found = names_of(code)
-            used = found.attributes if takes_own(found) else frozenset()
             # A variable of a function around it is no global, though there may be one of that name.
-            used |= found.variables.difference(code.co_freevars, code.co_cellvars)
+            used = found.variables.difference(code.co_freevars, code.co_cellvars)
             for name in sorted(used & space.keys()):
                 if not name.startswith("__"):
                     yield name, space, name
                     yield from self._within(name, space[name], found)
-            for name, module in imported(found, space):
-                yield f"sys.modules.{name}", sys.modules, name
+            for name, module in _imported(found, space):
                 yield from self._within(name, module, found)
-            for name in built_in(code, space):
-                yield f"builtins.{name}", _BUILTINS, name
         held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
         for function in self._functions([fn, *methods], has_met):
@@ -180,18 +136,12 @@ class Ran:
         yield from self._members(has_met)
 
     def _within(self, name: str, thing: Any, found: Names) -> Iterator[tuple[str, Any, Any]]:
-        """What code takes from the module called ``name``; a class is noted."""
+        """What code takes from the user's module called ``name``; a class is noted."""
         # The type is asked, not the thing: one that stands for another may be of no use any more.
         kind = type(thing)
-        if issubclass(kind, ModuleType):
+        if issubclass(kind, ModuleType) and is_users_module(thing, thing.__name__):
             inner = vars(thing)
-            names = found.attributes | found.methods | found.stored
-            if thing is os and "getenv" in names:
-                names |= {"environ"}
-            if not is_library(inner.get("__file__") or ""):
-                # What gives code the names that are not there.
-                names |= {"__getattr__"}
-            for attribute in sorted(names & inner.keys()):
+            for attribute in sorted((found.attributes | found.methods | found.stored) & inner.keys()):
                 if isinstance(inner[attribute], type):
                     self._classes[inner[attribute]] = None
                 if not isinstance(inner[attribute], ModuleType):
@@ -202,10 +152,11 @@ class Ran:
             self._classes[thing] = None
 
     def _kinds(self, has_met: Callable[[Any], bool]) -> list[type]:
-        """The classes of what ran, and those that the code names."""
+        """The user's classes of what ran, and those that the code names."""
         # What a class does not have, its own class may.
         kinds = dict.fromkeys(base for leaf in self._classes for base in (*leaf.__mro__, *getmro(type(leaf))))
-        return [kind for kind in kinds if "<locals>" not in kind.__qualname__ or has_met(kind)]
+        own = filter(is_users, kinds)
+        return [kind for kind in own if "<locals>" not in kind.__qualname__ or has_met(kind)]
 
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
         """Methods of the user's classes that ran, which somebody may replace in the class, and values that the classes
@@ -213,16 +164,13 @@ class Ran:
         """
         found = [names_of(code) for code in self._globals]
         used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
-        called = frozenset[str]().union(*(names.methods for names in found))
         for kind in self._kinds(has_met):
             methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
             for name, member in list(methods.items()):
                 function = _function_of(member)
                 if function is not None and function.__code__ in self._globals:
                     yield f"{kind.__name__}.{name}", methods, name
-                    continue
-                plain = name in used and not hasattr(type(member), "__get__")
-                if (plain or (name in called and isinstance(member, _lru_cache_wrapper))) and _is_users(kind):
+                elif name in used and not hasattr(type(member), "__get__"):
                     yield f"{kind.__name__}.{name}", values, name
 
     def _functions(self, roots: Iterable[Callable[..., Any]], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
@@ -260,12 +208,6 @@ def _function_of(member: Any) -> FunctionType | None:
     return member if isinstance(member, FunctionType) else None
 
 
-def _is_users(kind: type) -> bool:
-    """Whether a class is neither a library's nor built in."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return kind.__module__ != "builtins" and not is_library(file)
-
-
 def _is_set(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018
@@ -284,12 +226,19 @@ def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
             continue
         if isinstance(thing, partial):
             left += [thing.func]
-        elif isinstance(thing, _lru_cache_wrapper):
-            left += [thing.__wrapped__]
         function = _function_of(thing)
-        if function is None or id(function) in found or is_library(function.__code__.co_filename):
+        if function is None or id(function) in found or not is_users_file(function.__code__.co_filename):
             continue
         found[id(function)] = function
         left += [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
         left += [function.__globals__.get(name) for name in names_of(function.__code__).variables]
     return found.values()
+
+
+def _imported(found: Names, space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The user's modules that code imports where it runs."""
+    for name, level in sorted(found.imports):
+        with suppress(ImportError, TypeError):
+            whole = resolve_name("." * level + name, space.get("__package__"))
+            if whole in sys.modules and is_users_module(sys.modules[whole], whole):
+                yield whole, sys.modules[whole]

@@ -10,7 +10,7 @@ from threading import Thread, Timer
 from types import CodeType, FrameType
 from typing import Any
 
-from graphplan.tracer.source import is_installed, is_library, is_standard, is_torchs
+from graphplan.origin import is_installed, is_library, is_standard, is_torchs
 
 _OF_POOLS = ("apply", "apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered")
 _KINDS: dict[type, tuple[str, tuple[str, ...]]] = {

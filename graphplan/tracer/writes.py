@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from io import IOBase
 from types import FrameType
 from typing import Any
 
-from graphplan.tracer.source import file_of, is_library
+from graphplan.origin import file_of, is_users_file
 
-_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _METHODS = {
     "write": ("_io",),
     "writelines": ("_io",),
@@ -64,5 +62,4 @@ def name_of_saving(frame: FrameType) -> str | None:
 
 def _is_users(frame: FrameType) -> bool:
     """Whether the code is the user's own: what installed packages write, progress bars for one, is their affair."""
-    file = file_of(frame.f_code, frame.f_globals)
-    return not is_library(file) and not any(place in file for place in _INSTALLED)
+    return is_users_file(file_of(frame.f_code, frame.f_globals))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan.dtensors import local
-from graphplan.owners import Numbers, Walk, default_generators
+from graphplan.owners import Inherited, Numbers, Walk, default_generators
 
 _GENERATOR = "torch's random generator"
 Leaves = Sequence[tuple[str, Any]]
@@ -47,7 +47,7 @@ def collect_values(walk: Walk, result: Leaves, allowed: Callable[[str], bool]) -
     """The Python values that owners and ``result`` hold now."""
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
-        if not isinstance(scalar.container, Numbers) and not allowed(path):
+        if not isinstance(scalar.container, (Numbers, Inherited)) and not allowed(path):
             values[path] = scalar.get()
     values.update({f"len({path})": len(items) for path, items in walk.lists.items() if not allowed(path)})
     return values
