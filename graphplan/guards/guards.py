@@ -64,8 +64,9 @@ class Guards:
         holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
         links = _used_links(walk, plan, *holders)
         self._shared = _with_other_names(links)
-        places += links
-        places += [(parts, name, None) for parts, name in self._missing]
+        self._structure = [*links, *((parts, name, None) for parts, name in self._missing)]
+        self._structure_checks: Any = None
+        places += self._structure
         whole, places = _take_whole(places)
         # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
         in_dicts = _columns(place for place in places if _is_dict(place[0]))
@@ -82,13 +83,16 @@ class Guards:
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
         sharded = [held for held in (*(slot.get() for slot in slots), *self._grads) if is_sharded(held)]
         self._sharded, self._shards = sharded, list(map(local, sharded))
+        self._rows_of_structure: list[Row] = [
+            ("same_lengths", [inner for _, inner in self._marked], self._marks),
+            ("same_types", self._things, self._types),
+            *self._rows_of_values(read, values or {}),
+        ]
         self.rows: list[Row] = [
             *contents_of(whole),
             ("same_values", *in_dicts),
             ("same_items", *in_others),
-            ("same_lengths", [inner for _, inner in self._marked], self._marks),
-            ("same_types", self._things, self._types),
-            *self._rows_of_values(read, values or {}),
+            *self._rows_of_structure,
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
             *([("same_results", [self._shown.hold], [True])] if plan.traits else []),
@@ -134,11 +138,18 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether everything is where it was."""
-        try:
-            return self._checks.hold()
-        except (KeyError, IndexError, RuntimeError, AttributeError):
-            # A key that is gone, or a Python value that became a tensor.
-            return False
+        return _hold(self._checks)
+
+    def structure_holds(self) -> bool:
+        """Whether the containers and the Python values are what they were, whatever became of the tensors: then each
+        slot is where it was, and no walk is needed to find what lies there now.
+        """
+        if self._structure_checks is None:
+            in_dicts = _columns(place for place in self._structure if _is_dict(place[0]))
+            in_others = _columns(place for place in self._structure if not _is_dict(place[0]))
+            rows: list[Row] = [("same_values", *in_dicts), ("same_items", *in_others), *self._rows_of_structure]
+            self._structure_checks = Checks(rows)
+        return _hold(self._structure_checks)
 
     def _in_place(self) -> bool:
         """Whether the memory of all tensors is where it was, and they are as they were."""
@@ -186,6 +197,14 @@ class Guards:
             if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
         return self._shown.changed(walk)
+
+
+def _hold(checks: Any) -> bool:
+    try:
+        return bool(checks.hold())
+    except (KeyError, IndexError, RuntimeError, AttributeError):
+        # A key that is gone, or a Python value that became a tensor.
+        return False
 
 
 def _readable(container: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan.dtensors import is_sharded, local
-from graphplan.owners import Slot, Walk, holds_plain, storage_id, tensor_leaves, walk_owners
+from graphplan.owners import Slot, Walk, holds_plain, storage_id, tensor_leaves
 from graphplan.program.held import Held, geometries, others_uses
 from graphplan.program.memory import lay, places, with_leaves
 from graphplan.roles import TensorSpec
@@ -45,13 +45,22 @@ def _what_became_of(slot: Slot) -> str:
 class Adopted(Held):
     """What one program adopted, and follows when it moves."""
 
-    def follow(self) -> str | None:
-        """Copy the values of tensors that moved to where the program reads them, and bind that back.
+    def follow_tensors(self) -> bool:
+        """:meth:`follow`, where nothing but tensors has moved, which takes no walk; whether it was possible."""
+        if self.take_gradients() and self.guards.hold():
+            return True
+        if not self.guards.structure_holds() or self.follow(self._walk) is not None:
+            return False
+        self.take(self._walk)
+        return True
+
+    def follow(self, walk: Walk) -> str | None:
+        """Copy the values of tensors that moved to where the program reads them, and bind that back. ``walk`` leads to
+        what the owners hold now.
 
         Returns:
             None if that was possible, else why not.
         """
-        walk = walk_owners(self._plan.owners())
         changed = self.guards.changed_value(walk)
         if changed is not None:
             return f"the step's code reads {changed}"

@@ -14,9 +14,11 @@ from graphplan.guards import Guards
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.program.memory import memory_uses, places
-from graphplan.unchanged import geometry
+from graphplan.unchanged import Geometries, geometry
 
 _get_version = attrgetter("_version")
+Gradients = tuple[list[Tensor], list[Tensor], list[Tensor], Geometries]
+"""Parameters, the gradients that a recording reads, those as plain tensors, and what they are like."""
 _LIVE: WeakSet[Held] = WeakSet()
 """What open programs have adopted."""
 
@@ -53,6 +55,7 @@ class Held:
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self.uses: dict[int, int] = {}
+        self._gradients: Gradients | None = None
         self.guards = self._guard(walk, values)
         self._places = {path: places(aliases) for path, aliases in self._aliases.items()}
         self._unowned_facts = self._facts_of_unowned()
@@ -62,6 +65,8 @@ class Held:
         self.guards = self._guard(walk, self.guards.values)
 
     def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
+        self._walk = walk
+        self._gradients = None
         paths = {e.path for e in self._plan.externals if e.path is not None}
         adopted = [walk.slots[path] for path in sorted(paths - self._copied) if path in walk.slots]
         named = {slot.path for slot in adopted} | self._copied
@@ -98,6 +103,33 @@ class Held:
         now = memory_uses(alias for aliases in self._aliases.values() for alias in aliases)
         self.uses = {storage: count - before.get(storage, count) for storage, count in now.items()}
         _LIVE.add(self)
+
+    def take_gradients(self) -> bool:
+        """Copy gradients that were made since the last replay to those that the recording reads, and bind these back:
+        an eager backward pass makes new ones for each step. False if none is new, or one does not fit.
+        """
+        if self._gradients is None:
+            self._gradients = self._find_gradients()
+        params, held, aliases, facts = self._gradients
+        now = [param.grad for param in params]
+        moved = [number for number, (grad, known) in enumerate(zip(now, held, strict=True)) if grad is not known]
+        own = set(map(storage_id, aliases)) if moved else set()
+        given = [grad for grad in now if grad is not None]
+        if not moved or len(given) < len(now) or not facts.fit(given):
+            return False
+        if any(storage_id(given[number]) in own for number in moved):
+            return False
+        with torch.no_grad():
+            torch._foreach_copy_([aliases[number] for number in moved], [given[number] for number in moved])
+        for number in moved:
+            params[number].grad = held[number]
+        return True
+
+    def _find_gradients(self) -> Gradients:
+        slots = [(slot.param, self._held[path]) for path, slot in self._slots.items() if slot.param is not None]
+        pairs = [(param, grad) for param, grad in slots if param is not None and type(grad) is Tensor]
+        held = [grad for _, grad in pairs]
+        return [param for param, _ in pairs], held, [grad.detach() for grad in held], Geometries(held)
 
     def _lost_memory(self) -> str | None:
         """What no longer lies where the recording reads and writes it, described: values cannot be copied there."""

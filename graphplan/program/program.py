@@ -99,8 +99,16 @@ class Program:
         return self._adopted.guards
 
     def fits(self) -> bool:
-        """Whether everything that a replay uses is where it was."""
-        return self.guards.hold() and self._bindings.lost_memory() is None
+        """Whether everything that a replay uses is where it was, after following tensors that moved, in containers that
+        did not.
+        """
+        if self._bindings.lost_memory() is not None:
+            return False
+        return self.guards.hold() or (self._adopted.follow_tensors() and self.guards.hold())
+
+    def take_gradients(self) -> bool:
+        """Take in gradients that were made since the last replay; whether there were any, and all fit."""
+        return self._adopted.take_gradients()
 
     def count_uses(self, before: Mapping[int, int]) -> None:
         """Note which references to the adopted memory are the program's own: those that were not there ``before``."""
@@ -248,10 +256,10 @@ class Program:
         Returns:
             None if the program fits again, else why it cannot.
         """
-        reason = self._bindings.lost_memory() or self._adopted.follow()
+        walk = walk_owners(self.plan.owners())
+        reason = self._bindings.lost_memory() or self._adopted.follow(walk)
         if reason is not None:
             return reason
-        walk = walk_owners(self.plan.owners())
         self.plan.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
         self._bindings.follow(walk)

@@ -145,7 +145,9 @@ class ShortWay:
         if call.variant is not None and self._managed.grad_presence() != call.variant:
             return None
         try:
-            return (call, leaves) if call.checks.hold() else None
+            if call.checks.hold() or (program.take_gradients() and call.checks.hold()):
+                return call, leaves
+            return None
         except (KeyError, IndexError, RuntimeError, AttributeError):
             # Something is gone.
             return None
