@@ -200,10 +200,13 @@ _SETTINGS: list[Callable[[], Any]] = [
     *_saved_tensor_hooks(),
     *_settings_of("_get_cudnn_enabled", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_mkldnn_enabled"),
     *_settings_of("_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled"),
-    *_settings_of("_get_cudnn_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction"),
+    *_settings_of("_get_cudnn_sdp_enabled", "_get_math_sdp_allow_fp16_bf16_reduction", "_get_cudnn_allow_tf32"),
+    *_settings_of("_get_blas_preferred_backend", "_get_linalg_preferred_backend"),
     *_precisions(),
+    # Whether distributions look at their arguments.
+    partial(getattr, torch.distributions.Distribution, "_validate_args"),
 ]
-"""Settings that torch's own guard leaves out."""
+"""Settings that torch's own guard leaves out. With that, all of torch's global switches that are guarded."""
 _call: Callable[[Callable[[], Any]], Any] = getattr(operator, "call", lambda function: function())
 
 

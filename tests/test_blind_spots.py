@@ -8,7 +8,6 @@ from __future__ import annotations
 import builtins
 import csv
 import functools
-import importlib
 import io
 import json
 import logging
@@ -89,30 +88,6 @@ def _import_from_module() -> Case:
     return read, lambda: setattr(sys.modules[_NAME], "value", 3.0)
 
 
-def _module_by_name() -> Case:
-    change = lambda: setattr(sys.modules[_NAME], "value", 3.0)  # noqa: E731
-    return lambda: float(importlib.import_module("graphplan_blind_spot").value), change
-
-
-def _another_module() -> Case:
-    return lambda: float(sys.modules["graphplan_blind_spot"].value), lambda: sys.modules.update(
-        {_NAME: SimpleNamespace(value=3.0)}  # type: ignore[dict-item]
-    )
-
-
-def _global_by_name() -> Case:
-    return lambda: globals()["SCALE"], lambda: globals().update(SCALE=3.0)
-
-
-def _shadowed_builtin() -> Case:
-    return lambda: float(round(1.2)), lambda: globals().update(round=lambda number: 3.0)
-
-
-def _patched_builtin() -> Case:
-    setattr(builtins, _NAME, 1.0)
-    return lambda: graphplan_blind_spot, lambda: setattr(builtins, _NAME, 3.0)  # type: ignore[name-defined] # noqa: F821
-
-
 def _metaclass() -> Case:
     class Meta(type):
         scale = 1.0
@@ -157,16 +132,6 @@ def _enum(value: Callable[[Any], float], change: Callable[[Any], object]) -> Cas
     return lambda: value(Kind) * value(SimpleNamespace(FIRST=held.kind)), lambda: change(Kind.FIRST)
 
 
-def _generic(*known: type) -> Case:
-    @functools.singledispatch
-    def scale(value: Any) -> float:
-        return 1.0
-
-    for kind in known:
-        scale.register(kind, lambda value: 1.0)
-    return lambda: scale(3), lambda: scale.register(int, lambda value: 3.0)
-
-
 def _member(make: Callable[[Holder], Any]) -> Case:
     thing = Holder()
     things = make(thing)
@@ -193,11 +158,6 @@ def _weakly(change: Callable[[list[Holder]], object]) -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "import": _import_of_module,
     "import from": _import_from_module,
-    "a module by its name": _module_by_name,
-    "another module under its name": _another_module,
-    "a global by its name": _global_by_name,
-    "a global before a built-in function": _shadowed_builtin,
-    "a built-in name": _patched_builtin,
     "an attribute of a metaclass": _metaclass,
     "a special method without self": _special_method,
     "the class of an object": _class_of_an_object,
@@ -208,8 +168,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "an attribute of an enum's member": lambda: _enum(
         lambda kind: kind.FIRST.extra, lambda member: setattr(member, "extra", 3.0)
     ),
-    "a generic function": _generic,
-    "a generic function for another type": lambda: _generic(str),
     "an object in a set": lambda: _member(lambda thing: {thing}),
     "an object in a frozenset": lambda: _member(lambda thing: frozenset([thing])),
     "a view of a dictionary": _view,
@@ -278,11 +236,6 @@ def _refused(name: str) -> Callable[[], float]:
             last.after = SimpleNamespace(after=None, factor=1.0)
             last = last.after
         return lambda: _follow(first, 35).factor
-    if name == "a cache":
-        cached = functools.lru_cache(None)(lambda number: 1.0)
-        for number in range(5000):
-            cached(number)
-        return lambda: cached(7)
     if name == "behind a weak reference":
         _KEPT[:] = [Holder()]
         vars(_KEPT[0])["table"] = {"scale": 1.0}
@@ -317,7 +270,6 @@ def _follow(thing: Any, times: int) -> Any:
             "an object far away",
             r"reads first(\.after)+, which lies more than 24 attributes deep; what is there is not.*owners=",
         ),
-        ("a cache", r"reads cached\.cache, which remembers 5000 results; .*Bound it \(lru_cache\(maxsize=4096\)\)"),
         (
             "behind a weak reference",
             r"reads reference\(\)\.table, which something weakly referenced holds; what is in it is not.*Refer to that",

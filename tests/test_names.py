@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -111,20 +111,6 @@ def _on_an_object_in_a_tuple() -> Case:
     return lambda loss: loss * held[0][0].scale, lambda: setattr(held[0][0], "scale", 3.0)
 
 
-def _behind_a_cache() -> Case:
-    values = [1.0]
-
-    @lru_cache
-    def scale() -> float:
-        return values[0]
-
-    def change() -> None:
-        values[0] = 3.0
-        scale.cache_clear()
-
-    return lambda loss: loss * scale(), change
-
-
 @pytest.mark.parametrize(
     "case",
     [
@@ -136,7 +122,6 @@ def _behind_a_cache() -> Case:
         _in_a_module_of_a_closure,
         _in_a_dictionary_in_a_tuple,
         _on_an_object_in_a_tuple,
-        _behind_a_cache,
     ],
 )
 def test_values_that_the_host_changes(case: Callable[[], Case]) -> None:

@@ -193,11 +193,6 @@ def _variable() -> Any:
     return variable
 
 
-def _environment() -> Any:
-    os.environ["GRAPHPLAN_TEST_SCALE"] = "0.5"
-    return None
-
-
 def _set(name: str) -> Callable[[Any], object]:
     return lambda thing: setattr(thing, name, 0.25)
 
@@ -226,11 +221,6 @@ CASES: dict[str, Case] = {
     ),
     "a class's list": (_tables, lambda thing: thing.table[0], lambda thing: thing.table.__setitem__(0, 0.25)),
     "one's own in place of the class's": (_tables, lambda thing: thing.scale, _set("scale")),
-    "a method of one's own in place of the class's": (
-        Methodical,
-        lambda thing: thing.scaled(),
-        lambda thing: setattr(thing, "scaled", lambda: 0.25),
-    ),
     "attributes of a dictionary": (_extended, lambda thing: thing.scale, _set("scale")),
     "attributes of a tensor": (_marked, lambda thing: thing.scale, _set("scale")),
     "attributes of a function": (_with_attribute, lambda thing: thing(), _set("scale")),
@@ -266,8 +256,6 @@ CASES: dict[str, Case] = {
         lambda thing: thing[0],
         lambda thing: thing.__setitem__(0, 0.25),
     ),
-    "what a function remembers": (_cached, lambda thing: thing(), _clear),
-    "what a method remembers": (Table, lambda thing: thing.entry(1), lambda thing: thing.change()),
     "keywords of a partial that is called in its place": (
         lambda: types.SimpleNamespace(function=partial(_scaled, by=0.5)),
         lambda thing: thing.function(),
@@ -307,11 +295,6 @@ CASES: dict[str, Case] = {
     "all fields at once": (Record, _matched, _set("scale")),
     "a computed name": (Named, lambda thing: getattr(thing, thing.which), _set("scale")),
     "the attributes' dictionary": (Record, lambda thing: sum(vars(thing).values()), _set("scale")),
-    "an attribute that comes": (
-        lambda: types.SimpleNamespace(),
-        lambda thing: getattr(thing, "scale", 0.5),
-        _set("scale"),
-    ),
     "what an interpolation leads to": (_settings, lambda thing: thing.loss.scale, _set("rate")),
     "an interpolation": (
         _settings,
@@ -327,21 +310,6 @@ CASES: dict[str, Case] = {
         lambda: _settings().loss,
         lambda thing: thing["scale"],
         lambda thing: setattr(thing._get_parent(), "rate", 0.25),
-    ),
-    "the environment in an interpolation": (
-        lambda: (_environment(), OmegaConf.create({"scale": "${oc.env:GRAPHPLAN_TEST_SCALE}"}))[1],
-        lambda thing: float(thing.scale),
-        lambda thing: os.environ.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
-    ),
-    "the environment": (
-        _environment,
-        lambda thing: float(os.environ["GRAPHPLAN_TEST_SCALE"]),
-        lambda thing: os.environ.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
-    ),
-    "the environment by getenv": (
-        _environment,
-        lambda thing: float(os.getenv("GRAPHPLAN_TEST_SCALE") or 0),
-        lambda thing: os.environ.__setitem__("GRAPHPLAN_TEST_SCALE", "0.25"),
     ),
 }
 

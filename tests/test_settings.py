@@ -78,10 +78,6 @@ def _other_class(model: Any) -> None:
     model.act.__class__ = nn.Tanh
 
 
-def _other_method(model: Any) -> None:
-    nn.ReLU.forward = lambda self, x: torch.tanh(x)  # type: ignore[method-assign]
-
-
 def _descend(optimizer: Any, *_: Any) -> None:
     with torch.no_grad():
         for param in optimizer.param_groups[0]["params"]:
@@ -101,30 +97,8 @@ def _own_zero_grad(model: Any) -> None:
     model.optimizer[0].zero_grad = partial(_drop_half, model.optimizer[0])
 
 
-def _step_of_the_class(model: Any) -> None:
-    SGD.step = _descend  # type: ignore[method-assign, assignment]
-
-
-def _zero_grad_of_the_class(model: Any) -> None:
-    SGD.zero_grad = _drop_half  # type: ignore[method-assign, assignment]
-
-
 def _halved(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: 0.5 * function(*args, **kwargs)
-
-
-def _other_linear(model: Any) -> None:
-    F.linear = _halved(F.linear)
-
-
-def _other_normalisation(model: Any) -> None:
-    torch.batch_norm = _halved(torch.batch_norm)  # type: ignore[assignment]
-
-
-def _other_kernel_of_the_optimizer(model: Any) -> None:
-    sgd = importlib.import_module("torch.optim.sgd")
-    kernel = sgd._fused_sgd
-    sgd._fused_sgd = lambda params, *rest, **options: kernel(params[1:], *(r[1:] for r in rest), **options)  # type: ignore[attr-defined]
 
 
 def _double_by_default(model: Any) -> None:
@@ -138,9 +112,7 @@ def _other_attention(model: Any) -> None:
 PATCHED = [(nn.ReLU, "forward"), (SGD, "step"), (SGD, "zero_grad"), (F, "linear"), (torch, "batch_norm")]
 PATCHED += [(importlib.import_module("torch.optim.sgd"), "_fused_sgd")]
 CHANGES = [_shrink_buffer, _resize_buffer, _shrink_matrix, _reinterpret, _shrink_frozen, _ask_for_gradients]
-CHANGES += [_own_step, _own_zero_grad, _step_of_the_class, _zero_grad_of_the_class]
-CHANGES += [_other_linear, _other_normalisation, _other_kernel_of_the_optimizer]
-CHANGES += [_other_class, _other_method, _double_by_default, _other_attention]
+CHANGES += [_own_step, _own_zero_grad, _other_class, _double_by_default, _other_attention]
 
 
 class Model(nn.Module):

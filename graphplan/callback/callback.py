@@ -54,6 +54,8 @@ class GraphPlanCallback(EvaluationHooks):
         on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
             ``"eager"``: it runs eagerly, with one warning.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
+        watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
+            are, in the whole process; without it, what they hold there is trusted, and found by checks alone.
         eager_if: ``(batch, batch_idx) -> bool``, or n for every n-th batch of an epoch: these steps run as Python.
         prepare_optimizers: whether the optimizer may be made capturable while its step runs; what was changed is in the
             report, and neither in its groups between steps nor in checkpoints.
@@ -103,6 +105,7 @@ class GraphPlanCallback(EvaluationHooks):
         warmup_steps: int = 3,
         on_failure: str = "raise",
         allow: Sequence[str] = (),
+        watch: Sequence[str] = (),
         eager_if: Callable[[Any, int], bool] | int | None = None,
         prepare_optimizers: bool = True,
         fuse_optimizer: bool = False,
@@ -131,6 +134,7 @@ class GraphPlanCallback(EvaluationHooks):
             warmup_steps=warmup_steps,
             on_failure=on_failure,
             allow=allow,
+            watch=watch,
             eager_if=eager_if,
             prepare_optimizers=prepare_optimizers,
             fuse_optimizer=fuse_optimizer,

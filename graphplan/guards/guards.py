@@ -21,7 +21,18 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.guards.shown import Shown
 from graphplan.marks import PLAIN_KINDS
 from graphplan.native.comparing import Checks, Row, contents_of, facts_of
-from graphplan.owners import Members, Numbers, Scalar, Slot, Walk, home, present, tensor_leaves
+from graphplan.owners import (
+    Inherited,
+    Members,
+    Numbers,
+    Scalar,
+    Slot,
+    Walk,
+    attributes_of,
+    home,
+    present,
+    tensor_leaves,
+)
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
 from graphplan.unchanged import Geometries, geometry
@@ -83,7 +94,11 @@ class Guards:
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
         sharded = [held for held in (*(slot.get() for slot in slots), *self._grads) if is_sharded(held)]
         self._sharded, self._shards = sharded, list(map(local, sharded))
+        # An attribute of the instance's own would stand before the class's.
+        inherited = [value for _, value in read if type(value.container) is Inherited]
+        dicts = [(inner, v.key) for v in inherited if (inner := attributes_of(v.owner)) is not None]
         self._rows_of_structure: list[Row] = [
+            ("none_there", [inner for inner, _ in dicts], [key for _, key in dicts]),
             ("same_lengths", [inner for _, inner in self._marked], self._marks),
             ("same_types", self._things, self._types),
             *self._rows_of_values(read, values or {}),
@@ -227,8 +242,8 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
     used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
     kept: list[Place] = []
     for container, key, child in reversed(walk.links):
-        inner = getattr(child, "__dict__", child)
-        if isinstance(child, Tensor | Module) or id(child) in used or id(inner) in used:
+        inner = attributes_of(child)
+        if isinstance(child, Tensor | Module) or id(child) in used or (inner is not None and id(inner) in used):
             used.add(id(home(container)))
             kept.append((container, key, child))
     return kept[::-1]

@@ -43,6 +43,7 @@ def graphed(
     verify: str | int | None = "geometric",
     min_speedup: float | None = None,
     allow: Sequence[str] = (),
+    watch: Sequence[str] = (),
     compile: bool | Mapping[str, Any] = False,
     pool: Pool | None = None,
 ) -> Any:
@@ -82,6 +83,8 @@ def graphed(
         verify: which replays, and which padded calls, are compared with eager ones.
         min_speedup: how often a replay has to fit into an eager call; see :func:`graphplan.graph_step`.
         allow: paths of Python effects that replays may leave out.
+        watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
+            are, in the whole process.
         compile: whether the modules among the owners are compiled by ``torch.compile``, or its arguments; the captured
             kernels are compiled ones then.
         pool: what shares stream and memory with others; by default each use of ``graphed`` has its own.
@@ -113,6 +116,7 @@ def graphed(
         verify=verify,
         min_speedup=min_speedup,
         allow=allow,
+        watch=watch,
         compile=compile,
         pool=pool,
     )

@@ -48,6 +48,7 @@ class ServeOptions:
     verify: str | int | None = "geometric"
     min_speedup: float | None = None
     allow: Sequence[str] = ()
+    watch: Sequence[str] = ()
     compile: bool | Mapping[str, Any] = False
     pool: Pool | None = None
     step: Options = field(init=False)
@@ -72,6 +73,7 @@ class ServeOptions:
             warmup_steps=self.capture_after,
             on_failure=self.on_failure,
             allow=self.allow,
+            watch=self.watch,
             compile=self.compile,
             max_graphs=self.max_graphs,
             verify=self.verify,

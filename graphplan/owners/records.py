@@ -46,7 +46,7 @@ class Slot:
         if self.param is not None:
             return self.param.grad
         try:
-            return self.container[self.key]
+            return present(self.container)[self.key]
         except (KeyError, IndexError):
             return None
 

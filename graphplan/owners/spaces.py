@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sized
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sized
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from itertools import islice
 from operator import is_
-from types import CellType, MemberDescriptorType
+from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any
 from weakref import ref
 
@@ -37,20 +37,30 @@ class Numbers:
 
 
 class Present:
-    """A dictionary that makes what it lacks, asked for what is in it: reading what has gone makes nothing anew."""
+    """A dictionary of a class that makes what it lacks, or what it is asked for: read as a plain one."""
 
-    def __init__(self, items: Mapping[Any, Any]) -> None:
+    def __init__(self, items: dict[Any, Any]) -> None:
         self.items = items
 
     def __getitem__(self, key: Any) -> Any:
-        if key not in self.items:
+        found = dict.get(self.items, key, _NOTHING)
+        if found is _NOTHING:
             raise KeyError(key)
-        return self.items[key]
+        return found
+
+
+_NOTHING = object()
 
 
 def present(container: Any) -> Any:
-    """``container``, or what reads it without making anything."""
-    return Present(container) if hasattr(type(container), "__missing__") else container
+    """``container``, or what reads it without running code of its class."""
+    kind = type(container)
+    is_own = kind is not dict and issubclass(kind, dict)
+    return Present(container) if is_own and (hasattr(kind, "__missing__") or _reads_itself(kind)) else container
+
+
+def _reads_itself(kind: type[dict[Any, Any]]) -> bool:
+    return isinstance(kind.__getitem__, FunctionType)
 
 
 class Current:
@@ -109,8 +119,9 @@ def slots_of(kind: type) -> dict[str, Any]:
 
 def attributes_of(thing: Any) -> dict[str, Any] | None:
     """The dictionary of ``thing``'s attributes, without running code of its class; None if it has none."""
+    getter: Any = type(thing).__getattribute__
     try:
-        inner = object.__getattribute__(thing, "__dict__")
+        inner = (object.__getattribute__ if isinstance(getter, FunctionType) else getter)(thing, "__dict__")
     except AttributeError:
         return None
     return inner if isinstance(inner, dict) else None

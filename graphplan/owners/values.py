@@ -139,7 +139,9 @@ class Values(Behind):
             via = f"{source[1]}[:]"
             self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items, ("maxlen",)), "maxlen", *source, via)
             self.walk.objects[f"full({path})"] = Scalar(Room(items), "full", *source, via)
-        pairs: Iterable[tuple[Any, Any]] = items.items() if isinstance(items, MAPPINGS) else enumerate(items)
+        # The methods of the user's dictionaries may be code of the user's.
+        kind: Any = dict if isinstance(items, dict) else type(items)
+        pairs: Iterable[tuple[Any, Any]] = kind.items(items) if isinstance(items, MAPPINGS) else enumerate(items)
         for count, (key, value) in enumerate(list(pairs)):
             if count >= MAX_ITEMS:
                 self._rest(items, count, path, source)

@@ -23,6 +23,7 @@ def graph_step(
     warmup_steps: int = 3,
     on_failure: str = "raise",
     allow: Sequence[str] = (),
+    watch: Sequence[str] = (),
     eager_if: EagerIf = None,
     prepare_optimizers: bool = True,
     fuse_optimizer: bool = False,
@@ -55,6 +56,8 @@ def graph_step(
         on_failure: ``"raise"`` (refusals before the first good replay raise, later ones go on eagerly with a warning)
             or ``"eager"`` (always go on).
         allow: paths (or patterns) of Python effects that replays may leave out, such as ``"model.calls"``.
+        watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
+            are, in the whole process; without it, what they hold there is trusted, and found by checks alone.
         eager_if: a predicate over the step's arguments, or n for every n-th call: these calls run eagerly.
         prepare_optimizers: whether optimizers may be made capturable (see :func:`prepare_optimizer`).
         fuse_optimizer: whether foreach optimizers are switched to torch's fused kernels where it has them on the device
@@ -95,6 +98,7 @@ def graph_step(
         warmup_steps=warmup_steps,
         on_failure=on_failure,
         allow=allow,
+        watch=watch,
         eager_if=eager_if,
         prepare_optimizers=prepare_optimizers,
         fuse_optimizer=fuse_optimizer,

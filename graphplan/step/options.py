@@ -10,6 +10,7 @@ import torch
 
 from graphplan.backend import check_backend
 from graphplan.errors import OptionError, PolicyError
+from graphplan.origin import watch
 from graphplan.policy import Policy, check_mode
 from graphplan.verify import Schedule
 
@@ -41,6 +42,7 @@ class Options:
     warmup_steps: int = 3
     on_failure: str = "raise"
     allow: Sequence[str] = ()
+    watch: Sequence[str] = ()
     eager_if: EagerIf = None
     prepare_optimizers: bool = True
     max_graphs: int = 16
@@ -80,6 +82,7 @@ class Options:
         self._check_compile()
         self._check_min_speedup()
         self._check_allow()
+        self._check_watch()
         self._check_device()
         self._check_eager_if()
         Schedule.parse(self.verify)
@@ -105,6 +108,14 @@ class Options:
             raise OptionError(f"allow is {self.allow!r}; expected a sequence of paths, such as ('model.calls',)")
         # A copy: what the caller does to its list later is not meant for the step.
         object.__setattr__(self, "allow", paths)
+
+    def _check_watch(self) -> None:
+        names = None if isinstance(self.watch, str) else tuple(self.watch)
+        if names is None or not all(isinstance(name, str) and name.isidentifier() for name in names):
+            raise OptionError(
+                f"watch is {self.watch!r}; expected a sequence of top-level names of packages, such as ('mypackage',)"
+            )
+        watch(names)
 
     def _check_device(self) -> None:
         try:

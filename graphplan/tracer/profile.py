@@ -28,17 +28,19 @@ import torch
 from torch import Tensor
 
 from graphplan.collector import no_collections
-from graphplan.origin import file_of, is_library, is_users, is_users_file
-from graphplan.owners import Namespace, Scalar, is_known, is_user_object
+from graphplan.origin import file_of, is_library, is_librarys, is_users, is_users_file
+from graphplan.owners import Namespace, Scalar, is_known
 from graphplan.tracer.conversions import READERS, Conversions
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import find_source
 from graphplan.tracer.spaces import Ran
 from graphplan.tracer.threads import STARTERS, STARTERS_IN_C, name_of_start
-from graphplan.tracer.watching import Watcher, new_watcher, watcher_of_thread
-from graphplan.tracer.writes import name_of_saving, name_of_write
+from graphplan.tracer.watching import Watcher, is_silent, new_watcher, watcher_of_thread
+from graphplan.tracer.writes import WRITERS, name_of_saving, name_of_write
 
 _IMPORTS = "<frozen importlib."
+_LOOKED_AT = WRITERS | READERS.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
+"""Names of the functions in C that matter wherever they are called."""
 
 
 @dataclass(slots=True)
@@ -151,6 +153,8 @@ class Profile:
         self._codes: dict[tuple[int, int], CodeType] = {}
         self._owners: dict[int, str | None] = {}
         self._known: set[Any] = set()
+        self._users: set[int] = set()
+        """Identities of the user's code that ran."""
         self._others = ExitStack()
         self._importing: FrameType | None = None
         self._watcher: Watcher
@@ -210,12 +214,16 @@ class Profile:
                 self.ran.note_writer(frame, owner)
             return name is None
         if is_users_file(file_of(code, frame.f_globals)):
+            self._users.add(id(code))
             self.ran.note(frame, owner)
             return False
         return name is None
 
     def _note_c_call(self, frame: FrameType, function: Any) -> None:
-        if self._importing is not None and self._is_importing():
+        # Most calls are torch's own, of operators.
+        if function.__name__ not in _LOOKED_AT and id(frame.f_code) not in self._users:
+            return
+        if is_silent(frame.f_code) or (self._importing is not None and self._is_importing()):
             return
         owner, home = function.__self__, function.__module__
         if self._on_read and function.__name__ in READERS and (isinstance(owner, Tensor) or owner is torch._C):
@@ -261,7 +269,8 @@ class Profile:
 
 def _is_of_package(thing: Any) -> bool:
     """Whether ``thing`` is an object of an installed package's class, other than torch's and Lightning's."""
-    return is_user_object(thing) and not is_users(type(thing))
+    kind = type(thing)
+    return not is_users(kind) and not is_librarys(kind)
 
 
 def _is_over(frame: FrameType) -> bool:

@@ -29,6 +29,13 @@ _SILENT = (_OURS, os.path.join(_TORCH, "_ops.py"), os.path.join(_TORCH, "_librar
 """Code that looks at steps, and torch's that leads to operators: what these call themselves is no part of a step."""
 _RUN = "run"
 """But for what ``Aside.run`` is given to call."""
+
+
+def is_silent(code: CodeType) -> bool:
+    """Whether what ``code`` calls is no part of a step."""
+    return code.co_filename.startswith(_SILENT) and code.co_name != _RUN
+
+
 _monitoring: Any = getattr(sys, "monitoring", None)
 """Since Python 3.12."""
 _NAME = "graphplan"
@@ -47,7 +54,8 @@ class Watcher(ABC):
     """Has ``on_call(frame)`` called when Python code begins to run or goes on, and ``on_c_call(frame, function)`` when
     Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. ``on_call`` says
     whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` need not be told of
-    the interpreter's own functions and classes, but of ``print``.
+    the interpreter's own functions and classes, but of ``print``; where torch's operators are called from, see
+    :func:`is_silent`, it may be told of what is none of the step's.
     """
 
     def __init__(self, on_call: OnCall, on_c_call: OnCCall) -> None:
@@ -77,6 +85,11 @@ class ProfileFunction(Watcher):
 
     _previous: Any = None
 
+    def __init__(self, on_call: OnCall, on_c_call: OnCCall) -> None:
+        super().__init__(on_call, on_c_call)
+        self._done: dict[int, CodeType] = {}
+        """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
+
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
         self._previous = sys.getprofile()
@@ -102,11 +115,11 @@ class ProfileFunction(Watcher):
         sys.setprofile(self._event)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
-        code = frame.f_code
         if event == "call":
-            if not code.co_filename.startswith(_SILENT):
-                self._on_call(frame)
-        elif event == "c_call" and (code.co_name == _RUN or not code.co_filename.startswith(_SILENT)):
+            code = frame.f_code
+            if id(code) not in self._done and (code.co_filename.startswith(_SILENT) or self._on_call(frame)):
+                self._done[id(code)] = code
+        elif event == "c_call":
             self._on_c_call(frame, arg)
 
 

@@ -32,6 +32,8 @@ _FUNCTIONS = {
 """Names of functions of the libraries in Python, and the modules that have them. What ``queue.Queue`` gets lies in a
 deque, to which replays append.
 """
+WRITERS = frozenset(_METHODS)
+"""Names of functions in C that :func:`name_of_write` has to look at."""
 
 
 def name_of_write(frame: FrameType, function: Any) -> str | None:
