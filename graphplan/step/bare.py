@@ -13,6 +13,7 @@ import torch
 
 from graphplan.backend import Backend, refusing_memory, resolve_backend
 from graphplan.buffers import Buffers
+from graphplan.capture_state import presenting_capture
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
@@ -266,7 +267,7 @@ def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
     args, kwargs = feed.rebuild(feed.leaves)
 
     def step() -> None:
-        with plan.rates:
+        with plan.rates, presenting_capture():
             backend.run(lambda: plan.function()(*args, **kwargs))
 
     try:

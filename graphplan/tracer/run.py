@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.capture_state import presenting_capture
 from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError, HostSyncError
 from graphplan.fed import Fed
@@ -101,7 +102,7 @@ def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: 
 
     profile = Profile(on_read, lambda: record.prints.append(str(find_source())))
     drawn, held = host_generators(), sharding.holds_gradients()
-    with mode, profile:
+    with presenting_capture(), mode, profile:
         result = fed.lend(lambda args, kwargs: fn(*args, **kwargs))
         sharding.settle()
     change = fed.change()
