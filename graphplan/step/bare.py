@@ -210,9 +210,11 @@ def make_backend(name: str, plan: Plan) -> Backend:
     resolved = resolve_backend(name, plan.device)
     if resolved == "eager":
         raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
-    return (
+    backend: Backend = (
         TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators, plan.device_constants)
     )
+    backend.reads = plan.host_reads
+    return backend
 
 
 @refusing_memory()

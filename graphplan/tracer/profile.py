@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
@@ -133,13 +134,13 @@ class Reads:
 class Profile:
     """Watches the interpreter while it is entered.
 
-    ``on_read(name)`` is called for each read of a tensor's memory, ``on_print()`` for each ``print``. Meanwhile nothing
+    ``on_read(name, tensor)`` is called for each read of a tensor's memory (None for what is not known), ``on_print()`` for each ``print``. Meanwhile nothing
     is collected: a collection runs finalizers and callbacks, wherever it happens to come, and they are no part of the
     step.
     """
 
     def __init__(
-        self, on_read: Callable[[str], None] | None = None, on_print: Callable[[], None] = lambda: None
+        self, on_read: Callable[[str, Tensor | None], None] | None = None, on_print: Callable[[], None] = lambda: None
     ) -> None:
         self._on_read = on_read
         self._on_print = on_print
@@ -154,7 +155,7 @@ class Profile:
     def __enter__(self) -> Profile:
         self._others.enter_context(no_collections())
         if self._on_read is not None:
-            self._others.enter_context(Conversions(self._on_read))
+            self._others.enter_context(Conversions(partial(self._on_read, tensor=None)))
         self._watcher = new_watcher(self._note_call, self._note_c_call)
         try:
             self._watcher.start()
@@ -215,7 +216,7 @@ class Profile:
             return
         owner, home = function.__self__, function.__module__
         if self._on_read and function.__name__ in READERS and (isinstance(owner, Tensor) or owner is torch._C):
-            self._on_read(READERS[function.__name__])
+            self._on_read(READERS[function.__name__], owner if isinstance(owner, Tensor) else None)
         elif function is print:
             self._on_print()
         elif function in STARTERS_IN_C and not is_library(frame.f_code.co_filename):

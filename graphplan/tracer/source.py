@@ -154,6 +154,11 @@ def runs_step(run: _Run) -> _Run:
     return run
 
 
+def runs_steps(code: CodeType) -> bool:
+    """Whether ``code`` is what calls a step."""
+    return id(code) in _RUNNERS
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """What a frame's code tells by where it comes from, and whether it is what calls a step. Asked for each operator of
@@ -184,7 +189,7 @@ def _note_place(code: CodeType) -> _Place:
         is_familiar=is_library(name) and _in_library(name),
         is_step=code.co_name == "step",
         serves=is_ours(name) or _may_serve_optimizer(name),
-        runs_step=id(code) in _RUNNERS,
+        runs_step=runs_steps(code),
     )
     return place
 
