@@ -134,7 +134,7 @@ class Forked(nn.Module):
         self.heard: list[tuple[bool, bool, bool]] = []
 
     def block(self, x: Tensor) -> Tensor:
-        HEARD.append((asks(), torch.compiler.is_compiling(), torch.jit.is_tracing()))
+        HEARD.append((asks(), torch.compiler.is_compiling(), torch.jit._trace.is_tracing()))
         if asks():
             return torch.relu(self.linear(x)) * 2
         return torch.relu(self.linear(x)) + 1 if x.sum() > 0 else self.linear(x)
@@ -165,11 +165,11 @@ def training(**options: Any) -> tuple[Any, Forked]:
 
 def test_all_forms_of_a_step_take_one_path() -> None:
     """Warm-up, traces, capture and checks hear the same, and eager under that answer is the oracle."""
-    data = torch.randn(30, 3, 4)
+    data = [torch.randn(3, 4) for _ in range(12)]
     with restored():
         step, model = training(verify=1)
         found = [step(x) for x in data]
-        assert step.stats.replayed == step.stats.verified > 0
+        assert (step.stats.replayed, step.stats.verified) == (6, 6)
         assert set(HEARD) == {(True, False, False)}
         left = {name: value.clone() for name, value in model.state_dict().items()}
     twin, model = training()
@@ -188,8 +188,12 @@ def test_a_step_that_is_refused_hears_the_truth() -> None:
         return x.sum().item()
 
     fast = graph_step(step, backend="tape", on_failure="eager")
-    with restored(), pytest.warns(UserWarning, match="reads a tensor's value on the host"):
-        for _ in range(6):
+    with restored():
+        for _ in range(3):
+            fast(torch.ones(2))
+        with pytest.warns(UserWarning, match="reads a tensor's value on the host"):
+            fast(torch.ones(2))
+        for _ in range(2):
             fast(torch.ones(2))
     assert heard == [True] * 4 + [False] * 2
 

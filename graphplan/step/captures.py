@@ -42,7 +42,7 @@ class Captures:
         asserted = plan.assertions
         if compiled and asserted and not backend.executes:
             raise HostSyncError(
-                f"the step {asserted[0]}, and runs compiled code: a capture of both would wait for the device. Expected "
+                f"the step {asserted[0]}, and runs compiled code: a capture of both waits for the device. Expected "
                 "no assertion of the kind around compiled code; leave it out, use torch._assert_async, or do without "
                 "torch.compile"
             )

@@ -35,9 +35,9 @@ class Use(Enum):
 
 
 class _State(NamedTuple):
-    """Before the instruction number ``index``. ``names``: the variables that depend on the value."""
+    """Before the instruction number ``place``. ``names``: the variables that depend on the value."""
 
-    index: int
+    place: int
     stack: _Stack
     names: frozenset[str]
 
@@ -56,8 +56,8 @@ _IDLE = (
     "COPY_FREE_VARS", "NOT_TAKEN", *_GOING,
 )  # fmt: skip
 _LOOKING = (
-    "LOAD_FAST", "LOAD_GLOBAL", "LOAD_CONST", "LOAD_DEREF", "LOAD_ATTR", "COMPARE_OP", "IS_OP", "CONTAINS_OP", "TO_BOOL",
-    "UNARY_NOT", "POP_", "COPY", "SWAP", "DUP_TOP", "ROT_", "JUMP_", "NOP",
+    "LOAD_FAST", "LOAD_GLOBAL", "LOAD_CONST", "LOAD_DEREF", "LOAD_ATTR", "COMPARE_OP", "IS_OP", "CONTAINS_OP",
+    "TO_BOOL", "UNARY_NOT", "POP_", "COPY", "SWAP", "DUP_TOP", "ROT_", "JUMP_", "NOP",
 )  # fmt: skip
 """Instructions that change nothing."""
 _PURE: dict[str, Callable[[int], int]] = {
@@ -119,7 +119,7 @@ class Branches:
         """
         index, raised = self._index_at(offset), set[Any]()
         found: set[Use] = set()
-        left = []
+        left: list[_State] = []
         seen: set[_State] = set()
         try:
             left += self._read(index, found, raised)
@@ -208,9 +208,9 @@ class Branches:
 
     def _test(self, state: _State, found: set[Use], raised: set[Any]) -> Iterable[_State]:
         """A branch on the value: one of its sides has to raise."""
-        step, target = self._steps[state.index], self._places[self._steps[state.index].argval]
+        step, target = self._steps[state.place], self._places[self._steps[state.place].argval]
         keeps = step.opname.endswith("_OR_POP")
-        sides = [(target, state.stack if keeps else state.stack[:-1]), (state.index + 1, state.stack[:-1])]
+        sides = [(target, state.stack if keeps else state.stack[:-1]), (state.place + 1, state.stack[:-1])]
         others = []
         for start, stack in sides:
             kinds: set[Any] = set()
@@ -233,14 +233,14 @@ class Branches:
         left = [start]
         while left and start != end:
             state = left.pop()
-            index = state.index
-            if (index == end.index and len(state.stack) == len(end.stack)) or self._both_return(index, end.index):
+            index = state.place
+            if (index == end.place and len(state.stack) == len(end.stack)) or self._both_return(index, end.place):
                 continue
             if not self._only_raises(index, set()):
                 if not self._steps[index].opname.startswith(_LOOKING) or len(state.stack) < len(start.stack):
                     return False
-                after = [one for one in self._follow(state._replace(names=frozenset()), set(), set())]
-                if any(one.index <= index for one in after):
+                after = list(self._follow(state._replace(names=frozenset()), set(), set()))
+                if any(one.place <= index for one in after):
                     return False
                 left += after
         return start != end
@@ -429,9 +429,7 @@ def _moved(step: dis.Instruction, stack: _Stack) -> _Stack:
     return stack[:effect] if effect < 0 else stack + (False,) * effect
 
 
-def _handlers(
-    code: CodeType, steps: list[dis.Instruction], places: Mapping[int, int]
-) -> Iterator[tuple[int, int]]:
+def _handlers(code: CodeType, steps: list[dis.Instruction], places: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """For instructions in a ``try`` or ``with`` statement: where an exception goes that comes out of them."""
     if sys.version_info >= (3, 11):
         for start, end, target in _exception_table(code.co_exceptiontable):

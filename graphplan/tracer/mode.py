@@ -287,9 +287,10 @@ class TraceMode(TorchDispatchMode):
             if is_constant or is_asserted():
                 self._trace.host_reads.append(HostRead(find_place(), out, asserted=not is_constant))
                 return
-            what = "reads a tensor's value on the host" if "scalar" in name else "compares tensors on the host"
+            is_comparison = name.startswith(("aten.equal", "aten.allclose"))
+            what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
             self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
-        elif has_dynamic_shape(schema, args, kwargs):
+        elif has_dynamic_shape(schema, args, kwargs) and not self._are_constants(given):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         self._check_transfer(name, args, out, source)
 
@@ -315,9 +316,11 @@ class TraceMode(TorchDispatchMode):
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and f"{os.sep}torchmetrics{os.sep}" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"
+        place = find_place()
+        by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
         self.refuse(
             HostSyncError,
-            f"{what} at {source}; a replay would keep the first value. {fix}",
+            f"{what} at {source}{by}; a replay would keep the first value. {fix}",
             component=source.component,
         )
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
@@ -134,9 +133,9 @@ class Reads:
 class Profile:
     """Watches the interpreter while it is entered.
 
-    ``on_read(name, tensor)`` is called for each read of a tensor's memory (None for what is not known), ``on_print()`` for each ``print``. Meanwhile nothing
-    is collected: a collection runs finalizers and callbacks, wherever it happens to come, and they are no part of the
-    step.
+    ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known, and
+    ``on_print()`` for each ``print``. Meanwhile nothing is collected: a collection runs finalizers and callbacks,
+    wherever it happens to come, and they are no part of the step.
     """
 
     def __init__(
@@ -154,8 +153,9 @@ class Profile:
 
     def __enter__(self) -> Profile:
         self._others.enter_context(no_collections())
-        if self._on_read is not None:
-            self._others.enter_context(Conversions(partial(self._on_read, tensor=None)))
+        on_read = self._on_read
+        if on_read is not None:
+            self._others.enter_context(Conversions(lambda name: on_read(name, None)))
         self._watcher = new_watcher(self._note_call, self._note_c_call)
         try:
             self._watcher.start()
