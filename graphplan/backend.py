@@ -6,7 +6,7 @@ The two implementations are :mod:`graphplan.cudagraph` and :mod:`graphplan.tape`
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -52,6 +52,8 @@ class Backend(Protocol):
     name: str
     executes: bool
     """Whether :meth:`record` also executes the work (the tape does, stream capture does not)."""
+    reads: Sequence[Any] = ()
+    """What the step that is recorded next may read on the host: values that it asserts, and constants."""
 
     def record(self, body: Callable[[], Any]) -> tuple[Recording, Any]:
         """Run ``body`` once while recording it; return the recording and ``body``'s result.

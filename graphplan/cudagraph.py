@@ -28,7 +28,7 @@ from graphplan.nodes import Nodes
 from graphplan.pools import memory_apart
 from graphplan.roles import Footprint
 from graphplan.streams import lend
-from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
+from graphplan.tracer import AnsweredReads, DeviceConstants, find_raise, is_raised_by_user
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
@@ -194,13 +194,15 @@ class CUDAGraphBackend(Backend):
 
     def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], *, kept: bool) -> Any:
         current = torch.cuda.current_stream(self.device)
-        constants = DeviceConstants(self.constants) if self.constants else None
+        constants = DeviceConstants(self.constants) if self.constants else nullcontext()
+        # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
+        reads = AnsweredReads(self.reads) if any(read.asserted for read in self.reads) else nullcontext()
         options = capture_options(graph.capture_begin, watched=self.watched is not None)
         self._stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, **options)
-                with constants or nullcontext():
+                with constants, reads:
                     result = body()
             except BaseException as error:
                 # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.

@@ -19,6 +19,8 @@ Together = tuple[tuple[str, Overlay], ...]
 """Slots by path that overlap in one memory, and where each lies there."""
 DRAWS = "draws random numbers "
 """How facts about what may draw them begin."""
+ASSERTS = "asserts a tensor's value, in eager steps and checks only, "
+"""How facts about that begin: a replay does not look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,9 @@ class Plan:
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
-        host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
+        host_facts: what the host does in a step, with source lines: random draws, constants made from Python values,
+            assertions that replays leave out.
+        host_reads: the reads of tensors on the host that go with the latter, and those of constants.
         launches: operators that one eager step launches.
         footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
@@ -147,6 +151,7 @@ class Plan:
     joined: tuple[frozenset[str], ...]
     device: torch.device
     host_facts: tuple[str, ...]
+    host_reads: tuple[Any, ...]
     keep_alive: tuple[Tensor, ...]
     last_operators: tuple[str, ...]
     communicates: bool
@@ -164,6 +169,11 @@ class Plan:
     def draws(self) -> list[str]:
         """The places of operators that may draw random numbers, among ``host_facts``."""
         return [fact.removeprefix(DRAWS) for fact in self.host_facts if fact.startswith(DRAWS)]
+
+    @property
+    def assertions(self) -> list[str]:
+        """Those of ``host_facts`` that say what no replay asserts."""
+        return [fact for fact in self.host_facts if fact.startswith(ASSERTS)]
 
     @property
     def tells_gradients(self) -> bool:

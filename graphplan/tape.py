@@ -29,7 +29,7 @@ from graphplan.errors import CaptureError
 from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.roles import Footprint
-from graphplan.tracer import find_source, finish, is_collective, wait_for
+from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, is_allocation, schema_of, tensors_in, written_tensors
 from graphplan.tracer.mode import IGNORED, LIFTS, is_kept_from_compiler
 from graphplan.tracer.profile import Aside, Profile
@@ -89,8 +89,9 @@ def _alias(value: Any) -> Any:
 
 
 class _TapeMode(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, reads: KnownReads) -> None:
         super().__init__()
+        self._reads = reads
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
         self.storages: dict[int, int] = {}
@@ -104,6 +105,11 @@ class _TapeMode(TorchDispatchMode):
         """Note that the recording cannot be used; the step goes on, since it is a real one."""
         if self.failure is None:
             self.failure = f"{why} at {find_source()}"
+
+    def note_read(self, name: str, tensor: Tensor | None = None) -> None:
+        """Take notice of a read, which the traced steps must have done too."""
+        if find_place() not in self._reads:
+            self.fail(f"{name} reads values on the host")
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,8 +127,8 @@ class _TapeMode(TorchDispatchMode):
         with Aside() as aside:
             taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
             out = finish(name, aside.run(func, args, kwargs))
-            if torch.Tag.data_dependent_output in func.tags:
-                self.fail(f"{name} reads values on the host")
+            if schema.reads_values:
+                self.note_read(name)
             self._record(func, schema, args, kwargs, out, taken)
         return out
 
@@ -295,8 +301,8 @@ class TapeBackend(Backend):
 
     def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
-        mode = _TapeMode()
-        with mode, Profile(lambda name: mode.fail(f"{name} reads values on the host")):
+        mode = _TapeMode(KnownReads(self.reads))
+        with mode, Profile(mode.note_read):
             result = body()
         if mode.failure is not None:
             raise CaptureError(

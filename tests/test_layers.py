@@ -35,6 +35,7 @@ LAYERS = {
     "backend": 1,
     "cudanodes": 1,
     "nodes": 0,
+    "capture_state": 0,
     "collector": 0,
     "idleness": 0,
     "pools": 0,

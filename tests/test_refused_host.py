@@ -50,7 +50,7 @@ def read_format(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 
 def read_bool(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     if loss > 100:  # culprit
-        raise AssertionError
+        model.double()
 
 
 def read_tolist(model: nn.Module, x: Tensor, loss: Tensor) -> None:
@@ -74,7 +74,7 @@ def read_equal(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 
 
 def read_finite(model: nn.Module, x: Tensor, loss: Tensor) -> None:
-    assert torch.isfinite(loss).all()  # culprit
+    model.train(bool(torch.isfinite(loss).all()))  # culprit
 
 
 def shape_nonzero(model: nn.Module, x: Tensor, loss: Tensor) -> None:

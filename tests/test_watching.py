@@ -68,7 +68,7 @@ def test_what_is_done_aside_is_not_watched() -> None:
     """Nothing of the work aside is noted, all that is run in it is."""
     x = torch.ones(2)
     read: list[str] = []
-    with Profile(read.append):
+    with Profile(lambda name, tensor: read.append(name)):
         x.tolist()
         with Aside() as aside:
             x.numpy()
@@ -106,7 +106,7 @@ def test_reads_in_libraries_that_are_told_to(capsys: pytest.CaptureFixture[str])
     x = torch.ones(2)
     read: list[str] = []
     printed: list[str] = []
-    with Profile(read.append, lambda: printed.append("print")):
+    with Profile(lambda name, tensor: read.append(name), lambda: printed.append("print")):
         for function in (len, Tensor.dim, Tensor.tolist, print, Tensor.numpy, len, Tensor.tolist):
             with ExitStack() as stack:
                 stack.callback(function, "text" if function is print else x)
@@ -121,7 +121,7 @@ def test_reads_in_libraries_that_know_the_name() -> None:
     rows = [torch.tensor([number]) for number in (2.0, 1.0, 3.0)]
     read: list[str] = []
     space: dict[str, Any] = {}
-    with Profile(read.append):
+    with Profile(lambda name, tensor: read.append(name)):
         nlargest(2, [[1], [2, 3], []], key=len)
         nlargest(2, rows, key=Tensor.tolist)
         assert read == ["Tensor.tolist"] * 3
@@ -152,7 +152,7 @@ def test_whoever_asked_is_let_go_at_once() -> None:
     gone = weakref.ref(thing)
     gc.disable()
     try:
-        with Profile(lambda name, held=thing: None) as watch:  # type: ignore[misc]
+        with Profile(lambda name, tensor, held=thing: None) as watch:  # type: ignore[misc]
             thing.read(torch.ones(2))
         assert names_of(watch) == {"read"}
         del thing, watch
@@ -221,7 +221,7 @@ def test_what_a_module_does_when_it_is_imported(fails: bool, tmp_path: Path, mon
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "graphplan_imported", raising=False)
     read: list[str] = []
-    with Profile(read.append) as watch:
+    with Profile(lambda name, tensor: read.append(name)) as watch:
         try:
             importlib.import_module("graphplan_imported")
         except ZeroDivisionError:
@@ -372,7 +372,7 @@ def test_an_interrupt_while_one_begins_or_ends(name: str, call: int, monkeypatch
                 break
     assert watching.watcher_of_thread() is None
     read: list[str] = []
-    with Profile(read.append) as watch:
+    with Profile(lambda name, tensor: read.append(name)) as watch:
         Thing(1.0).read(torch.ones(2)).tolist()
     assert read == ["Tensor.tolist"]
     assert names_of(watch) == {"__init__", "read"}
@@ -384,7 +384,7 @@ def test_within_a_profile_function_is_another(monkeypatch: pytest.MonkeyPatch) -
     read: list[str] = []
     with monkeypatch.context() as patch:
         patch.setattr(watching.Monitor, "place", lambda: None)
-        around = Profile(read.append)
+        around = Profile(lambda name, tensor: read.append(name))
         around.__enter__()
     inner: list[str] = []
     with Profile(inner.append):

@@ -27,7 +27,7 @@ from graphplan.compiler.together import find_together
 from graphplan.compiler.traits import find_traits
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Walk, walk_owners
-from graphplan.plan import DRAWS, Output, Plan, Rates, frozen
+from graphplan.plan import ASSERTS, DRAWS, Output, Plan, Rates, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
 from graphplan.tracer import Trace, is_collective
@@ -107,6 +107,7 @@ def build_plan(
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
         host_facts=tuple(_host_facts(second)),
+        host_reads=tuple(second.host_reads),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
@@ -218,6 +219,9 @@ def _host_facts(trace: Trace) -> list[str]:
             facts[f"{DRAWS}at {operator.source}"] = None
         if operator.constant is not None:
             facts[f"makes a constant from Python values at {operator.source}"] = None
+    for read in trace.host_reads:
+        if read.asserted:
+            facts[f"{ASSERTS}at {read.place}"] = None
     return list(facts)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphplan.backend import Backend, Recording
 from graphplan.buffers import Buffers
+from graphplan.capture_state import presenting_capture
 from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.fed import Fed
 from graphplan.marks import dressed
@@ -62,6 +63,7 @@ class _Body:
         self.after: Walk | None = None
         self.outputs: Outputs | None = None
 
+    @presenting_capture()
     @runs_step
     def __call__(self) -> None:
         token = _IS_RECORDED.set(True)

@@ -13,6 +13,7 @@ import torch
 
 from graphplan.backend import Backend, refusing_memory, resolve_backend
 from graphplan.buffers import Buffers
+from graphplan.capture_state import presenting_capture
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
@@ -209,9 +210,11 @@ def make_backend(name: str, plan: Plan) -> Backend:
     resolved = resolve_backend(name, plan.device)
     if resolved == "eager":
         raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
-    return (
+    backend: Backend = (
         TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators, plan.device_constants)
     )
+    backend.reads = plan.host_reads
+    return backend
 
 
 @refusing_memory()
@@ -266,7 +269,7 @@ def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
     args, kwargs = feed.rebuild(feed.leaves)
 
     def step() -> None:
-        with plan.rates:
+        with plan.rates, presenting_capture():
             backend.run(lambda: plan.function()(*args, **kwargs))
 
     try:

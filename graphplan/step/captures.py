@@ -10,6 +10,7 @@ from weakref import WeakSet
 from graphplan.backend import Backend
 from graphplan.buffers import Buffers
 from graphplan.cudagraph import CUDAGraphBackend
+from graphplan.errors import HostSyncError
 from graphplan.owners import Snapshot
 from graphplan.plan import Plan
 from graphplan.program import Program, capture_program
@@ -38,6 +39,13 @@ class Captures:
         """
         backend = self._runner.backend
         assert backend is not None
+        asserted = plan.assertions
+        if compiled and asserted and not backend.executes:
+            raise HostSyncError(
+                f"the step {asserted[0]}, and runs compiled code: a capture of both waits for the device. Expected "
+                "no assertion of the kind around compiled code; leave it out, use torch._assert_async, or do without "
+                "torch.compile"
+            )
         with self._stats.timed("capture"):
             recorded = uncompiled() if backend.executes and compiled else nullcontext()
             with self._managed.rates, recorded:
@@ -59,6 +67,7 @@ class Captures:
         return program, result
 
     def _record(self, plan: Plan, feed: Feed, backend: Backend) -> Program:
+        backend.reads = plan.host_reads
         if isinstance(backend, CUDAGraphBackend):
             backend.generators = list(plan.generators)
             backend.constants = list(plan.device_constants)

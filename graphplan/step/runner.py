@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backend import Backend, resolve_backend
+from graphplan.capture_state import presenting_capture
 from graphplan.compiler import find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import RefusalError, SkipReason
@@ -64,10 +65,10 @@ class Runner:
         return result
 
     def run(self, body: Callable[[], Any], *, traced: bool = False) -> Any:
-        """Run ``body`` as every managed step runs: on the backend's stream, with device learning rates for the
-        optimizers; in a trace for all code.
+        """Run ``body`` as every managed step runs: as if captured, on the backend's stream, with device learning rates
+        for the optimizers; in a trace for all code.
         """
-        with self._managed.rates if traced else self._managed.rates.within_optimizers():
+        with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
             return self.backend.run(body) if self.backend is not None else body()
 
     def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:

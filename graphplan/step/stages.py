@@ -267,6 +267,8 @@ class Stages:
         for text in omissions(second, self._options.allow):
             self._refusals.warn(text)
         self._runner.plan = line.plan
+        for fact in line.plan.assertions:
+            self._stats.note(fact)
         assert self._runner.backend is not None
         needed = self._runner.backend.needs(line.plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)

@@ -114,7 +114,7 @@ def schema_of(func: Any) -> Schema:
         hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
         flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
-        reads_values=torch.Tag.data_dependent_output in func.tags,
+        reads_values=torch.Tag.data_dependent_output in func.tags or str(func) == "aten.is_nonzero.default",
         has_dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
     )
 
@@ -138,6 +138,11 @@ def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, A
         return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
     if name == "aten.repeat_interleave.Tensor":
         return kwargs.get("output_size") is None
+    if name == "aten.one_hot.default":
+        return schema.given(args, kwargs, 1) in (None, -1)
+    if name == "aten._ctc_loss.default":
+        # Its lengths are numbers, which it copies to a device.
+        return bool(args[0].device.type != "cpu")
     return schema.has_dynamic_shape
 
 

@@ -3,14 +3,15 @@ asks each tensor in the list for a number as Python does, by ``t.__float__()`` a
 ``torch.tensor_split`` takes indices from a tensor it looks straight at their memory.
 
 A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
-others while somebody watches.
+others while somebody watches. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
+whether they are in range, where it is told how many there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from threading import Lock, get_ident
+from threading import Lock, get_ident, local
 from typing import Any, ClassVar
 
 import torch
@@ -91,7 +92,29 @@ def _split(split: Callable[..., Any]) -> Callable[..., Any]:
     return splitting
 
 
+class _Validating(local):
+    depth = 0
+
+
+_VALIDATING = _Validating()
+
+
+def validates() -> bool:
+    """Return True while this thread is within a function that reads values only to see whether they are in range."""
+    return _VALIDATING.depth > 0
+
+
+def _one_hot(*args: Any, **kwargs: Any) -> Any:
+    is_told = (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
+    _VALIDATING.depth += is_told
+    try:
+        return _ONE_HOT(*args, **kwargs)
+    finally:
+        _VALIDATING.depth -= is_told
+
+
 _SPLIT = torch.tensor_split
+_ONE_HOT: Callable[..., Any] = torch.nn.functional.one_hot
 _METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
 
 
@@ -99,6 +122,7 @@ def _replace() -> None:
     for name, method in _METHODS.items():
         setattr(Tensor, name, method)
     torch.tensor_split = _split(_SPLIT)
+    torch.nn.functional.one_hot = wraps(_ONE_HOT)(_one_hot)
 
 
 def _put_back() -> None:
@@ -106,3 +130,4 @@ def _put_back() -> None:
         # What torch's class inherits shows again.
         delattr(Tensor, name)
     torch.tensor_split = _SPLIT
+    torch.nn.functional.one_hot = _ONE_HOT

@@ -33,7 +33,9 @@ from graphplan.tracer.arguments import (
     written_tensors,
 )
 from graphplan.tracer.collectives import finish, is_collective
+from graphplan.tracer.conversions import validates
 from graphplan.tracer.footprint import Allocations
+from graphplan.tracer.host_reads import HostRead, find_place, is_asserted
 from graphplan.tracer.memory import MemoryWatch
 from graphplan.tracer.profile import Aside
 from graphplan.tracer.rates import RateWatch
@@ -148,9 +150,10 @@ class TraceMode(TorchDispatchMode):
             self._states = [(gen, gen.get_state()) for gen, _ in self._states]
         made = tensors_in(out)
         self._watch.check(name, tensors, made, source)
-        self._check_sync(schema, args, kwargs, out, source)
+        given = list(zip(tensors, operands, strict=True))
+        self._check_sync(schema, args, kwargs, out, source, given)
         if name in HOST_READS and not (name == CHECK and tensors[0].device.type == "cpu"):
-            self._check_read(name, args, list(zip(tensors, operands, strict=True)), source)
+            self._check_read(name, args, given, source)
         self._check_nested(name, tensors, made, source)
         self._trace.dtypes.update([tensor.dtype for tensor in made])
         fresh = [self._birth(tensor) for tensor in made]
@@ -252,14 +255,42 @@ class TraceMode(TorchDispatchMode):
         self._states.append((generator, state))
         self._trace.unowned_draws.append((generator, state))
 
+    def read(self, name: str, tensor: Tensor | None) -> None:
+        """Note a read of a tensor's memory that is no operator."""
+        if tensor is not None and name == "Tensor.tolist":
+            operand = ("internal", self._internal.get(storage_id(tensor) or 0, -1))
+            if self._are_constants([(tensor, operand)]):
+                self._trace.host_reads.append(HostRead(find_place(), None, asserted=False))
+                return
+        self.refuse(
+            HostSyncError,
+            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
+            "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
+        )
+
+    def _are_constants(self, given: list[tuple[Tensor, tuple[str, int]]]) -> bool:
+        """Whether all values are computed on the host from Python's numbers alone."""
+        return all(tensor.device.type == "cpu" and operand in self._fixed for tensor, operand in given)
+
     def _check_sync(
-        self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source
+        self,
+        schema: Schema,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        source: Source,
+        given: list[tuple[Tensor, tuple[str, int]]],
     ) -> None:
         name = schema.name
         if schema.reads_values:
-            what = "reads a tensor's value on the host" if "scalar" in name else "compares tensors on the host"
+            is_constant = validates() or self._are_constants(given)
+            if is_constant or is_asserted():
+                self._trace.host_reads.append(HostRead(find_place(), out, asserted=not is_constant))
+                return
+            is_comparison = name.startswith(("aten.equal", "aten.allclose"))
+            what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
             self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
-        elif has_dynamic_shape(schema, args, kwargs):
+        elif has_dynamic_shape(schema, args, kwargs) and not self._are_constants(given):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         self._check_transfer(name, args, out, source)
 
@@ -268,7 +299,7 @@ class TraceMode(TorchDispatchMode):
     ) -> None:
         # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
         read = [pair for pair in given if pair[0] is not args[0]] or given
-        if any(tensor.device.type != "cpu" or operand not in self._fixed for tensor, operand in read):
+        if not self._are_constants(read):
             what, fix = HOST_READS[name]
             self._refuse_sync(f"{name} {what}", source, fix)
 
@@ -285,9 +316,11 @@ class TraceMode(TorchDispatchMode):
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and f"{os.sep}torchmetrics{os.sep}" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"
+        place = find_place()
+        by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
         self.refuse(
             HostSyncError,
-            f"{what} at {source}; a replay would keep the first value. {fix}",
+            f"{what} at {source}{by}; a replay would keep the first value. {fix}",
             component=source.component,
         )
 

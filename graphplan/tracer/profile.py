@@ -140,13 +140,13 @@ class Reads:
 class Profile:
     """Watches the interpreter while it is entered.
 
-    ``on_read(name)`` is called for each read of a tensor's memory, ``on_print()`` for each ``print``. Meanwhile nothing
-    is collected: a collection runs finalizers and callbacks, wherever it happens to come, and they are no part of the
-    step.
+    ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known, and
+    ``on_print()`` for each ``print``. Meanwhile nothing is collected: a collection runs finalizers and callbacks,
+    wherever it happens to come, and they are no part of the step.
     """
 
     def __init__(
-        self, on_read: Callable[[str], None] | None = None, on_print: Callable[[], None] = lambda: None
+        self, on_read: Callable[[str, Tensor | None], None] | None = None, on_print: Callable[[], None] = lambda: None
     ) -> None:
         self._on_read = on_read
         self._on_print = on_print
@@ -162,8 +162,9 @@ class Profile:
 
     def __enter__(self) -> Profile:
         self._others.enter_context(no_collections())
-        if self._on_read is not None:
-            self._others.enter_context(Conversions(self._on_read))
+        on_read = self._on_read
+        if on_read is not None:
+            self._others.enter_context(Conversions(lambda name: on_read(name, None)))
         self._watcher = new_watcher(self._note_call, self._note_c_call)
         try:
             self._watcher.start()
@@ -227,7 +228,7 @@ class Profile:
             return
         owner, home = function.__self__, function.__module__
         if self._on_read and function.__name__ in READERS and (isinstance(owner, Tensor) or owner is torch._C):
-            self._on_read(READERS[function.__name__])
+            self._on_read(READERS[function.__name__], owner if isinstance(owner, Tensor) else None)
         elif function is print:
             self._on_print()
         elif function in STARTERS_IN_C and not is_library(frame.f_code.co_filename):

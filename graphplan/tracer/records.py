@@ -13,6 +13,7 @@ from graphplan.owners import Slot, is_freed
 from graphplan.roles import Footprint, TensorSpec
 from graphplan.tracer.changes import Changes
 from graphplan.tracer.collectives import is_collective
+from graphplan.tracer.host_reads import HostRead
 from graphplan.tracer.profile import Reads
 from graphplan.tracer.source import Source
 from graphplan.tracer.spaces import Ran
@@ -79,6 +80,7 @@ class Trace:
     entry_scalars: dict[str, Any] = field(default_factory=dict)
     entry_traits: dict[str, Any] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
+    host_reads: list[HostRead] = field(default_factory=list)
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     """Where the step left tensors that it had made, and that have a gradient."""

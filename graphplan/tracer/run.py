@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from graphplan.capture_state import presenting_capture
 from graphplan.dtensors import is_sharded
-from graphplan.errors import HostEffectError, HostSyncError
+from graphplan.errors import HostEffectError
 from graphplan.fed import Fed
 from graphplan.marks import PLAIN_KINDS, marks_of
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
@@ -91,17 +92,9 @@ def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Shardin
 
 def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: Trace, sharding: Sharding) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
-
-    def on_read(name: str) -> None:
-        mode.refuse(
-            HostSyncError,
-            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
-            "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
-        )
-
-    profile = Profile(on_read, lambda: record.prints.append(str(find_source())))
+    profile = Profile(mode.read, lambda: record.prints.append(str(find_source())))
     drawn, held = host_generators(), sharding.holds_gradients()
-    with mode, profile:
+    with presenting_capture(), mode, profile:
         result = fed.lend(lambda args, kwargs: fn(*args, **kwargs))
         sharding.settle()
     change = fed.change()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.origin import is_familiar, is_library, is_ours
+from graphplan.origin import is_familiar, is_library
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
@@ -87,6 +87,11 @@ def runs_step(run: _Run) -> _Run:
     return run
 
 
+def runs_steps(code: CodeType) -> bool:
+    """Whether ``code`` is what calls a step."""
+    return id(code) in _RUNNERS
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """What a frame's code tells by where it comes from, and whether it is what calls a step. Asked for each operator of
@@ -117,7 +122,7 @@ def _note_place(code: CodeType) -> _Place:
         is_familiar=is_library(name) and is_familiar(name),
         is_step=code.co_name == "step",
         serves=is_ours(name) or _may_serve_optimizer(name),
-        runs_step=id(code) in _RUNNERS,
+        runs_step=runs_steps(code),
     )
     return place
 
