@@ -19,7 +19,7 @@ from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
-from graphplan.verify import Noise, Trials, Verdict, check_replay, find_room
+from graphplan.verify import Noise, Timetable, Trials, Verdict, check_replay, find_room
 
 
 class Replays:
@@ -33,6 +33,7 @@ class Replays:
         self._asked = 0
         self._trials: WeakKeyDictionary[Program, Trials] = WeakKeyDictionary()
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
+        self._timetables: WeakKeyDictionary[Program, Timetable] = WeakKeyDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
@@ -70,6 +71,8 @@ class Replays:
         # On the CPU nothing is queued.
         alone = device.type != "cuda" or trials.want_alone(bound)
         self._asked = 0
+        timetable = self._timetable(program)
+        timetable.begin(number)
         fed = Fed.of(feed).watch()
         try:
             with self._stats.timed("verify"):
@@ -93,7 +96,7 @@ class Replays:
         if change is not None:
             text = f"replay {number} of {program.plan.name} is not what the eager step does: {change}"
             return verdict.result, VerifyError(text, result=verdict.result)
-        program.next_check = self._options.schedule.after(number)
+        program.next_check = timetable.end(number)
         if verdict.seconds is not None:
             trials.add(*verdict.seconds, alone=alone)
         program.replays += 1
@@ -108,6 +111,17 @@ class Replays:
             self._stats.bytes_verified = program.state_bytes
         self._stats.end_call("verified")
         return verdict.result, None
+
+    def _timetable(self, program: Program) -> Timetable:
+        """When ``program`` is checked, on all ranks in the same steps if it communicates."""
+        if program not in self._timetables:
+            agree = self._agree_on if program.plan.communicates else int
+            self._timetables[program] = Timetable(self._options.schedule, program.plan.device, agree)
+        return self._timetables[program]
+
+    def _agree_on(self, following: int) -> int:
+        assert self._peers is not None
+        return self._peers.settle(f"after check {self._stats.calls}", following)
 
     def loss(self, program: Program) -> SlowerError | None:
         """What is to be said if replays surely do not pay, on every rank if they communicate."""
