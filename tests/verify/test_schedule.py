@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
 from graphplan.step.peers import Peers
