@@ -267,6 +267,8 @@ _Run = tuple[tuple[bool, bool], list[Callable[[], Any]]]
 class TapeRecording:
     """Operators recorded by :class:`TapeBackend`."""
 
+    is_spoiled = False
+
     def __init__(self, mode: _TapeMode) -> None:
         writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
         lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors() if is_freed(t)}

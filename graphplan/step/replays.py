@@ -19,7 +19,7 @@ from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
-from graphplan.verify import Noise, Timetable, Trials, Verdict, check_replay, find_room
+from graphplan.verify import Noise, Timetable, Trials, Verdict, check_replay, detached, find_room
 
 
 class Replays:
@@ -61,7 +61,8 @@ class Replays:
         number = program.replays + 1
         device = self._runner.device
         assert device is not None
-        room, reason = find_room(program.state_bytes, device)
+        assert self._runner.backend is not None
+        room, reason = find_room(program.state_bytes, device, self._runner.backend.may_take)
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
@@ -79,7 +80,7 @@ class Replays:
                 verdict = check_replay(
                     program,
                     feed.leaves,
-                    partial(self._eager, program, fed),
+                    partial(self._eager, program, fed, feed.leaves),
                     allow=self._options.allow,
                     device=room,
                     on_any=self._on_any if program.plan.communicates else bool,
@@ -147,10 +148,10 @@ class Replays:
             return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
-    def _eager(self, program: Program, fed: Fed) -> Any:
+    def _eager(self, program: Program, fed: Fed, leaves: Sequence[Any]) -> Any:
         """The eager step of a check."""
         try:
-            return self._runner.run(lambda: self._runner.call(fed))
+            return self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves))
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise
