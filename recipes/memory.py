@@ -5,8 +5,7 @@ The MLP, the GPT and the ResNet of the benchmark, each in a process of its own. 
 eager       the most that a plain loop has reserved
 program     what graph_step has reserved in replays, beside nothing but its one program
 at most     the most that it had reserved on the way there: warm-up, traces, copies for the capture
-checked     reserved after replays that were checked against eager steps
-checked_most  the most that it had reserved there, from the first step to the last check
+checked     reserved after replays that were checked against eager steps; checked_most: at most, from the first step on
 budget      as checked, under a memory_budget: what a check took goes back to the device
 shared      what programs that train, accumulate and validate take in one pool, as a multiple of the largest alone
 
@@ -224,8 +223,9 @@ def bars(row: Row) -> list[Row]:
     """What the figures are held to."""
     held: list[tuple[str, float | None, float]] = []
     if row["eager"]:
-        held.append(("program / (eager + static)", row["program"] / (row["eager"] + row["static"]), _NEAR))
-        held.append(("most with checks / (eager + static)", row["checked_most"] / (row["eager"] + row["static"]), _MOST))
+        plain = row["eager"] + row["static"]
+        held.append(("program / (eager + static)", row["program"] / plain, _NEAR))
+        held.append(("most with checks / (eager + static)", row["checked_most"] / plain, _MOST))
         held.append(("three programs / the largest alone", row["shared"], _SHARED))
         held.append(("gradients that are held", row.get("gradient_sets"), _SETS))
         held.append(("first replay / later ones", row.get("first_uploaded"), _FIRST))

@@ -260,7 +260,7 @@ def test_what_a_dropped_program_had_is_free() -> None:
 
 @needs_cuda
 def test_checks_under_a_budget_keep_nothing() -> None:
-    """The eager step of a check takes as much as a program; under a budget that goes back to the device."""
+    """What the eager step of a check takes goes back to the device; without a budget only if it is much."""
     kept = []
     for budget in (None, 1 << 40):
         start = memory()[1]
@@ -271,7 +271,7 @@ def test_checks_under_a_budget_keep_nothing() -> None:
         kept.append(torch.cuda.memory_reserved(DEVICE) - start)
         step.close()
         del rig, step
-    assert kept[1] <= kept[0] - 256 * MIB, kept
+    assert kept[1] <= kept[0] + 4 * MIB, kept
 
 
 class Block(nn.Module):
