@@ -6,11 +6,12 @@ The two implementations are :mod:`graphplan.cudagraph` and :mod:`graphplan.tape`
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from graphplan.errors import BackendError, CaptureMemoryError
 from graphplan.nodes import Nodes
@@ -30,6 +31,8 @@ class Recording(Protocol):
     """Bytes of intermediate memory that the recording keeps."""
     generation: object
     """Recordings of one generation share memory, which comes back when the last of them is reset."""
+    is_spoiled: bool
+    """Whether eager code has left something in that memory, which a replay would overwrite."""
 
     @property
     def operators(self) -> int:
@@ -64,6 +67,22 @@ class Backend(Protocol):
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body`` eagerly where a capture would run (its stream)."""
+
+    def run_between(
+        self, body: Callable[[], Any], recording: Recording, nbytes: int, left: Callable[[Any], Iterable[Tensor]]
+    ) -> Any:
+        """:meth:`run` between two replays of ``recording``, in the memory of its intermediates if the ``nbytes`` that
+        ``body`` needs are much beside it. ``left`` gives the tensors that the result and owners lead to afterwards.
+        """
+        return self.run(body)
+
+    def note_eager(self) -> None:
+        """Note what eager steps have taken by now. Nothing to do where memory is no matter."""
+        return
+
+    def may_take(self, nbytes: int) -> bool:
+        """Return True if ``nbytes`` more are little beside what eager steps have taken."""
+        return True
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
         """How many bytes a recording of such a step would take: if it were the only one (``alone``), or beside those

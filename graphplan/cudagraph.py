@@ -13,25 +13,28 @@ import gc
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from graphplan.backend import Backend, first_line, is_out_of_memory
+from graphplan.backend import Backend, Recording, first_line, is_out_of_memory
 from graphplan.collector import no_collections
 from graphplan.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.idleness import UNDISTURBED
 from graphplan.nodes import Nodes
-from graphplan.pools import memory_apart
+from graphplan.pools import Loan, memory_apart
 from graphplan.roles import Footprint
 from graphplan.streams import lend
 from graphplan.tracer import AnsweredReads, DeviceConstants, find_raise, is_raised_by_user
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
+_SHARE = 1.3
+"""As many times the memory that eager steps have taken, checks and copies of the state may have reserved."""
 _DEAD_INPUT = "dead tensor"
 """What torch says, in an error of no class of its own, of a replay that would read memory that was freed."""
 
@@ -59,6 +62,7 @@ class GraphRecording:
         self._kept = kept
         self._nodes: Nodes | None = None
         self.launches = 1
+        self.is_spoiled = False
 
     @property
     def nodes(self) -> Nodes:
@@ -124,6 +128,9 @@ class CUDAGraphBackend(Backend):
         self.constants = list(constants)
         self.watched: str | None = None
         """The name of what is recorded next, if torch shall watch what that reads."""
+        self._eager_bytes = 0
+        self._has_recorded = False
+        self._lends = Loan.is_possible()
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -145,11 +152,64 @@ class CUDAGraphBackend(Backend):
             lend(result, current, self.device)
         return result
 
+    def run_between(
+        self, body: Callable[[], Any], recording: Recording, nbytes: int, left: Callable[[Any], Iterable[Tensor]]
+    ) -> Any:
+        """See :meth:`graphplan.backend.Backend.run_between`."""
+        if not self._lends or self.may_take(nbytes):
+            return self.run(body)
+
+        def within() -> Any:
+            loan = Loan(self.device, recording.generation)
+            try:
+                with loan:
+                    result = body()
+                torch.clear_autocast_cache()
+                forget_workspaces()
+                loan.move_out(left(result))
+            except torch.OutOfMemoryError:
+                # The caller undoes the step.
+                forget_workspaces()
+                raise
+            except BaseException:
+                self._spoil(recording.generation)
+                raise
+            if not loan.is_over():
+                # Cycles may be all that has the rest.
+                gc.collect()
+                if not loan.is_over():
+                    self._spoil(recording.generation)
+            return result
+
+        return self.run(within)
+
+    def _spoil(self, generation: object) -> None:
+        """Something that eager code keeps lies where replays write: there are no more of them, and no more loans."""
+        self._lends = False
+        self._pool = None
+        for recording in self._living:
+            if recording.generation == generation:
+                recording.is_spoiled = True
+
+    def note_eager(self) -> None:
+        """See :meth:`graphplan.backend.Backend.note_eager`."""
+        if not self._has_recorded:
+            self._eager_bytes = torch.cuda.max_memory_reserved(self.device)
+
+    def may_take(self, nbytes: int) -> bool:
+        """See :meth:`graphplan.backend.Backend.may_take`. What is cached is given back first if that is in the way."""
+        most = _SHARE * self._eager_bytes - nbytes
+        if not self._eager_bytes or torch.cuda.memory_reserved(self.device) <= most:
+            return True
+        self.trim()
+        return torch.cuda.memory_reserved(self.device) <= most
+
     def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
         if self._pool is None or not any(recording.alive for recording in self._living):
             # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
+        self._has_recorded = True
         graph, kept = new_graph()
         for generator in self.generators:
             graph.register_generator_state(generator)

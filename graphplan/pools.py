@@ -1,4 +1,4 @@
-"""Device memory in pieces of its own.
+"""Device memory in pieces of its own, and memory of graphs that eager work uses between their replays.
 
 torch's allocator takes memory from the device in pieces, of 20 MiB most often, and gives back none of which a part is
 in use. What a run keeps, and was allocated among activations and gradients, so keeps pieces that are empty otherwise:
@@ -7,10 +7,12 @@ in use. What a run keeps, and was allocated among activations and gradients, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import Tensor, UntypedStorage
 
 
 @contextmanager
@@ -39,3 +41,65 @@ def _free(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     allowed = torch.cuda.get_per_process_memory_fraction(device) * total - torch.cuda.memory_reserved(device)
     return min(free, int(allowed))
+
+
+class Loan:
+    """A context in which memory for the current stream comes from the pool of CUDA graphs, autograd's threads included.
+
+    What is free in such a pool holds intermediates of replays. Between two replays eager work may use it, instead of as
+    much again beside it. The next replay overwrites it: what eager work leaves there has to be moved out before.
+    """
+
+    def __init__(self, device: torch.device, pool: Any) -> None:
+        self._place = (torch.cuda.current_device() if device.index is None else device.index, pool)
+        self._before: set[int] = set()
+
+    @staticmethod
+    def is_possible() -> bool:
+        """Return True if torch's allocator can do it."""
+        begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
+        return begin is not None and torch.cuda.get_allocator_backend() == "native"
+
+    def __enter__(self) -> Loan:
+        self._before = self._used()
+        torch._C._cuda_beginAllocateCurrentStreamToPool(*self._place)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._cuda_endAllocateToPool(*self._place)
+        torch._C._cuda_releasePool(*self._place)
+
+    def move_out(self, tensors: Iterable[Tensor]) -> None:
+        """Give what lies in memory that was borrowed other memory. Tensors keep their storages, and views see it."""
+        borrowed = self._used() - self._before
+        for tensor in tensors:
+            if tensor.device.type == "cuda" and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() in borrowed:
+                    borrowed.discard(storage.data_ptr())
+                    _renew(storage)
+
+    def is_over(self) -> bool:
+        """Return True if nothing that was borrowed is in use any more."""
+        return self._used() <= self._before
+
+    def _used(self) -> set[int]:
+        """Addresses of what is in use in the pool."""
+        _, pool = self._place
+        found = set()
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) != tuple(pool):
+                continue
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    found.add(address)
+                address += block["size"]
+        return found
+
+
+def _renew(storage: UntypedStorage) -> None:
+    kept, nbytes = storage.clone(), storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    storage.copy_(kept)

@@ -28,9 +28,11 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor: Tensor) -> Tensor:
     """``tensor`` as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
+    elif tensor.is_neg():
+        tensor = tensor.resolve_neg()
     return tensor.view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
@@ -116,30 +118,30 @@ class Unequal:
     @torch.no_grad()
     def __init__(self, ones: Sequence[Tensor], twos: Sequence[Tensor]) -> None:
         self._ones, self._twos = ones, twos
-        homes = ((_small_home(one), _small_home(two), two.device) for one, two in zip(ones, twos, strict=True))
-        keys = [(one, device) if one and two else None for one, two, device in homes]
-        self._groups = [members for _, members in _groups(ones, keys, _TOGETHER)]
-        self._flags = [_flag(ones, twos, members) for members in self._groups]
+        here = [index for index, one in enumerate(ones) if _is_on_host(one)]
+        self._groups = _on_devices(ones, twos) if len(here) < len(ones) else []
+        self._flags = [_mark(ones, twos, members).any() for members in self._groups]
+        # Each is compared alone, up to its first difference.
+        self._found = [index for index in here if not torch.equal(bits(ones[index]), bits(twos[index].cpu()))]
 
     @torch.no_grad()
     def places(self) -> list[int]:
         """Positions in the rows. Each device of the first one is waited for once, or twice if small tensors differ."""
         ones, twos, flags = self._ones, self._twos, values_of(self._flags)
         suspects = [members for members, differ in zip(self._groups, flags, strict=True) if differ]
-        found = [members[0] for members in suspects if len(members) == 1]
+        found = self._found + [members[0] for members in suspects if len(members) == 1]
         several = [members for members in suspects if len(members) > 1]
         for members, ends in zip(several, values_of([_ends(ones, twos, members) for members in several]), strict=True):
             found += [index for index, one, two in zip(members, [0, *ends], ends, strict=False) if one != two]
         return sorted(found)
 
 
-def _flag(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
-    """Whether any of them differ."""
-    first = ones[members[0]]
-    if len(members) == 1 and first.device.type == "cpu":
-        # No need to look further than the first difference.
-        return torch.tensor(not torch.equal(bits(first), bits(twos[members[0]].to(first.device))))
-    return _mark(ones, twos, members).any()
+def _on_devices(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of the tensors that are compared together, without what lies on the host."""
+    homes = ((_small_home(one), _small_home(two), two.device) for one, two in zip(ones, twos, strict=True))
+    keys = [(one, device) if one and two else None for one, two, device in homes]
+    groups = (members for _, members in _groups(ones, keys, _TOGETHER))
+    return [members for members in groups if not _is_on_host(ones[members[0]])]
 
 
 def _mark(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:

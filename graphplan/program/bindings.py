@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from operator import add, attrgetter, is_not
 from sys import getrefcount
 from typing import Any
@@ -22,8 +23,10 @@ from graphplan.dtensors import is_sharded, local
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
+from graphplan.program.memory import memory_uses
 from graphplan.program.together import Companions
 from graphplan.tracer import place_of
+from graphplan.unchanged import geometry
 
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
@@ -32,6 +35,15 @@ _ACCUMULATED = WeakIdKeyDictionary()
 
 def _clone(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+@cache
+def _references() -> int:
+    """How many refer to a gradient in a variable, as ``getrefcount`` counts: torch itself may be among them."""
+    param = torch.empty(0, device="cpu", requires_grad=True)
+    param.grad = torch.empty(0, device="cpu")
+    grad = param.grad
+    return getrefcount(grad)
 
 
 class _Severed(torch.autograd.Function):
@@ -153,6 +165,17 @@ class Bindings:
                 memory.data = local(alias)
         if self._count() != self._counts:
             self._release_kept()
+
+    def take_grads(self) -> None:
+        """After an eager step: have gradients that nothing else refers to lie where replays leave them."""
+        for param, grad in self._grads:
+            new = param.grad
+            if grad is None or new is None or new is grad or type(new) is not Tensor or vars(new):
+                continue
+            is_alone = getrefcount(new) == _references() and all(uses == 1 for uses in memory_uses([new]).values())
+            if is_alone and type(grad) is Tensor and geometry(new) == geometry(grad):
+                grad.copy_(new)
+                param.grad = grad
 
     def lost_memory(self) -> str | None:
         """The gradient that no longer has the memory that the recording writes, described. An alias shares its storage,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphplan.backend import Recording
+from graphplan.backend import Backend, Recording
+from graphplan.dtensors import local
 from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
 from graphplan.native.comparing import Row
@@ -27,7 +28,7 @@ from graphplan.program.watching import replay
 from graphplan.roles import Role
 from graphplan.signature import Feed, check_match, flatten
 from graphplan.surroundings import check_surroundings
-from graphplan.trees import map_result
+from graphplan.trees import flatten_result, map_result
 
 NO_CHECK = -1
 """No replay has this number."""
@@ -102,7 +103,7 @@ class Program:
         """Whether everything that a replay uses is where it was, after following tensors that moved, in containers that
         did not.
         """
-        if self._bindings.lost_memory() is not None:
+        if self._is_spoiled or self._bindings.lost_memory() is not None:
             return False
         return self.guards.hold() or (self._adopted.follow_tensors() and self.guards.hold())
 
@@ -116,7 +117,12 @@ class Program:
 
     def row(self) -> Row:
         """A comparison that holds while the program is open, and its guards are these."""
-        return ("same_attributes", [self, self._adopted], ["is_open", "guards"], [self.is_open, self.guards])
+        values = [self.is_open, self._is_spoiled, self.guards]
+        return ("same_attributes", [self, self, self._adopted], ["is_open", "_is_spoiled", "guards"], values)
+
+    @property
+    def _is_spoiled(self) -> bool:
+        return self._recording is not None and self._recording.is_spoiled
 
     def misfit(self, feed: Feed) -> str | None:
         """Why the program cannot be run on the feed, if so: the step writes to a leaf that another one shares memory
@@ -188,6 +194,25 @@ class Program:
         """Whether ``walk``, made before a replay, leads to all that the owners hold after it."""
         return self._bindings.keep_places(walk)
 
+    def run_between(self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any]) -> Any:
+        """Run ``body``, the step itself fed with ``leaves``, between two replays."""
+        assert self._recording is not None
+        if self.plan.communicates:
+            # Another rank might have to capture anew after this, and this one not.
+            return backend.run(body)
+
+        def left(result: Any) -> Iterator[Tensor]:
+            self._bindings.take_grads()
+            for slot in walk_owners(self.plan.owners()).slots.values():
+                yield from map(local, slot.tensors())
+            for leaf in [*leaves, *(value for _, value in flatten_result(result)[0])]:
+                if isinstance(leaf, Tensor):
+                    yield local(leaf)
+                    if leaf.is_leaf and leaf.grad is not None:
+                        yield local(leaf.grad)
+
+        return backend.run_between(body, self._recording, self.plan.footprint.peak, left)
+
     def run_eagerly(self, leaves: Sequence[Any]) -> Any:
         """:meth:`run` with the step itself in place of the recording: same copies in and out, no replay."""
         self._bindings.settle_grads()
@@ -256,6 +281,8 @@ class Program:
         Returns:
             None if the program fits again, else why it cannot.
         """
+        if self._is_spoiled:
+            return "something that an eager step keeps lies in memory that replays write"
         walk = walk_owners(self.plan.owners())
         reason = self._bindings.lost_memory() or self._adopted.follow(walk)
         if reason is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.collector import no_collections
 from graphplan.program import Program
 from graphplan.signature import Feed, check_feed, key_anywhere
 from graphplan.step.entry import Entry, Key
@@ -45,7 +46,8 @@ class Lookup:
             if program is None and not looked:
                 # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).
                 looked = True
-                self._managed.look_again()
+                with no_collections():
+                    self._managed.look_again()
                 continue
             if program is None or program.fits():
                 return entry, program

@@ -70,8 +70,9 @@ def graph_step(
             takes is estimated from its traces. One that is too large is not captured: its steps are eager, with one
             warning and the reason in the report. Others go for a new one, those used least recently first.
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
-            every 1000th), n for every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same
-            state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
+            every 1000th, or so seldom that checks take 1 % of the time), n for every n-th, or ``"off"``. A checked call
+            runs the step eagerly besides, from the same state, and eager's outcome stands; it needs copies of
+            parameters and state meanwhile.
         min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
             that is surely slower is dropped, and its steps are eager from then on. None: 1.0 on CUDA, 0 on the CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.

@@ -129,6 +129,10 @@ class Peers:
         decided = self._store.compare_set(key, "", decision)
         return {b"yes": True, b"no": False}.get(decided)
 
+    def settle(self, question: str, number: int) -> int:
+        """The number that the first rank to ask ``question`` came with; nobody waits."""
+        return int(self._store.compare_set(f"{self._prefix}/{question}", "", str(number)))
+
 
 def find_peers() -> Peers | None:
     """The other ranks of the default process group; None where this process trains alone."""

@@ -19,7 +19,7 @@ from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
-from graphplan.verify import Noise, Trials, Verdict, check_replay, find_room
+from graphplan.verify import Noise, Timetable, Trials, Verdict, check_replay, detached, find_room
 
 
 class Replays:
@@ -33,6 +33,7 @@ class Replays:
         self._asked = 0
         self._trials: WeakKeyDictionary[Program, Trials] = WeakKeyDictionary()
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
+        self._timetables: WeakKeyDictionary[Program, Timetable] = WeakKeyDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
@@ -60,7 +61,8 @@ class Replays:
         number = program.replays + 1
         device = self._runner.device
         assert device is not None
-        room, reason = find_room(program.state_bytes, device)
+        assert self._runner.backend is not None
+        room, reason = find_room(program.state_bytes, device, self._runner.backend.may_take)
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
@@ -70,13 +72,15 @@ class Replays:
         # On the CPU nothing is queued.
         alone = device.type != "cuda" or trials.want_alone(bound)
         self._asked = 0
+        timetable = self._timetable(program)
+        timetable.begin(number)
         fed = Fed.of(feed).watch()
         try:
             with self._stats.timed("verify"):
                 verdict = check_replay(
                     program,
                     feed.leaves,
-                    partial(self._eager, program, fed),
+                    partial(self._eager, program, fed, feed.leaves),
                     allow=self._options.allow,
                     device=room,
                     on_any=self._on_any if program.plan.communicates else bool,
@@ -93,7 +97,7 @@ class Replays:
         if change is not None:
             text = f"replay {number} of {program.plan.name} is not what the eager step does: {change}"
             return verdict.result, VerifyError(text, result=verdict.result)
-        program.next_check = self._options.schedule.after(number)
+        program.next_check = timetable.end(number)
         if verdict.seconds is not None:
             trials.add(*verdict.seconds, alone=alone)
         program.replays += 1
@@ -108,6 +112,17 @@ class Replays:
             self._stats.bytes_verified = program.state_bytes
         self._stats.end_call("verified")
         return verdict.result, None
+
+    def _timetable(self, program: Program) -> Timetable:
+        """When ``program`` is checked, on all ranks in the same steps if it communicates."""
+        if program not in self._timetables:
+            agree = self._agree_on if program.plan.communicates else int
+            self._timetables[program] = Timetable(self._options.schedule, program.plan.device, agree)
+        return self._timetables[program]
+
+    def _agree_on(self, following: int) -> int:
+        assert self._peers is not None
+        return self._peers.settle(f"after check {self._stats.calls}", following)
 
     def loss(self, program: Program) -> SlowerError | None:
         """What is to be said if replays surely do not pay, on every rank if they communicate."""
@@ -133,10 +148,10 @@ class Replays:
             return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
-    def _eager(self, program: Program, fed: Fed) -> Any:
+    def _eager(self, program: Program, fed: Fed, leaves: Sequence[Any]) -> Any:
         """The eager step of a check."""
         try:
-            return self._runner.run(lambda: self._runner.call(fed))
+            return self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves))
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise

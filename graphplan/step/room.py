@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from graphplan.backend import Backend
 from graphplan.errors import MemoryBudgetError
+from graphplan.owners import Walk
 from graphplan.plan import Plan
 from graphplan.step.entry import Entry
 from graphplan.step.options import Options
@@ -89,9 +92,14 @@ class Room:
         return error
 
     def after_check(self, backend: Backend) -> None:
-        """Under a budget, do not keep what the eager step of a check took for the next one."""
-        if self._budget is not None:
+        """Do not keep what the eager step of a check took for the next one, if it is much, or under a budget."""
+        if self._budget is not None or not backend.may_take(0):
             backend.trim()
+
+    def for_copies(self, walk: Walk, backend: Backend) -> torch.device | None:
+        """Where a copy of all that owners hold is to lie: beside it (None), unless that is much."""
+        tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if t.is_cuda}
+        return None if backend.may_take(sum(tensors.values())) else torch.device("cpu")
 
 
 def _mib(nbytes: int) -> str:

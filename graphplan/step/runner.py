@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import RefusalError, SkipReason
 from graphplan.fed import Fed
 from graphplan.plan import Plan
+from graphplan.program import Program
 from graphplan.signature import Feed, check_feed
 from graphplan.stats import Stats
 from graphplan.step.managed import Managed
@@ -64,12 +65,20 @@ class Runner:
         self._managed.settle()
         return result
 
-    def run(self, body: Callable[[], Any], *, traced: bool = False) -> Any:
+    def run(
+        self, body: Callable[[], Any], *, traced: bool = False, between: tuple[Program, Sequence[Any]] | None = None
+    ) -> Any:
         """Run ``body`` as every managed step runs: as if captured, on the backend's stream, with device learning rates
-        for the optimizers; in a trace for all code.
+        for the optimizers; in a trace for all code. ``between``: the program between whose replays it runs, and what
+        it is fed.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
-            return self.backend.run(body) if self.backend is not None else body()
+            if self.backend is None:
+                return body()
+            if between is None:
+                return self.backend.run(body)
+            program, leaves = between
+            return program.run_between(self.backend, body, leaves)
 
     def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
         """An eager step as managed ones run, counted under ``reason``."""

@@ -83,6 +83,7 @@ class Stages:
         if not entry.eager_calls:
             change = fed.change()
             self._changes = [] if change is None else [*self._changes, change]
+        self._runner.backend.note_eager()
         self._managed.refresh(walk)
         entry.eager_calls += 1
         self._stats.eager += 1
@@ -142,11 +143,13 @@ class Stages:
         """A trace or a capture as a transaction: one that ends early has not happened, but for what :meth:`_run_traced`
         says.
         """
+        backend = self._runner.backend
+        assert backend is not None
         with ExitStack() as undo:
             generators = line.plan.generators if line.plan is not None else ()
             changed = line.plan.changed_tensors(walk) if line.plan is not None else []
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
-            snapshot = Snapshot(walk, extra=extra, generators=generators)
+            snapshot = Snapshot(walk, extra=extra, generators=generators, device=self._room.for_copies(walk, backend))
             compiled = self._managed.runs_compiled(walk)
             fed = Fed.of(feed).watch()
             undo.callback(snapshot.restore)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.origin import is_familiar, is_library
+from graphplan.origin import is_familiar, is_library, is_ours
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep

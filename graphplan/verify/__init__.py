@@ -2,8 +2,10 @@
 
 from graphplan.verify.check import Verdict as Verdict
 from graphplan.verify.check import check_replay as check_replay
+from graphplan.verify.check import detached as detached
 from graphplan.verify.memory import find_room as find_room
 from graphplan.verify.memory import free_bytes as free_bytes
 from graphplan.verify.noise import Noise as Noise
 from graphplan.verify.schedule import Schedule as Schedule
+from graphplan.verify.schedule import Timetable as Timetable
 from graphplan.verify.speed import Trials as Trials

@@ -231,6 +231,11 @@ class _Check:
         return nudged(replay, params, start.snapshot.value, self._program.plan.rounding)
 
 
+def detached(result: Any) -> Any:
+    """``result`` without an autograd graph, as after every replay."""
+    return map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
+
+
 def check_replay(
     program: Program,
     leaves: Sequence[Any],
@@ -289,6 +294,4 @@ def check_replay(
     except (torch.OutOfMemoryError, PeerError) as error:
         # The batch has been trained on: the caller must not go on as if it had not.
         reason = first_line(error)
-    # As after every replay: what the caller gets back leads to no autograd graph.
-    result = map_result(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach(), result)
-    return Verdict(result, found, reason, (taken(), needed()) if is_timed else None)
+    return Verdict(detached(result), found, reason, (taken(), needed()) if is_timed else None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 _COPIES = 4
@@ -12,8 +14,11 @@ _MARGIN = 1.2
 """Room is left for fragments and temporaries."""
 
 
-def find_room(nbytes: int, device: torch.device) -> tuple[torch.device | None, str]:
-    """Where copies of ``nbytes`` of state fit: on ``device``, else on the host, else nowhere.
+def find_room(
+    nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True
+) -> tuple[torch.device | None, str]:
+    """Where copies of ``nbytes`` of state fit: on ``device``, if they may also take so much there, else on the host,
+    else nowhere.
 
     Returns:
         The device, or None with the reason.
@@ -22,7 +27,7 @@ def find_room(nbytes: int, device: torch.device) -> tuple[torch.device | None, s
     host = torch.device("cpu")
     for place in dict.fromkeys((device, host)):
         free = free_bytes(place)
-        if free is None or needed <= free:
+        if (free is None or needed <= free) and (place == host or may_take(needed)):
             return place, ""
     return None, (
         f"a check needs {needed / 2**20:.0f} MiB for copies of parameters and state, and neither {device} nor the host "

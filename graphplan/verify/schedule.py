@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import ceil
+from time import perf_counter
 from typing import Any
+
+import torch
 
 from graphplan.errors import OptionError
 from graphplan.program import NO_CHECK
 
 EVERY = 1000
 """The geometric schedule doubles up to here, and then goes on in steps of this size."""
+SHARE = 0.01
+"""Part of the time that checks of the geometric schedule may take, once there were 64 replays."""
+_FREE = 64
+"""Replays whose checks come as often as they come, whatever they cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """``every`` is None for the geometric schedule (replays 1, 2, 4, 8, … and every 1000th), 0 for no checks."""
+    """``every`` is None for the geometric schedule (replays 1, 2, 4, 8, … and every 1000th), 0 for no checks. A
+    :class:`Timetable` makes the geometric one's distances longer where checks cost much.
+    """
 
     every: int | None
 
@@ -40,3 +51,57 @@ class Schedule:
         if number == 0:
             return 1
         return 2 * number if 2 * number < EVERY else (number // EVERY + 1) * EVERY
+
+
+class Timetable:
+    """When the replays of one program are checked: where a check takes long, the next one of the geometric schedule is
+    so far away that checks take no more than ``SHARE`` of the time.
+
+    Args:
+        schedule: the least distances.
+        device: which is waited for before a time is taken, as what it has queued is no part of a check.
+        agree: makes of the number of the next check one for all ranks, which have to check the same steps.
+        clock: tells seconds.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        device: torch.device,
+        agree: Callable[[int], int] = int,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._schedule = schedule
+        self._device = device
+        self._agree = agree
+        self._clock = clock
+        self._begun = 0.0
+        self._latest: tuple[int, float] | None = None
+        """Number of the check before, and when it ended."""
+
+    def begin(self, number: int) -> None:
+        """Replay ``number`` is about to be checked."""
+        if self._counts(number):
+            self._begun = self._now()
+
+    def end(self, number: int) -> int:
+        """Replay ``number`` was checked; the replay to check next."""
+        following = self._schedule.after(number)
+        if not self._counts(number):
+            return following
+        now, before = self._now(), self._latest
+        self._latest = number, now
+        if before is not None and number >= _FREE:
+            seconds_per_step = (self._begun - before[1]) / (number - before[0])
+            if seconds_per_step > 0:
+                following = max(following, number + ceil((now - self._begun) / (SHARE * seconds_per_step)))
+        return self._agree(following)
+
+    def _counts(self, number: int) -> bool:
+        """Return True if the times of this check matter."""
+        return self._schedule.every is None and 2 * number >= _FREE
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._clock()

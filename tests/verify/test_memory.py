@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphplan.tape import TapeBackend
 from graphplan.verify import check, find_room, memory
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed
@@ -41,6 +42,13 @@ def test_where_copies_go(monkeypatch: pytest.MonkeyPatch) -> None:
         None,
         "a check needs 5 MiB for copies of parameters and state, and neither cuda:0 nor the host has that much free",
     )
+
+
+def test_copies_that_would_take_much_more_than_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go to the host, whatever is free on the device."""
+    free(monkeypatch, cuda=1 << 30, cpu=1 << 30)
+    assert find_room(1000, DEVICE, lambda nbytes: nbytes > 4800) == (HOST, "")
+    assert find_room(1000, DEVICE, lambda nbytes: nbytes == 4800) == (DEVICE, "")
 
 
 def test_what_is_free_on_the_host() -> None:
@@ -149,3 +157,69 @@ def test_no_memory_for_the_second_replay(monkeypatch: pytest.MonkeyPatch) -> Non
     rig = build(make)
     assert_same_runs(drive(rig, rig.step, done), found)
     assert list(step.stats.events) == ["not checked against eager: CUDA out of memory"]
+
+
+def test_checks_that_may_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go to the host, and the eager step between two replays leaves gradients where replays leave them."""
+    left: list[list[Tensor]] = []
+
+    def run_between(backend: Any, body: Any, recording: Any, nbytes: int, tensors: Any) -> Any:
+        assert nbytes > 0
+        result = backend.run(body)
+        left.append(list(tensors(result)))
+        assert any(tensor is result for tensor in left[-1])
+        return result
+
+    monkeypatch.setattr(TapeBackend, "may_take", lambda backend, nbytes: False)
+    monkeypatch.setattr(TapeBackend, "run_between", run_between)
+    expected = run_eagerly(make_rig)
+    rig = build(make_rig)
+    step = managed(rig, verify=2)
+    assert_same_runs(expected, drive(rig, step))
+    assert (step.stats.replayed, step.stats.verified) == (CALLS - BEFORE_REPLAY, (CALLS - BEFORE_REPLAY) // 2)
+    (program,) = step._programs.all()
+    recorded = {id(grad) for _, grad in program._bindings._grads}
+    grads = [parameter.grad for parameter in rig.owners["model"].parameters()]
+    assert recorded == set(map(id, grads)) <= {id(tensor) for tensor in left[-1]}
+
+
+@pytest.mark.parametrize("keeps", ["the gradient", "a view of it"])
+def test_gradients_of_a_check_that_something_else_refers_to(keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay where they are, as after any eager step."""
+    rig = build(make_rig)
+    step = managed(rig, verify="off")
+    drive(rig, step)
+    (program,) = step._programs.all()
+    first, *others = rig.owners["model"].parameters()
+    recorded = [parameter.grad for parameter in (first, *others)]
+    for parameter in (first, *others):
+        parameter.grad = torch.full_like(parameter, 2.0)
+    new = first.grad
+    kept = new if keeps == "the gradient" else new.detach()
+    del new
+    program._bindings.take_grads()
+    assert first.grad is not recorded[0] and first.grad.data_ptr() == kept.data_ptr()
+    assert all(parameter.grad is grad for parameter, grad in zip(others, recorded[1:], strict=True))
+    assert all((grad == 2).all() for grad in recorded[1:])
+
+
+@pytest.mark.parametrize("verify", ["off", 1])
+def test_a_program_whose_memory_eager_code_keeps_is_captured_anew(verify: Any) -> None:
+    """No replay overwrites it."""
+    expected = run_eagerly(make_rig)
+    rig = build(make_rig)
+    step = managed(rig, verify=verify)
+    after, spoiled = rig.after, []
+
+    def spoil(index: int) -> None:
+        after(index)
+        if index == BEFORE_REPLAY + 1:
+            (program,) = step._programs.all()
+            program._recording.is_spoiled = True
+            spoiled.append(program)
+
+    rig.after = spoil
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.captured == 2 and not spoiled[0].is_open
+    assert spoiled[0].replays == 2
+    assert any("something that an eager step keeps lies in memory" in event for event in step.stats.events)

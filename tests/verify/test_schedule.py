@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
+from graphplan.step.peers import Peers
+from graphplan.verify import Schedule, Timetable, schedule
 from tests.twins import BEFORE_REPLAY, build, drive, managed
 from tests.zoo import Box, training_rig
 
@@ -37,10 +41,101 @@ def checked_replays(replays: int, **options: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [{}, {"verify": "geometric"}], ids=str)
-def test_the_geometric_schedule(options: dict[str, Any]) -> None:
-    """Powers of two, and from a thousand on every thousandth."""
+def test_the_geometric_schedule(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Powers of two, and from a thousand on every thousandth, as long as checks may take any share of the time."""
+    monkeypatch.setattr(schedule, "SHARE", math.inf)
     powers = [2**exponent for exponent in range(10)]
     assert checked_replays(2 * PERIOD + 10, **options) == [*powers, PERIOD, 2 * PERIOD]
+
+
+def test_checks_whose_time_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first 64 replays are checked as ever; after that no time is short enough."""
+    monkeypatch.setattr(schedule, "SHARE", 1e-12)
+    assert checked_replays(PERIOD) == [1, 2, 4, 8, 16, 32, 64]
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def checks(self, table: Timetable, step: float, check: float, until: int) -> list[int]:
+        """The replays up to ``until`` that are checked, where a step and a check take so many seconds."""
+        found, last, number = [], 0, 1
+        while 0 < number <= until:
+            self.now += step * (number - last)
+            table.begin(number)
+            self.now += check
+            found.append(number)
+            last, number = number, table.end(number)
+        return found
+
+
+CPU = torch.device("cpu")
+POWERS = [2**exponent for exponent in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("step", "check", "following"),
+    [
+        (1.0, 0.5, [128, 256, 512, 1000, 2000, 3000]),
+        (1.0, 10.0, [1064, 2064, 3064]),
+        (1.0, 10.25, [1089, 2114, 3139]),
+        (1.0, 5.0, [564, 1064, 2000, 3000]),
+        (0.0, 5.0, [128, 256, 512, 1000, 2000, 3000]),
+    ],
+)
+def test_checks_take_one_part_in_a_hundred(step: float, check: float, following: list[int]) -> None:
+    """The distance is never less than a hundred checks take in steps, and never less than the schedule's own."""
+    clock = Clock()
+    table = Timetable(Schedule(None), CPU, clock=clock)
+    assert clock.checks(table, step, check, 3200) == [*POWERS, *following]
+
+
+def test_the_latest_check_counts() -> None:
+    """One that took long is followed by a long distance, and one that did not by a short one."""
+    clock = Clock()
+    table = Timetable(Schedule(None), CPU, clock=clock)
+    assert clock.checks(table, 1.0, 0.1, 127)[-1] == 64
+    for number, check, following in ((128, 40.0, 4128), (4128, 0.1, 5000)):
+        clock.now += 64.0
+        table.begin(number)
+        clock.now += check
+        assert table.end(number) == following if number == 128 else table.end(number) >= following
+
+
+@pytest.mark.parametrize(("every", "found"), [(7, [7, 14, 21, 28]), (0, [])])
+def test_other_schedules_ask_no_clock(every: int, found: list[int]) -> None:
+    """What a check takes changes nothing for every n-th replay."""
+    table = Timetable(Schedule(every), CPU, clock=lambda: pytest.fail("the clock was read"))
+    numbers, number = [], Schedule(every).after(0)
+    while 0 < number <= 30:
+        numbers.append(number)
+        table.begin(number)
+        number = table.end(number)
+    assert numbers == found
+
+
+def test_ranks_check_the_same_replays() -> None:
+    """The first one to end a check says when the next one is, whatever the others' clocks say."""
+    store, clocks = HashStore(), [Clock(), Clock()]
+    asked: list[list[int]] = [[], []]
+
+    def agree(rank: int, following: int) -> int:
+        asked[rank].append(following)
+        return peers[rank].settle(f"after check {len(asked[rank])}", following)
+
+    peers = [Peers(store, rank, 2) for rank in range(2)]
+    for one in peers[1:]:
+        one._prefix = peers[0]._prefix
+    tables = [Timetable(Schedule(None), CPU, partial(agree, rank), clock=clocks[rank]) for rank in range(2)]
+    found = [clocks[rank].checks(tables[rank], 1.0, (30.0, 0.1)[rank], 9000) for rank in range(2)]
+    assert found[0] == found[1] == [*POWERS, 3064, 6064]
+    assert asked[1] != asked[0]
 
 
 @pytest.mark.parametrize("every", [1, 7])
