@@ -240,13 +240,6 @@ class Owner(nn.Module):
 
 
 OWNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "appears on a parameter": (
-        lambda o: getattr(o.plain, "k", 1.0), lambda o: None, lambda o: setattr(o.plain, "k", 3.0),
-    ),
-    "appears on a buffer": (lambda o: getattr(o.mean, "k", 1.0), lambda o: None, lambda o: setattr(o.mean, "k", 3.0)),
-    "appears in a list": (
-        lambda o: getattr(o.listed[0], "k", 1.0), lambda o: None, lambda o: setattr(o.listed[0], "k", 3.0),
-    ),
     "changes, private": (
         lambda o: o.plain._k, lambda o: setattr(o.plain, "_k", 2.0), lambda o: setattr(o.plain, "_k", 3.0),
     ),
@@ -265,9 +258,6 @@ OWNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], Callable[[Any
         lambda o: o.weight.factor, lambda o: None, lambda o: setattr(o.weight, "factor", 3.0),
     ),
     "a class's changes": (lambda o: o.weight.factor, lambda o: None, lambda o: setattr(Weight, "factor", 3.0)),
-    "a computed name": (
-        lambda o: getattr(o.plain, "".join(["k"]), 1.0), lambda o: None, lambda o: setattr(o.plain, "k", 3.0),
-    ),
 }  # fmt: skip
 
 

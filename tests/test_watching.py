@@ -387,7 +387,7 @@ def test_within_a_profile_function_is_another(monkeypatch: pytest.MonkeyPatch) -
         around = Profile(lambda name, tensor: read.append(name))
         around.__enter__()
     inner: list[str] = []
-    with Profile(inner.append):
+    with Profile(lambda name, tensor: inner.append(name)):
         torch.ones(1).tolist()
     torch.ones(1).numpy()
     around.__exit__()

@@ -75,13 +75,8 @@ class Guards:
         holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
         links = _used_links(walk, plan, *holders)
         self._shared = _with_other_names(links)
-        self._structure = [*links, *((parts, name, None) for parts, name in self._missing)]
-        self._structure_checks: Any = None
-        places += self._structure
-        whole, places = _take_whole(places)
-        # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
-        in_dicts = _columns(place for place in places if _is_dict(place[0]))
-        in_others = _columns(place for place in places if not _is_dict(place[0]))
+        structure = [*links, *((parts, name, None) for parts, name in self._missing)]
+        places += structure
         things = [thing for thing, _ in walk.attributes]
         # Code that asks a tensor of another class for an attribute may find its class's where it has none.
         self._marked = [(path, inner) for path, inner, kind in walk.marks if kind not in PLAIN_KINDS]
@@ -97,22 +92,21 @@ class Guards:
         # An attribute of the instance's own would stand before the class's.
         inherited = [value for _, value in read if type(value.container) is Inherited]
         dicts = [(inner, v.key) for v in inherited if (inner := attributes_of(v.owner)) is not None]
-        self._rows_of_structure: list[Row] = [
+        rows_of_structure: list[Row] = [
             ("none_there", [inner for inner, _ in dicts], [key for _, key in dicts]),
             ("same_lengths", [inner for _, inner in self._marked], self._marks),
             ("same_types", self._things, self._types),
             *self._rows_of_values(read, values or {}),
         ]
         self.rows: list[Row] = [
-            *contents_of(whole),
-            ("same_values", *in_dicts),
-            ("same_items", *in_others),
-            *self._rows_of_structure,
+            *_rows_of_places(places),
+            *rows_of_structure,
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
             *([("same_results", [self._shown.hold], [True])] if plan.traits else []),
         ]
         self._checks = Checks(self.rows)
+        self._structure = Checks([*_rows_of_places(structure), *rows_of_structure])
 
     def _rows_of_values(self, read: _Scalars, known: Mapping[str, Any]) -> list[Row]:
         """Python values that the step's code reads; ``known``: what they were."""
@@ -159,12 +153,7 @@ class Guards:
         """Whether the containers and the Python values are what they were, whatever became of the tensors: then each
         slot is where it was, and no walk is needed to find what lies there now.
         """
-        if self._structure_checks is None:
-            in_dicts = _columns(place for place in self._structure if _is_dict(place[0]))
-            in_others = _columns(place for place in self._structure if not _is_dict(place[0]))
-            rows: list[Row] = [("same_values", *in_dicts), ("same_items", *in_others), *self._rows_of_structure]
-            self._structure_checks = Checks(rows)
-        return _hold(self._structure_checks)
+        return _hold(self._structure)
 
     def _in_place(self) -> bool:
         """Whether the memory of all tensors is where it was, and they are as they were."""
@@ -254,6 +243,15 @@ def _with_other_names(links: Iterable[Place]) -> list[Place]:
     containers = [link for link in links if not isinstance(link[2], Tensor | Module)]
     names = Counter(id(child) for _, _, child in containers)
     return [link for link in containers if names[id(link[2])] > 1]
+
+
+def _rows_of_places(places: list[Place]) -> list[Row]:
+    """Comparisons of what lies in containers."""
+    whole, places = _take_whole(places)
+    # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
+    in_dicts = _columns(place for place in places if _is_dict(place[0]))
+    in_others = _columns(place for place in places if not _is_dict(place[0]))
+    return [*contents_of(whole), ("same_values", *in_dicts), ("same_items", *in_others)]
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:

@@ -47,8 +47,6 @@ class Adopted(Held):
 
     def follow_tensors(self) -> bool:
         """:meth:`follow`, where nothing but tensors has moved, which takes no walk; whether it was possible."""
-        if self.take_gradients() and self.guards.hold():
-            return True
         if not self.guards.structure_holds() or self.follow(self._walk) is not None:
             return False
         self.take(self._walk)

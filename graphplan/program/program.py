@@ -105,7 +105,12 @@ class Program:
         """
         if self._is_spoiled or self._bindings.lost_memory() is not None:
             return False
-        return self.guards.hold() or (self._adopted.follow_tensors() and self.guards.hold())
+        if self.guards.hold() or (self._adopted.take_gradients() and self.guards.hold()):
+            return True
+        if not self._adopted.follow_tensors():
+            return False
+        self._bindings.move_homes(self._walk)
+        return self.guards.hold()
 
     def take_gradients(self) -> bool:
         """Take in gradients that were made since the last replay; whether there were any, and all fit."""

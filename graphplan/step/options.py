@@ -115,6 +115,7 @@ class Options:
             raise OptionError(
                 f"watch is {self.watch!r}; expected a sequence of top-level names of packages, such as ('mypackage',)"
             )
+        object.__setattr__(self, "watch", names)
         watch(names)
 
     def _check_device(self) -> None:

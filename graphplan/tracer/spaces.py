@@ -28,9 +28,11 @@ _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 """Code of functions that are gone when they have been called: nobody could call one again with other variables."""
-_WRITERS = (
-    *(("logging.", "_log"), ("torch.utils.tensorboard.", "add_")),
-    *((f"{lightning}.loggers.", "log_") for lightning in ("lightning.pytorch", "pytorch_lightning")),
+_LOGS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "log_audio", "log_video", "log_text", "log_table")
+_LIGHTNINGS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+_WRITERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *(("logging.", ("_log",)), ("torch.utils.tensorboard.", ("add_",))),
+    *((f"{lightning}.loggers.", _LOGS) for lightning in _LIGHTNINGS),
 )
 """Modules of loggers, and how the names of methods begin that write."""
 _MANY = 16
