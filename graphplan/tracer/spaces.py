@@ -90,9 +90,10 @@ class Ran:
 
     def note_writer(self, frame: FrameType, owner: Any) -> None:
         """Note a call of a library's code, if that is a logger's which writes."""
-        home, name = f"{frame.f_globals.get('__name__')}.", frame.f_code.co_name
-        if any(home.startswith(module) and name.startswith(start) for module, start in _WRITERS):
-            self.note_write("logging" if home == "logging." else f"{type(owner).__name__}.{name}")
+        home, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        if any(f"{home}.".startswith(module) and name.startswith(starts) for module, starts in _WRITERS):
+            kind = next((kind for kind in type(owner).__mro__ if kind.__module__ == home), type(owner))
+            self.note_write("logging" if home == "logging" else f"{kind.__name__}.{name}")
 
     def note_write(self, label: str | None) -> None:
         """Note that what is called ``label`` writes, if that is anything."""
