@@ -17,6 +17,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import cached_property
 from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
 
@@ -111,7 +112,6 @@ class Branches:
         self._handlers = dict(_handlers(code, self._steps, self._places))
         self._room = code.co_stacksize + 8
         self._empty: _Stack = (False,) * self._room
-        self._stacks = self._find_stacks()
 
     def use_at(self, offset: int) -> tuple[Use, frozenset[Any]]:
         """What is done with the value that the instruction at ``offset`` reads, and the classes of exceptions that the
@@ -151,12 +151,15 @@ class Branches:
         """The number of the instruction at ``offset``, or in whose cache that is, as in the middle of some calls."""
         return bisect_right(self._offsets, offset) - 1
 
-    def _find_stacks(self) -> dict[int, _Stack]:
+    @cached_property
+    def _stacks(self) -> dict[int, _Stack]:
         """What is on the stack before each instruction: the names of globals, where all ways there agree."""
         stacks: dict[int, _Stack] = {}
         left = [_State(index, self._empty, frozenset()) for index in (0, *self._handlers.values())]
         while left:
             index, stack, _ = left.pop()
+            if index >= len(self._steps):
+                continue
             stack = _taken(stack, self._room)[1]
             known = stacks.get(index, stack)
             merged = tuple(one if one == other else False for one, other in zip(known, stack, strict=True))
@@ -182,6 +185,8 @@ class Branches:
     def _follow(self, state: _State, found: set[Use], raised: set[Any]) -> Iterator[_State]:
         """The states that may come after one."""
         index, stack, names = state
+        if index >= len(self._steps):
+            raise _ComputedWith
         step = self._steps[index]
         if _is_test(step) and stack[-1] is True:
             yield from self._test(state, found, raised)
@@ -264,6 +269,8 @@ class Branches:
             index = left.pop()
             if index in seen:
                 continue
+            if index >= len(self._steps):
+                return False
             seen.add(index)
             step = self._steps[index]
             raises |= step.opname in _RAISING

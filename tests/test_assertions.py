@@ -36,7 +36,7 @@ assert math.isfinite(x.item())
 assert math.isfinite(x)
 assert torch.allclose(x, x)
 assert torch.equal(x, x), "no"
-assert x in torch.arange(3)
+assert x in torch.arange(3, device=x.device)
 assert abs(int(x)) < 5
 if not x: raise ValueError("no")
 if not (x > 0).all(): raise ValueError("no")
