@@ -339,7 +339,7 @@ class Branches:
         if opname in _PURE or opname.startswith(_MAKING):
             count = _PURE[opname](arg) if opname in _PURE else 1 - _effect(step)
             rest, taken = _taken(stack, count)
-            if _is_in_place(step) and taken[0] is not True and True in taken:
+            if True in taken and ((_is_in_place(step) and taken[0] is not True) or self._may_miss(step)):
                 raise _ComputedWith
             return (*rest, True in taken), names
         if opname.startswith(("CALL", "LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME")):
@@ -354,6 +354,14 @@ class Branches:
             place = len(rest) - arg
             return (*rest[:place], rest[place] is True or True in taken, *rest[place + 1 :]), names
         return _moved(step, stack), names
+
+    def _may_miss(self, step: dis.Instruction) -> bool:
+        """Whether the code goes on where an instruction cannot do with the value what it is to do, as with a key that
+        is not there.
+        """
+        handler = self._handlers.get(self._places[step.offset])
+        looks_up = step.opname.startswith("CALL") or "SUBSCR" in step.opname or step.argrepr == "[]"
+        return looks_up and handler is not None and not self._only_raises(handler, set())
 
     def _call_or_load(self, step: dis.Instruction, stack: _Stack, found: set[Use]) -> _Stack:
         opname, arg = step.opname, step.arg or 0
@@ -372,7 +380,7 @@ class Branches:
             if any(function is one for one in self._asserting):
                 found.add(Use.ASSERTED)
                 return (*rest, False)
-            if taken[0] is True or not _is_pure(function):
+            if taken[0] is True or not _is_pure(function) or self._may_miss(step):
                 raise _ComputedWith
         return (*rest, True in taken)
 
