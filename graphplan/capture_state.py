@@ -6,7 +6,8 @@ of the capture, on the CPU too. Steps that are run because there will be no prog
 
 ``torch.cuda.is_current_stream_capturing`` looks the question's function in C up among its module's globals. That
 function is replaced there, which reaches code that imported the Python function by name. Code of torch's other than
-its layers, and graphplan's, manages captures and gets the real answer. So does ``Stream.is_capturing``, a method in C.
+its layers, and graphplan's, manages captures and gets the real answer; so do optimizers, and code that asks only to
+raise in a capture, which must be able to run eagerly. ``Stream.is_capturing``, a method in C, is not replaced.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from threading import Lock
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
+
+from graphplan.branches import Branches, Use
 
 _HERE = os.path.dirname(__file__) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -34,6 +37,8 @@ _PATIENCE = 1.0
 """Seconds: Ctrl-C may come before the lock is given back, and no thread waits for long."""
 _lock: Any = Lock()
 _entered: list[object] = []
+_uses: dict[tuple[int, int], tuple[CodeType, Use]] = {}
+"""By the identity of code, which each entry holds."""
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
 
@@ -98,7 +103,31 @@ def _is_of_step(frame: FrameType | None) -> bool:
     """Return True if the code that asks, from ``frame``, is part of what a step computes."""
     while frame is not None and frame.f_code.co_filename in _ASKERS:
         frame = frame.f_back
-    return frame is not None and not _manages(frame.f_code.co_filename)
+    if frame is None or _manages(frame.f_code.co_filename) or _is_optimizers(frame):
+        return False
+    use = _use_in(frame)
+    while use is Use.RETURNED and frame.f_back is not None:
+        frame = frame.f_back
+        use = _use_in(frame)
+    return use is not Use.ASSERTED
+
+
+def _is_optimizers(frame: FrameType) -> bool:
+    """Return True if a method of an optimizer leads to ``frame`` through code of its own file alone."""
+    around: FrameType | None = frame
+    while around is not None and around.f_code.co_filename == frame.f_code.co_filename:
+        if isinstance(around.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        around = around.f_back
+    return False
+
+
+def _use_in(frame: FrameType) -> Use:
+    """What the code in ``frame`` does with the answer that it is waiting for."""
+    key = (id(frame.f_code), frame.f_lasti)
+    if key not in _uses:
+        _uses[key] = (frame.f_code, Branches(frame.f_code, frame.f_globals).use_at(frame.f_lasti)[0])
+    return _uses[key][1]
 
 
 @cache

@@ -19,8 +19,6 @@ Together = tuple[tuple[str, Overlay], ...]
 """Slots by path that overlap in one memory, and where each lies there."""
 DRAWS = "draws random numbers "
 """How facts about what may draw them begin."""
-ASSERTS = "asserts a tensor's value, in eager steps and checks only, "
-"""How facts about that begin: a replay does not look."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +101,8 @@ class Plan:
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
-        host_facts: what the host does in a step, with source lines: random draws, constants made from Python values,
-            assertions that replays leave out.
-        host_reads: the reads of tensors on the host that go with the latter, and those of constants.
+        host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
+        host_reads: reads of tensors on the host that refuse no step: of what it only asserts, and of constants.
         launches: operators that one eager step launches.
         footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
@@ -172,8 +169,9 @@ class Plan:
 
     @property
     def assertions(self) -> list[str]:
-        """Those of ``host_facts`` that say what no replay asserts."""
-        return [fact for fact in self.host_facts if fact.startswith(ASSERTS)]
+        """What the step asserts and a replay does not, with source lines."""
+        places = dict.fromkeys(str(read.place) for read in self.host_reads if read.asserted)
+        return [f"asserts a tensor's value, in eager steps and checks only, at {place}" for place in places]
 
     @property
     def tells_gradients(self) -> bool:
@@ -240,7 +238,7 @@ class Plan:
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
-        return notes + [f"note: {fact}" for fact in self.host_facts]
+        return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.assertions)]
 
     def __str__(self) -> str:
         return self.table()

@@ -36,7 +36,7 @@ assert math.isfinite(x.item())
 assert math.isfinite(x)
 assert torch.allclose(x, x)
 assert torch.equal(x, x), "no"
-assert x in torch.arange(3)
+assert x in torch.arange(3, device=x.device)
 assert abs(int(x)) < 5
 if not x: raise ValueError("no")
 if not (x > 0).all(): raise ValueError("no")
@@ -74,6 +74,8 @@ try:\n    assert x\nexcept KeyError:\n    z = 2
 try:\n    check(x)\nexcept ZeroDivisionError:\n    z = 2
 v = x.item()\nw = v * 2\nassert w == 2\nv = 3\nz = v
 assert type(x.item()) is float
+assert {1.0: 2}[x.item()]
+try:\n    assert {1.0: 2}[x.item()] == 2\nexcept KeyError:\n    raise ValueError
 assert len(str(x.item())) < 9
 assert isinstance(x.item(), float)
 if not x:\n    if flag: raise ValueError(1)\n    raise KeyError(2)
@@ -128,6 +130,8 @@ for i in range(2):\n    if x: break
 for i in range(2):\n    if not x: continue\n    log(i)
 local = log\nassert local(float, x.item())
 try:\n    assert x\nfinally:\n    return x
+try:\n    assert {1.0: 2}[x.item()]\nexcept KeyError:\n    log(1)
+try:\n    assert int(x.item())\nexcept ValueError:\n    log(1)
 """
 
 

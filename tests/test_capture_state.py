@@ -28,6 +28,13 @@ def asks() -> bool:
         return False
 
 
+def answer(ask: Callable[[], Any] = asks) -> Any:
+    """What code hears that does something with it. An assertion alone would be told the truth."""
+    heard: list[Any] = []
+    heard.append(ask())
+    return heard[0]
+
+
 ASKS: list[Callable[[], Any]] = [
     asks,
     lambda: torch.cuda.is_current_stream_capturing(),
@@ -45,16 +52,16 @@ def restored() -> Iterator[None]:
     assert is_current_stream_capturing.__globals__["_cuda_isCurrentStreamCapturing"] is BEFORE
     assert torch._C._cuda_isCurrentStreamCapturing is BEFORE
     assert not presents_capture()
-    assert not asks()
+    assert not answer()
 
 
 @pytest.mark.parametrize("ask", ASKS)
 def test_python_hears_yes_within(ask: Callable[[], Any]) -> None:
     with restored(), presenting_capture():
-        assert ask() is True
+        assert answer(ask) is True
         with presenting_capture():
-            assert ask() is True
-        assert ask() is True
+            assert answer(ask) is True
+        assert answer(ask) is True
 
 
 def test_an_error_restores_the_answer() -> None:
@@ -68,7 +75,7 @@ def in_file(name: str) -> bool:
     code = "def ask():\n    try:\n        return torch.cuda.is_current_stream_capturing()\n    except RuntimeError:\n"
     exec(compile(f"{code}        return False\n", name, "exec"), space)
     ask: Any = space["ask"]
-    return bool(ask())
+    return bool(answer(ask))
 
 
 def test_code_that_manages_captures_hears_the_truth() -> None:
@@ -82,13 +89,43 @@ def test_code_that_manages_captures_hears_the_truth() -> None:
         assert in_file("model.py")
 
 
+class Careful(torch.optim.SGD):
+    """An optimizer that refuses captures, as many do that are not torch's own."""
+
+    def step(self, closure: Any = None) -> Any:
+        if asked_by(self):
+            raise RuntimeError("cannot be captured")
+        return super().step(closure)
+
+
+def asked_by(optimizer: Any) -> bool:
+    return asks()
+
+
+def forbids() -> None:
+    if asks():
+        raise RuntimeError("cannot be captured")
+
+
+def test_code_that_only_forbids_captures_hears_the_truth() -> None:
+    """Otherwise warm-up would raise what no eager step raises."""
+    parameter = nn.Parameter(torch.ones(2))
+    with restored(), presenting_capture():
+        forbids()
+        assert answer()
+        Careful([parameter], lr=0.1).step()
+        with pytest.raises(RuntimeError, match="says yes"):
+            if asks() and len([parameter]) == 1:
+                raise RuntimeError("says yes")
+
+
 def test_other_threads_hear_the_truth() -> None:
     heard: list[bool] = []
     with restored(), presenting_capture():
         thread = threading.Thread(target=lambda: heard.append(asks()))
         thread.start()
         thread.join()
-        assert asks()
+        assert answer()
     assert heard == [False]
 
 
@@ -108,7 +145,7 @@ def test_threads_leave_in_any_order() -> None:
             thread = threading.Thread(target=other)
             thread.start()
             assert entered.wait(10)
-        assert not asks()
+        assert not answer()
         leave.set()
         thread.join()
     assert heard == [True]
@@ -200,7 +237,7 @@ def test_a_step_that_is_refused_hears_the_truth() -> None:
 
 def test_a_step_that_fails_restores_the_answer() -> None:
     def step(x: Tensor) -> Tensor:
-        if asks():
+        if answer():
             raise KeyError("culprit")
         return x
 

@@ -27,7 +27,7 @@ from graphplan.compiler.together import find_together
 from graphplan.compiler.traits import find_traits
 from graphplan.errors import FeedError, OutputError
 from graphplan.owners import Walk, walk_owners
-from graphplan.plan import ASSERTS, DRAWS, Output, Plan, Rates, frozen
+from graphplan.plan import DRAWS, Output, Plan, Rates, frozen
 from graphplan.roles import External, Role
 from graphplan.signature import Feed, FeedSpec, on_one_line, shared_leaf
 from graphplan.tracer import Trace, is_collective
@@ -219,9 +219,6 @@ def _host_facts(trace: Trace) -> list[str]:
             facts[f"{DRAWS}at {operator.source}"] = None
         if operator.constant is not None:
             facts[f"makes a constant from Python values at {operator.source}"] = None
-    for read in trace.host_reads:
-        if read.asserted:
-            facts[f"{ASSERTS}at {read.place}"] = None
     return list(facts)
 
 

@@ -1,6 +1,6 @@
 """Reads of tensors on the host that a replay can do without, and what a capture gives for them.
 
-A value that code only asserts decides nothing but whether the step goes on: see :mod:`graphplan.tracer.branches`. Eager
+A value that code only asserts decides nothing but whether the step goes on: see :mod:`graphplan.branches`. Eager
 steps read it, and those that replays are checked with; a replay does not, and a capture on a device cannot. What is
 computed from Python's numbers alone is the same in each step.
 """
@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphplan.branches import Branches, Use
 from graphplan.dtensors import is_wrapped
 from graphplan.origin import is_ours
 from graphplan.tracer.arguments import schema_of
-from graphplan.tracer.branches import Branches, Use
 from graphplan.tracer.source import runs_steps
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

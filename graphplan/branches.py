@@ -17,6 +17,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from enum import Enum
+from functools import cached_property
 from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
 
@@ -111,7 +112,6 @@ class Branches:
         self._handlers = dict(_handlers(code, self._steps, self._places))
         self._room = code.co_stacksize + 8
         self._empty: _Stack = (False,) * self._room
-        self._stacks = self._find_stacks()
 
     def use_at(self, offset: int) -> tuple[Use, frozenset[Any]]:
         """What is done with the value that the instruction at ``offset`` reads, and the classes of exceptions that the
@@ -151,12 +151,15 @@ class Branches:
         """The number of the instruction at ``offset``, or in whose cache that is, as in the middle of some calls."""
         return bisect_right(self._offsets, offset) - 1
 
-    def _find_stacks(self) -> dict[int, _Stack]:
+    @cached_property
+    def _stacks(self) -> dict[int, _Stack]:
         """What is on the stack before each instruction: the names of globals, where all ways there agree."""
         stacks: dict[int, _Stack] = {}
         left = [_State(index, self._empty, frozenset()) for index in (0, *self._handlers.values())]
         while left:
             index, stack, _ = left.pop()
+            if index >= len(self._steps):
+                continue
             stack = _taken(stack, self._room)[1]
             known = stacks.get(index, stack)
             merged = tuple(one if one == other else False for one, other in zip(known, stack, strict=True))
@@ -182,6 +185,8 @@ class Branches:
     def _follow(self, state: _State, found: set[Use], raised: set[Any]) -> Iterator[_State]:
         """The states that may come after one."""
         index, stack, names = state
+        if index >= len(self._steps):
+            raise _ComputedWith
         step = self._steps[index]
         if _is_test(step) and stack[-1] is True:
             yield from self._test(state, found, raised)
@@ -264,6 +269,8 @@ class Branches:
             index = left.pop()
             if index in seen:
                 continue
+            if index >= len(self._steps):
+                return False
             seen.add(index)
             step = self._steps[index]
             raises |= step.opname in _RAISING
@@ -332,7 +339,7 @@ class Branches:
         if opname in _PURE or opname.startswith(_MAKING):
             count = _PURE[opname](arg) if opname in _PURE else 1 - _effect(step)
             rest, taken = _taken(stack, count)
-            if _is_in_place(step) and taken[0] is not True and True in taken:
+            if True in taken and ((_is_in_place(step) and taken[0] is not True) or self._may_miss(step)):
                 raise _ComputedWith
             return (*rest, True in taken), names
         if opname.startswith(("CALL", "LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME")):
@@ -347,6 +354,14 @@ class Branches:
             place = len(rest) - arg
             return (*rest[:place], rest[place] is True or True in taken, *rest[place + 1 :]), names
         return _moved(step, stack), names
+
+    def _may_miss(self, step: dis.Instruction) -> bool:
+        """Whether the code goes on where an instruction cannot do with the value what it is to do, as with a key that
+        is not there.
+        """
+        handler = self._handlers.get(self._places[step.offset])
+        looks_up = step.opname.startswith("CALL") or "SUBSCR" in step.opname or step.argrepr == "[]"
+        return looks_up and handler is not None and not self._only_raises(handler, set())
 
     def _call_or_load(self, step: dis.Instruction, stack: _Stack, found: set[Use]) -> _Stack:
         opname, arg = step.opname, step.arg or 0
@@ -365,7 +380,7 @@ class Branches:
             if any(function is one for one in self._asserting):
                 found.add(Use.ASSERTED)
                 return (*rest, False)
-            if taken[0] is True or not _is_pure(function):
+            if taken[0] is True or not _is_pure(function) or self._may_miss(step):
                 raise _ComputedWith
         return (*rest, True in taken)
 
