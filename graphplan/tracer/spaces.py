@@ -92,7 +92,9 @@ class Ran:
         """Note a call of a library's code, if that is a logger's which writes."""
         home, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
         if any(f"{home}.".startswith(module) and name.startswith(starts) for module, starts in _WRITERS):
-            kind = next((kind for kind in type(owner).__mro__ if kind.__module__ == home), type(owner))
+            homes = tuple(module for module, _ in _WRITERS)
+            kinds = (kind for kind in type(owner).__mro__ if f"{kind.__module__}.".startswith(homes))
+            kind = next(kinds, type(owner))
             self.note_write("logging" if home == "logging" else f"{kind.__name__}.{name}")
 
     def note_write(self, label: str | None) -> None:
