@@ -67,7 +67,7 @@ def read_tolist(model: nn.Module, x: Tensor, loss: Tensor) -> None:
 
 def read_bool(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     if loss > 100:  # culprit
-        raise AssertionError
+        model.double()
 
 
 def read_mask(model: nn.Module, x: Tensor, loss: Tensor) -> None:
