@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.containers import PLAIN_LEAVES
+from graphplan.placeholders import is_placeholder
 from graphplan.signature import Feed, is_literal, leaf_key
 from graphplan.trees import is_record, record_values
 
@@ -160,7 +161,7 @@ def _is_registered(node: Any) -> bool:
 
 def _contents(node: Any) -> Contents | None:
     """What a container holds, by key, number or name; None for what is none."""
-    if type(node) in PLAIN_LEAVES or isinstance(node, Tensor):
+    if type(node) in PLAIN_LEAVES or is_placeholder(node) or isinstance(node, Tensor):
         return None
     if isinstance(node, dict):
         return dict(node)

@@ -13,9 +13,19 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from graphplan.errors import GraphPlanError
+
 
 class ReadSignal(BaseException):
-    """A placeholder was used. No ``Exception``, so that the step's own handlers let it pass."""
+    """Placeholders were used. No ``Exception``, so that the step's own handlers let it pass.
+
+    Attributes:
+        indices: those of the leaves that they stand for.
+    """
+
+    def __init__(self, indices: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.indices = tuple(indices)
 
 
 class Placeholder:
@@ -56,16 +66,15 @@ def is_placeholder(value: Any) -> bool:
 
 
 class Placeholders:
-    """Placeholders for the leaves at ``indices`` of ``leaves``, and which of them were used.
+    """Placeholders for the leaves at ``indices`` of ``leaves``. Entered around the step, it tells which of them that
+    used: on the way out :class:`ReadSignal` is raised with their indices.
 
-    Attributes:
-        leaves: ``leaves`` with the placeholders in their places.
-        used: indices of those that were used.
+    ``leaves`` are those given with the placeholders in their places.
     """
 
     def __init__(self, leaves: Sequence[Any], indices: Iterable[int]) -> None:
         self.leaves = list(leaves)
-        self.used: set[int] = set()
+        self._used: set[int] = set()
         self._made: dict[int, Placeholder] = {}
         self._references: dict[int, int] = {}
         for index in indices:
@@ -73,28 +82,26 @@ class Placeholders:
 
     def _signal(self, index: int) -> Callable[[], Any]:
         def on_read() -> Any:
-            self.used.add(index)
+            self._used.add(index)
             raise ReadSignal
 
         return on_read
 
-    def count(self) -> None:
-        """Count the references that there are before the step runs."""
+    def __enter__(self) -> None:
         self._references = self._count()
 
-    def check(self) -> None:
-        """Raise if a placeholder was used, or is kept in more places than before the step.
-
-        Raises:
-            ReadSignal: with the indices in ``used``.
-        """
-        if self._count() != self._references:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        """Raise :class:`ReadSignal` for placeholders that were used, or are kept in more places than before."""
+        if error is None and self._count() != self._references:
             # Cycles that the step has left hold them, too.
             gc.collect()
             now = self._count()
-            self.used.update(index for index, number in now.items() if number > self._references[index])
-        if self.used:
-            raise ReadSignal
+            self._used.update(index for index, number in now.items() if number > self._references[index])
+        if self._used:
+            raise ReadSignal(self._used) from None
+        if isinstance(error, Exception) and not isinstance(error, GraphPlanError):
+            # C code that is handed a placeholder says that it wants something else.
+            raise ReadSignal(self._made) from None
 
     def _count(self) -> dict[int, int]:
         return {index: sys.getrefcount(made) for index, made in self._made.items()}

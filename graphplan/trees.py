@@ -172,9 +172,9 @@ def _opened(tree: Any, opens: Callable[[Any], bool], outer: tuple[Any, ...]) -> 
     """``tree`` with nodes for the records that ``opens``. ``outer`` are those that it is a part of, innermost last."""
 
     def opened(leaf: Any) -> Any:
-        target = leaf() if isinstance(leaf, weakref.ref) else leaf
+        target = _referent(leaf)
         for level, record in enumerate(reversed(outer)):
-            if record is target:
+            if record is target and type(record) is not partial:
                 return _Outer(level, weak=leaf is not target)
         if not opens(leaf) and not (outer and _refers_to(leaf, outer)):
             return leaf
@@ -188,8 +188,12 @@ def _refers_to(leaf: Any, outer: tuple[Any, ...]) -> bool:
     """Return True if an object refers to one that it is a part of: in a copy of that one, it has to be a copy, too."""
     if base_of(type(leaf)) is None:
         return False
-    values = [value() if isinstance(value, weakref.ref) else value for value in record_values(leaf).values()]
+    values = map(_referent, record_values(leaf).values())
     return any(value is record for value in values for record in outer)
+
+
+def _referent(value: Any) -> Any:
+    return value() if issubclass(type(value), weakref.ref) else value
 
 
 def _holds_tensors(leaf: Any) -> bool:

@@ -62,7 +62,11 @@ class Call:
         # Where tensors are moved to the step's device, that gives them new alignments.
         self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
-        others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
+        others = [
+            (index, leaf)
+            for index, leaf in enumerate(feed.leaves)
+            if index not in feed.unread and not isinstance(leaf, Tensor)
+        ]
         self._adopted = list(program.adopted_inputs.items())
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
@@ -162,7 +166,8 @@ class ShortWay:
         """Take the short way for calls like this one, unless there is something about it that only the long way sees:
         arguments that are not plain, tensors that the step writes to, or that gradients flow to.
         """
-        plain = PLAIN_LEAVES.issuperset(map(type, feed.leaves)) and not entry.wants_grad
+        read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
+        plain = PLAIN_LEAVES.issuperset(map(type, read)) and not entry.wants_grad
         plain = plain and not any(marks_of(leaf) for _, leaf in feed.tensors())
         if not plain:
             return

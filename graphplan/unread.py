@@ -1,0 +1,116 @@
+"""Which fed values that are not tensors are part of a step's keys: those that stay, and those that the step reads.
+
+A file name differs in every batch. Values that vary, and those that no key can hold (arrays, objects), are left out of
+the keys, and traces are given placeholders for them. Where a trace shows that the step reads one, it is part of the
+keys from then on, or the call is refused if no key can hold it.
+
+Values in one list are one unit: with the first file name that varies, or is read, all of the list do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.containers import Literals
+from graphplan.errors import FeedError
+from graphplan.placeholders import Placeholders
+from graphplan.signature import Feed, Unread, leaf_key, named_key
+
+_SHAPES = 256
+"""Structures of calls whose units are remembered."""
+_FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
+"""Values that mostly steer the code, and of which there may be so many before they are left out:"""
+_VALUES = 8
+_NUMBERED = re.compile(r"\[\d+\]$")
+
+
+class _Shape:
+    """The units of one structure: the path of each leaf's, and the keys that each leaf had.
+
+    ``inner`` are the leaves that lie in objects.
+    """
+
+    def __init__(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
+        parents = [_NUMBERED.sub("", name) if isinstance(name, str) else name for name in names]
+        mixed = {parent for parent, leaf in zip(parents, leaves, strict=True) if isinstance(leaf, Tensor)}
+        pairs = zip(names, parents, strict=True)
+        self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
+        self.first: dict[int, Hashable] = {}
+        self.seen: dict[int, set[Hashable]] = {}
+        self.has_values = not all(isinstance(leaf, Tensor) for leaf in leaves)
+
+
+class UnreadValues:
+    """What one step's keys leave out."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[Hashable, _Shape] = {}
+        self._free: set[str] = set()
+        self._read: set[str] = set()
+
+    def keys(
+        self, shape: Hashable, leaves: Sequence[Any], names: Callable[[], list[str]]
+    ) -> tuple[list[Hashable], frozenset[int]]:
+        """The keys of a call's leaves, and the indices of those that they leave out.
+
+        Raises:
+            FeedError: naming a value that the step reads, and that no key can hold.
+        """
+        known = self._shapes.get(shape)
+        if known is None:
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            known = self._shapes[shape] = _Shape(leaves, names())
+        elif not known.has_values and all([isinstance(leaf, Tensor) for leaf in leaves]):
+            return list(map(leaf_key, leaves)), frozenset()
+        keys: list[Hashable] = []
+        unread: list[int] = []
+        for index, leaf in enumerate(leaves):
+            key = leaf_key(leaf) if isinstance(leaf, Tensor) else self._key(known, index, leaf, names)
+            if key is None:
+                unread.append(index)
+                key = (Unread, type(leaf))
+            keys.append(key)
+        return keys, frozenset(unread)
+
+    def _key(self, shape: _Shape, index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable:
+        """The key of a value; None if it is left out."""
+        unit = shape.units[index]
+        if unit in self._read:
+            return named_key(index, leaf, names)
+        if unit in self._free and not isinstance(leaf, _FEW):
+            return None
+        try:
+            key = leaf_key(leaf)
+        except FeedError:
+            self._free.add(unit)
+            return None
+        if key == shape.first.setdefault(index, key) or isinstance(leaf, Literals):
+            return key
+        if not isinstance(leaf, _FEW):
+            self._free.add(unit)
+            return None
+        seen = shape.seen.setdefault(index, {shape.first[index]})
+        if len(seen) < _VALUES:
+            seen.add(key)
+        return key if key in seen else None
+
+    def mark(self, feed: Feed, indices: Iterable[int]) -> None:
+        """From now on, the values at ``indices`` of ``feed`` are read."""
+        shape = self._shapes.get(feed.key[0])
+        units = feed.names() if shape is None else shape.units
+        self._read.update(units[index] for index in indices)
+
+
+def with_placeholders(feed: Feed) -> tuple[Feed, Placeholders | None]:
+    """``feed`` with placeholders for the values that the step does not read, if there are any."""
+    if not feed.unread:
+        return feed, None
+    made = Placeholders(feed.leaves, feed.unread)
+    return feed.replaced(made.leaves), made
