@@ -8,12 +8,11 @@ value. Anything else raises :class:`ReadSignal`, upon which the call is undone a
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Callable, Iterable, Sequence
+import dis
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from types import CodeType
 from typing import Any
-
-from graphplan.errors import GraphPlanError
 
 
 class ReadSignal(BaseException):
@@ -65,43 +64,14 @@ def is_placeholder(value: Any) -> bool:
     return type(value) is Placeholder
 
 
-class Placeholders:
-    """Placeholders for the leaves at ``indices`` of ``leaves``. Entered around the step, it tells which of them that
-    used: on the way out :class:`ReadSignal` is raised with their indices.
-
-    ``leaves`` are those given with the placeholders in their places.
-    """
-
-    def __init__(self, leaves: Sequence[Any], indices: Iterable[int]) -> None:
-        self.leaves = list(leaves)
-        self._used: set[int] = set()
-        self._made: dict[int, Placeholder] = {}
-        self._references: dict[int, int] = {}
-        for index in indices:
-            self._made[index] = self.leaves[index] = Placeholder(type(leaves[index]), self._signal(index))
-
-    def _signal(self, index: int) -> Callable[[], Any]:
-        def on_read() -> Any:
-            self._used.add(index)
-            raise ReadSignal
-
-        return on_read
-
-    def __enter__(self) -> None:
-        self._references = self._count()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        """Raise :class:`ReadSignal` for placeholders that were used, or are kept in more places than before."""
-        if error is None and self._count() != self._references:
-            # Cycles that the step has left hold them, too.
-            gc.collect()
-            now = self._count()
-            self._used.update(index for index, number in now.items() if number > self._references[index])
-        if self._used:
-            raise ReadSignal(self._used) from None
-        if isinstance(error, Exception) and not isinstance(error, GraphPlanError):
-            # C code that is handed a placeholder says that it wants something else.
-            raise ReadSignal(self._made) from None
-
-    def _count(self) -> dict[int, int]:
-        return {index: sys.getrefcount(made) for index, made in self._made.items()}
+@lru_cache(4096)
+def compares_classes(code: CodeType) -> bool:
+    """Return True if ``code`` calls ``type`` on anything but ``self``: the one question that no placeholder hears of."""
+    if "type" not in code.co_names:
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
+    for step, argument in zip(steps, steps[1:], strict=False):
+        loaded = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
+        if loaded and not (argument.opname.startswith("LOAD_FAST") and argument.argval == "self"):
+            return True
+    return False

@@ -92,6 +92,8 @@ def base_of(kind: type) -> Any:
     if closed or not kind.__flags__ & _HEAP_TYPE or kind in pytree.SUPPORTED_NODES:
         return None
     base = next((base for base in _BASES if issubclass(kind, base)), object)
+    if kind.__getattribute__ is not base.__getattribute__:
+        return None
     try:
         base.__new__(kind)
     except TypeError:

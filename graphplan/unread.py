@@ -9,7 +9,9 @@ Values in one list are one unit: with the first file name that varies, or is rea
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
 from typing import Any
@@ -18,8 +20,8 @@ import torch
 from torch import Tensor
 
 from graphplan.containers import Literals
-from graphplan.errors import FeedError
-from graphplan.placeholders import Placeholders
+from graphplan.errors import FeedError, GraphPlanError
+from graphplan.placeholders import Placeholder, ReadSignal
 from graphplan.signature import Feed, Unread, leaf_key, named_key
 
 _SHAPES = 256
@@ -106,6 +108,48 @@ class UnreadValues:
         shape = self._shapes.get(feed.key[0])
         units = feed.names() if shape is None else shape.units
         self._read.update(units[index] for index in indices)
+
+
+class Placeholders:
+    """Placeholders for the leaves at ``indices`` of ``leaves``. Entered around the step, it tells which of them that
+    used: on the way out :class:`ReadSignal` is raised with their indices.
+
+    ``leaves`` are those given with the placeholders in their places.
+    """
+
+    def __init__(self, leaves: Sequence[Any], indices: Iterable[int]) -> None:
+        self.leaves = list(leaves)
+        self._used: set[int] = set()
+        self._made: dict[int, Placeholder] = {}
+        self._references: dict[int, int] = {}
+        for index in indices:
+            self._made[index] = self.leaves[index] = Placeholder(type(leaves[index]), self._signal(index))
+
+    def _signal(self, index: int) -> Callable[[], Any]:
+        def on_read() -> Any:
+            self._used.add(index)
+            raise ReadSignal
+
+        return on_read
+
+    def __enter__(self) -> None:
+        self._references = self._count()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        """Raise :class:`ReadSignal` for placeholders that were used, or are kept in more places than before."""
+        if error is None and self._count() != self._references:
+            # Cycles that the step has left hold them, too.
+            gc.collect()
+            now = self._count()
+            self._used.update(index for index, number in now.items() if number > self._references[index])
+        if self._used:
+            raise ReadSignal(self._used) from None
+        if isinstance(error, Exception) and not isinstance(error, GraphPlanError):
+            # C code that is handed a placeholder says that it wants something else.
+            raise ReadSignal(self._made) from None
+
+    def _count(self) -> dict[int, int]:
+        return {index: sys.getrefcount(made) for index, made in self._made.items()}
 
 
 def with_placeholders(feed: Feed) -> tuple[Feed, Placeholders | None]:

@@ -47,7 +47,7 @@ LAYERS = {
     "containers": 0,
     "trees": 0,
     "dtensors": 0,
-    "placeholders": 1,
+    "placeholders": 0,
     "marks": 0,
     "roles": 0,
     "stats": 1,

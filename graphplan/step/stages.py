@@ -22,7 +22,7 @@ from graphplan.errors import HostEffectError, LearningRateError, RefusalError, S
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
-from graphplan.placeholders import ReadSignal
+from graphplan.placeholders import ReadSignal, compares_classes
 from graphplan.program import MEMORY_IS_FED, outdated
 from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.captures import Captures
@@ -194,6 +194,8 @@ class Stages:
 
         with self._stats.timed("trace"):
             result, walk = self._run_traced(entry, line, feed, body, undo, rehearses=rehearses)
+            if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
+                raise ReadSignal(feed.unread)
             rehearsal = Rehearsal(self._managed.walk, result, self._options.allow) if rehearses else None
             if rehearsal is not None:
                 rehearsal.undo(facts, snapshot)
