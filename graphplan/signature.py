@@ -162,7 +162,10 @@ def leaf_key(leaf: Any) -> Hashable:
         # What a class says of equality is its own affair.
         return (kind, leaf if kind.__eq__ is object.__eq__ or kind in _METHODS else _Identity(leaf))
     if not isinstance(leaf, _LITERALS):
-        return (kind, _values_key(leaf, 0))
+        held = _values_key(leaf, 0)
+        if held is None:
+            raise _without_key(leaf)
+        return (kind, held)
     if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
@@ -182,29 +185,29 @@ def _is_hashable(leaf: Any) -> bool:
 
 
 def _values_key(thing: Any, depth: int) -> Hashable:
-    """What an object that is no literal holds, if that is literals alone.
-
-    Raises:
-        FeedError: if it is not.
-    """
+    """What an object that is no literal holds, if that is literals alone; None if it is not."""
     kind = type(thing)
     values = dict(enumerate(thing)) if kind in (list, tuple) else thing if kind is dict else literal_values(thing)
-    if values is None or depth > _DEEPEST or len(values) > _MOST_VALUES:
-        advice = (
-            "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with "
-            "torch.utils._pytree"
-            if isinstance(thing, Iterable) or not hasattr(thing, "__dict__")
-            else "use it from the enclosing scope, and name it in owners="
-        )
-        raise FeedError(
-            f"a {kind.__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when it "
-            f"changes: {advice}"
-        )
-    return tuple(
-        [
-            (leaf_key(name), leaf_key(value) if is_literal(value) else (type(value), _values_key(value, depth + 1)))
-            for name, value in values.items()
-        ]
+    if values is None or depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
+        return None
+    keys: list[Hashable] = []
+    for name, value in values.items():
+        key = leaf_key(value) if is_literal(value) else _values_key(value, depth + 1)
+        if key is None:
+            return None
+        keys.append((leaf_key(name), type(value), key))
+    return tuple(keys)
+
+
+def _without_key(leaf: Any) -> FeedError:
+    advice = (
+        "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"
+        if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
+        else "use it from the enclosing scope, and name it in owners="
+    )
+    return FeedError(
+        f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when it "
+        f"changes: {advice}"
     )
 
 
@@ -219,6 +222,11 @@ def _with_attributes(leaf: Any) -> FeedError:
         f"an argument of type {type(leaf).__name__} is fed that has attributes of its own ({names}), and a replay "
         "could not tell when they change; expected a plain one: feed what they hold as arguments of their own"
     )
+
+
+def is_comparable(thing: Any) -> bool:
+    """Return True for an object that is no literal, and that a key compares by the literals that it holds."""
+    return not is_placeholder(thing) and not is_literal(thing) and _values_key(thing, 0) is not None
 
 
 def is_literal(value: Any) -> bool:

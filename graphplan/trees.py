@@ -232,13 +232,14 @@ def _closed(tree: Any, outer: tuple[Any, ...]) -> Any:
             vars(function).update(values["__dict__"])
             return function
         record = (base_of(node.kind) or object).__new__(node.kind)
-        _fill_record(record, {name: _closed(value, (*outer, record)) for name, value in node.values.items()})
+        fill_record(record, {name: _closed(value, (*outer, record)) for name, value in node.values.items()})
         return record
 
     return pytree.tree_map(closed, tree, is_leaf=lambda node: isinstance(node, (_Record, _Outer)))
 
 
-def _fill_record(record: Any, values: dict[str, Any]) -> None:
+def fill_record(record: Any, values: dict[str, Any]) -> None:
+    """Let ``record`` hold ``values`` by name, past what its class says of assignments."""
     own, slots = getattr(record, "__dict__", {}), _slots(type(record))
     for name, value in values.items():
         if name == _ITEMS:

@@ -1,7 +1,7 @@
-"""Which fed values that are not tensors are part of a step's keys: those that stay, and those that the step reads.
+"""Which fed values on the host are part of a step's keys: those that stay, and those that the step reads.
 
 A file name differs in every batch. Values that vary, and those that no key can hold (arrays, objects), are left out of
-the keys, and traces are given placeholders for them. Where a trace shows that the step reads one, it is part of the
+the keys, and so are tensors in host memory beside others on a device. Traces are given placeholders for them. Where a trace shows that the step reads one, it is part of the
 keys from then on, or the call is refused if no key can hold it.
 
 Values in one list are one unit: with the first file name that varies, or is read, all of the list do.
@@ -33,10 +33,7 @@ _NUMBERED = re.compile(r"\[\d+\]$")
 
 
 class _Shape:
-    """The units of one structure: the path of each leaf's, and the keys that each leaf had.
-
-    ``inner`` are the leaves that lie in objects.
-    """
+    """The units of one structure: the path of each leaf's, and the keys that each leaf had."""
 
     def __init__(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
         parents = [_NUMBERED.sub("", name) if isinstance(name, str) else name for name in names]
@@ -45,7 +42,12 @@ class _Shape:
         self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
         self.first: dict[int, Hashable] = {}
         self.seen: dict[int, set[Hashable]] = {}
-        self.has_values = not all(isinstance(leaf, Tensor) for leaf in leaves)
+        devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+        self.home = next((device for device in devices if device.type != "cpu"), None)
+        """Where the step computes, if only some of the tensors are fed from there. The others are host values."""
+        if len(set(devices)) < 2:
+            self.home = None
+        self.is_plain = self.home is None and all(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 class UnreadValues:
@@ -69,12 +71,17 @@ class UnreadValues:
             if len(self._shapes) >= _SHAPES:
                 self._shapes.clear()
             known = self._shapes[shape] = _Shape(leaves, names())
-        elif not known.has_values and all([isinstance(leaf, Tensor) for leaf in leaves]):
+        if known.is_plain and all([isinstance(leaf, Tensor) for leaf in leaves]):
             return list(map(leaf_key, leaves)), frozenset()
         keys: list[Hashable] = []
         unread: list[int] = []
         for index, leaf in enumerate(leaves):
-            key = leaf_key(leaf) if isinstance(leaf, Tensor) else self._key(known, index, leaf, names)
+            if not isinstance(leaf, Tensor):
+                key = self._key(known, index, leaf, names)
+            elif known.home is None or leaf.device.type != "cpu":
+                key = leaf_key(leaf)
+            else:
+                key = self._elsewhere(known, index, leaf, names)
             if key is None:
                 unread.append(index)
                 key = (Unread, type(leaf))
@@ -102,6 +109,15 @@ class UnreadValues:
         if len(seen) < _VALUES:
             seen.add(key)
         return key if key in seen else None
+
+    def _elsewhere(self, shape: _Shape, index: int, leaf: Tensor, names: Callable[[], list[str]]) -> Hashable:
+        if shape.units[index] in self._read:
+            raise FeedError(
+                f"{names()[index]} is on {leaf.device} and the step reads it, beside tensors on {shape.home}; a replay "
+                "would keep its values. Move it first, feed it as Python numbers, each of which is a program of its "
+                "own, or leave it out of what is fed"
+            )
+        return None
 
     def mark(self, feed: Feed, indices: Iterable[int]) -> None:
         """From now on, the values at ``indices`` of ``feed`` are read."""

@@ -137,7 +137,9 @@ class Stages:
             return self._attempt(entry, line, feed, walk)
         except ReadSignal as signal:
             self._unread.mark(feed, signal.indices)
+            # Later calls have keys with more in them.
             entry.drop()
+            entry.warm = entry.eager_calls = 0
             return self._runner.eager(feed, SkipReason.SHAPE)
         except RefusalError as error:
             refusal = error
