@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
-from types import MemberDescriptorType
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ _PARTIAL = ("func", "args", "keywords", "__dict__")
 """What a partial function is made of."""
 _ITEMS = "[]"
 """The name of what an object holds as a dict or a list."""
-_BASES: tuple[Any, ...] = (OrderedDict, dict, list)
+_BASES: tuple[Any, ...] = (OrderedDict, dict, list, SimpleNamespace)
 _HEAP_TYPE = 1 << 9
 """The flag of a class that was not defined in C before the interpreter began."""
 _MOST_OBJECTS = 10_000
@@ -89,7 +89,8 @@ def _is_plain_record(leaf: Any) -> bool:
 def base_of(kind: type) -> Any:
     """The builtin class by which an object of class ``kind`` can be made without its own code; None if by none."""
     closed = issubclass(kind, (Tensor, Module, Enum, type)) or hasattr(kind, "__del__")
-    if closed or not kind.__flags__ & _HEAP_TYPE or kind in pytree.SUPPORTED_NODES:
+    in_c = kind not in _BASES and not kind.__flags__ & _HEAP_TYPE
+    if closed or in_c or kind in pytree.SUPPORTED_NODES:
         return None
     base = next((base for base in _BASES if issubclass(kind, base)), object)
     if kind.__getattribute__ is not base.__getattribute__:
@@ -149,7 +150,7 @@ def record_values(record: Any) -> dict[str, Any]:
 @lru_cache(1024)
 def _slots(kind: type) -> dict[str, MemberDescriptorType]:
     members = [item for base in reversed(kind.__mro__) for item in vars(base).items()]
-    return {name: member for name, member in members if type(member) is MemberDescriptorType}
+    return {name: member for name, member in members if type(member) is MemberDescriptorType and name != "__dict__"}
 
 
 def literal_values(thing: Any) -> dict[str, Any] | None:

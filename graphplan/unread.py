@@ -158,11 +158,15 @@ class Placeholders:
             gc.collect()
             now = self._count()
             self._used.update(index for index, number in now.items() if number > self._references[index])
-        if self._used:
-            raise ReadSignal(self._used) from None
+        self.check()
         if isinstance(error, Exception) and not isinstance(error, GraphPlanError):
             # C code that is handed a placeholder says that it wants something else.
             raise ReadSignal(self._made) from None
+
+    def check(self) -> None:
+        """Raise :class:`ReadSignal` for placeholders that were used."""
+        if self._used:
+            raise ReadSignal(self._used) from None
 
     def _count(self) -> dict[int, int]:
         return {index: sys.getrefcount(made) for index, made in self._made.items()}

@@ -37,7 +37,7 @@ from graphplan.step.room import Room
 from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
 from graphplan.trees import flatten_result
-from graphplan.unread import UnreadValues, with_placeholders
+from graphplan.unread import Placeholders, UnreadValues, with_placeholders
 
 Walked = TypeVar("Walked")
 _NO_ACCIDENT = 2
@@ -164,11 +164,17 @@ class Stages:
             undo.callback(fed.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
             undo.callback(torch.clear_autocast_cache)
-            with placeholders or nullcontext():
-                if line.plan is None or self._is_outdated(line, walk):
+            if line.plan is None or self._is_outdated(line, walk):
+                with placeholders or nullcontext():
                     result = self._trace(entry, line, feed, fed, undo, snapshot, rehearses=compiled)
-                else:
-                    result = self._capture(entry, line, feed if compiled else hidden, snapshot, compiled=compiled)
+                entry.eager_calls += 1
+                self._stats.traced += 1
+                self._stats.end_call("traced")
+            else:
+                if compiled:
+                    # Compiled code is made for the classes of what it is called with.
+                    hidden, placeholders = feed, None
+                result = self._capture(entry, line, hidden, placeholders, snapshot, compiled=compiled)
             undo.pop_all()
             return result
 
@@ -216,9 +222,6 @@ class Stages:
                 self._refusals.refuse(error)
                 entry.refusal = error
                 self._stats.skip(error.reason, str(error))
-        entry.eager_calls += 1
-        self._stats.traced += 1
-        self._stats.end_call("traced")
         return result
 
     def _run_traced(
@@ -317,9 +320,18 @@ class Stages:
             return True
         return False
 
-    def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> Any:
+    def _capture(
+        self,
+        entry: Entry,
+        line: Line,
+        feed: Feed,
+        placeholders: Placeholders | None,
+        snapshot: Snapshot,
+        *,
+        compiled: bool,
+    ) -> Any:
         assert line.plan is not None
-        program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
+        program, result = self._captures.take(line.plan, feed, placeholders, snapshot, compiled=compiled)
         line.program = program
         if not line.plan.tells_gradients:
             entry.any_program = program
