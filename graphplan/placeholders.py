@@ -1,9 +1,9 @@
 """What a trace hands to the step in the place of fed values that it is not expected to read.
 
 File names, numpy arrays and other host values differ from batch to batch. As part of a key they would make a new
-program of each batch; left out of it, they must not be read. So traces and captures get a :class:`Placeholder` for each:
-it may be passed on, unpacked, put into other containers and let go, and ``isinstance`` says of it what it says of the
-value. Anything else raises :class:`ReadSignal`, upon which the call is undone and run again with the values.
+program of each batch; left out of it, they must not be read. So traces and captures get a :class:`Placeholder` for
+each. It may be passed on, unpacked, put into other containers and let go, and ``isinstance`` says of it what it says of
+the value. Anything else raises :class:`ReadSignal`, upon which the call is undone and run again with the values.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -46,14 +47,13 @@ _on_read: Callable[[Any], Callable[[], Any]] = vars(Placeholder)["_on_read"].__g
 _set_kind: Callable[[Any, type], None] = vars(Placeholder)["_kind"].__set__
 _set_on_read: Callable[[Any, Callable[[], Any]], None] = vars(Placeholder)["_on_read"].__set__
 
-_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
-_SPECIAL = [
-    *(prefix + name for name in _BINARY for prefix in ("", "r", "i")),
-    *"abs neg pos invert index int float complex round trunc floor ceil bool len length_hint iter next reversed".split(),
-    *"contains getitem setitem delitem setattr delattr call hash eq ne lt le gt ge str repr format bytes".split(),
-    *"fspath enter exit aenter aexit aiter anext await dir sizeof reduce reduce_ex copy deepcopy get set".split(),
-    *"buffer torch_function".split(),
-]
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OTHERS = (
+    "abs neg pos invert index int float complex round trunc floor ceil bool len length_hint iter next reversed contains "
+    "getitem setitem delitem setattr delattr call hash eq ne lt le gt ge str repr format bytes fspath enter exit "
+    "aenter aexit aiter anext await dir sizeof reduce reduce_ex copy deepcopy get set buffer torch_function"
+)
+_SPECIAL = [*_OTHERS.split(), *(prefix + name for name in _BINARY.split() for prefix in ("", "r", "i"))]
 for _name in _SPECIAL:
     # The interpreter looks these up on the class.
     setattr(Placeholder, f"__{_name}__", lambda self, *_, **__: _on_read(self)())
@@ -66,11 +66,11 @@ def is_placeholder(value: Any) -> bool:
 
 @lru_cache(4096)
 def compares_classes(code: CodeType) -> bool:
-    """Return True if ``code`` calls ``type`` on anything but ``self``: the one question that no placeholder hears of."""
+    """Return True if ``code`` calls ``type`` on anything but ``self``: the one use that no placeholder notices."""
     if "type" not in code.co_names:
         return False
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
-    for step, argument in zip(steps, steps[1:], strict=False):
+    for step, argument in pairwise(steps):
         loaded = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
         if loaded and not (argument.opname.startswith("LOAD_FAST") and argument.argval == "self"):
             return True

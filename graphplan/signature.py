@@ -160,7 +160,8 @@ def leaf_key(leaf: Any) -> Hashable:
     kind = type(leaf)
     if callable(leaf) and not isinstance(leaf, Enum) and _is_hashable(leaf):
         # What a class says of equality is its own affair.
-        return (kind, leaf if kind.__eq__ is object.__eq__ or kind in _METHODS else _Identity(leaf))
+        own: Any = kind.__eq__
+        return (kind, leaf if own is object.__eq__ or kind in _METHODS else _Identity(leaf))
     if not isinstance(leaf, _LITERALS):
         held = _values_key(leaf, 0)
         if held is None:
@@ -179,7 +180,7 @@ def leaf_key(leaf: Any) -> Hashable:
 def _is_hashable(leaf: Any) -> bool:
     try:
         hash(leaf)
-    except Exception:
+    except Exception:  # noqa: BLE001 - of any class's own code
         return False
     return True
 
@@ -310,7 +311,7 @@ def with_new_containers(batch: Any) -> Any:
     try:
         _, leaves, structure = _take_apart((batch,), {})
         (own,), _ = Feed(leaves, structure, ()).rebuild(leaves)
-    except Exception:
+    except Exception:  # noqa: BLE001 - of any container's own code
         return batch
     return own
 

@@ -85,9 +85,7 @@ def _is_plain_record(leaf: Any) -> bool:
     return type(leaf) is partial or is_dataclass(type(leaf))
 
 
-@lru_cache(1024)
-def base_of(kind: type) -> Any:
-    """The builtin class by which an object of class ``kind`` can be made without its own code; None if by none."""
+def _find_base(kind: type) -> Any:
     closed = issubclass(kind, (Tensor, Module, Enum, type)) or hasattr(kind, "__del__")
     in_c = kind not in _BASES and not kind.__flags__ & _HEAP_TYPE
     if closed or in_c or kind in pytree.SUPPORTED_NODES:
@@ -103,9 +101,14 @@ def base_of(kind: type) -> Any:
     return base
 
 
+base_of: Callable[[Any], Any] = lru_cache(1024)(_find_base)
+"""The builtin class by which an object of a class can be made without that one's own code; None if by none."""
+
+
 def _is_batch(thing: Any) -> bool:
     """Return True if ``thing`` leads to tensors, and to no parameters or modules: it is data."""
-    left, seen, found = [thing], set(), False
+    left, found = [thing], False
+    seen: set[int] = set()
     while left and len(seen) < _MOST_OBJECTS:
         node = left.pop()
         kind = type(node)
@@ -147,10 +150,12 @@ def record_values(record: Any) -> dict[str, Any]:
     return values | getattr(record, "__dict__", {})
 
 
-@lru_cache(1024)
-def _slots(kind: type) -> dict[str, MemberDescriptorType]:
+def _find_slots(kind: type) -> dict[str, MemberDescriptorType]:
     members = [item for base in reversed(kind.__mro__) for item in vars(base).items()]
     return {name: member for name, member in members if type(member) is MemberDescriptorType and name != "__dict__"}
+
+
+_slots: Callable[[Any], dict[str, Any]] = lru_cache(1024)(_find_slots)
 
 
 def literal_values(thing: Any) -> dict[str, Any] | None:
@@ -167,7 +172,7 @@ def has_attributes(node: Any) -> bool:
 
 
 def open_records(tree: Any) -> Any:
-    """``tree`` with records as nodes, so that the tensors in them are leaves. What :func:`has_attributes` stays a leaf."""
+    """``tree`` with records as nodes, so that tensors in them are leaves. What :func:`has_attributes` stays a leaf."""
     return _opened(tree, is_record, ())
 
 

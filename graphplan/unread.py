@@ -1,8 +1,8 @@
 """Which fed values on the host are part of a step's keys: those that stay, and those that the step reads.
 
 A file name differs in every batch. Values that vary, and those that no key can hold (arrays, objects), are left out of
-the keys, and so are tensors in host memory beside others on a device. Traces are given placeholders for them. Where a trace shows that the step reads one, it is part of the
-keys from then on, or the call is refused if no key can hold it.
+the keys, and so are tensors in host memory beside others on a device. Traces are given placeholders for them. Where a
+trace shows that the step reads one, it is part of the keys from then on, or the call is refused if no key can hold it.
 
 Values in one list are one unit: with the first file name that varies, or is read, all of the list do.
 """
@@ -71,7 +71,7 @@ class UnreadValues:
             if len(self._shapes) >= _SHAPES:
                 self._shapes.clear()
             known = self._shapes[shape] = _Shape(leaves, names())
-        if known.is_plain and all([isinstance(leaf, Tensor) for leaf in leaves]):
+        if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
             return list(map(leaf_key, leaves)), frozenset()
         keys: list[Hashable] = []
         unread: list[int] = []
@@ -93,7 +93,7 @@ class UnreadValues:
         unit = shape.units[index]
         if unit in self._read:
             return named_key(index, leaf, names)
-        if unit in self._free and not isinstance(leaf, _FEW):
+        if unit in self._free and (type(leaf) is str or not isinstance(leaf, _FEW)):
             return None
         try:
             key = leaf_key(leaf)
