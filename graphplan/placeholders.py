@@ -9,6 +9,7 @@ the value. Anything else raises :class:`ReadSignal`, upon which the call is undo
 from __future__ import annotations
 
 import dis
+import sysconfig
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import pairwise
@@ -47,10 +48,11 @@ _on_read: Callable[[Any], Callable[[], Any]] = vars(Placeholder)["_on_read"].__g
 _set_kind: Callable[[Any, type], None] = vars(Placeholder)["_kind"].__set__
 _set_on_read: Callable[[Any, Callable[[], Any]], None] = vars(Placeholder)["_on_read"].__set__
 
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib"))
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 _OTHERS = (
-    "abs neg pos invert index int float complex round trunc floor ceil bool len length_hint iter next reversed contains "
-    "getitem setitem delitem setattr delattr call hash eq ne lt le gt ge str repr format bytes fspath enter exit "
+    "abs neg pos invert index int float complex round trunc floor ceil bool len length_hint iter next reversed "
+    "contains getitem setitem delitem setattr delattr call hash eq ne lt le gt ge str repr format bytes fspath enter exit "
     "aenter aexit aiter anext await dir sizeof reduce reduce_ex copy deepcopy get set buffer torch_function"
 )
 _SPECIAL = [*_OTHERS.split(), *(prefix + name for name in _BINARY.split() for prefix in ("", "r", "i"))]
@@ -66,8 +68,11 @@ def is_placeholder(value: Any) -> bool:
 
 @lru_cache(4096)
 def compares_classes(code: CodeType) -> bool:
-    """Return True if ``code`` calls ``type`` on anything but ``self``: the one use that no placeholder notices."""
-    if "type" not in code.co_names:
+    """Return True if ``code`` calls ``type`` on anything but ``self``: the one use that no placeholder notices.
+
+    Installed packages are taken to ask ``isinstance``; checks against eager steps are what is left for one that does not.
+    """
+    if "type" not in code.co_names or code.co_filename.startswith(_INSTALLED):
         return False
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
     for step, argument in pairwise(steps):

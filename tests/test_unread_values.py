@@ -328,7 +328,7 @@ class Graph:
     def __eq__(self, other: object) -> Any:
         return self.x == other
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
 
 class Slotted:
@@ -393,7 +393,7 @@ def test_a_change_of_an_object_is_refused() -> None:
 class Hostile:
     """Its own code fails."""
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         raise RuntimeError("not compared")
