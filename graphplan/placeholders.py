@@ -52,8 +52,8 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 _OTHERS = (
     "abs neg pos invert index int float complex round trunc floor ceil bool len length_hint iter next reversed "
-    "contains getitem setitem delitem setattr delattr call hash eq ne lt le gt ge str repr format bytes fspath enter exit "
-    "aenter aexit aiter anext await dir sizeof reduce reduce_ex copy deepcopy get set buffer torch_function"
+    "contains getitem setitem delitem setattr delattr call hash eq ne lt le gt ge str repr format bytes fspath enter "
+    "exit aenter aexit aiter anext await dir sizeof reduce reduce_ex copy deepcopy get set buffer torch_function"
 )
 _SPECIAL = [*_OTHERS.split(), *(prefix + name for name in _BINARY.split() for prefix in ("", "r", "i"))]
 for _name in _SPECIAL:
@@ -70,7 +70,7 @@ def is_placeholder(value: Any) -> bool:
 def compares_classes(code: CodeType) -> bool:
     """Return True if ``code`` calls ``type`` on anything but ``self``: the one use that no placeholder notices.
 
-    Installed packages are taken to ask ``isinstance``; checks against eager steps are what is left for one that does not.
+    Installed packages are taken to ask ``isinstance``: for those that do not, there are the checks against eager steps.
     """
     if "type" not in code.co_names or code.co_filename.startswith(_INSTALLED):
         return False

@@ -350,7 +350,7 @@ class Items(dict[str, Any]):
 
     @property
     def first(self) -> Tensor:
-        return self["x"]  # type: ignore[no-any-return]
+        return self["x"]
 
 
 class Rows(list[Tensor]):
@@ -381,7 +381,7 @@ def test_objects_with_tensors(name: str) -> None:
 def test_a_change_of_an_object_is_refused() -> None:
     def changing(batch: Any) -> Tensor:
         batch.y = 2 * batch.x
-        return batch.y  # type: ignore[no-any-return]
+        return batch.y
 
     rig = build(partial(rig_of, changing, lambda i, x: SimpleNamespace(x=x)))
     step = managed(rig, on_failure="eager")

@@ -105,16 +105,13 @@ def _take(arg: Any, known: tuple[type, Any, Any], leaves: list[Any]) -> bool:
     if shape is None:
         leaves.append(arg)
         return True
-    if kind is dict:
-        if tuple(arg) != shape:
-            return False
-        arg = arg.values()
-    elif len(arg) != shape:
+    if (tuple(arg) if kind is dict else len(arg)) != shape:
         return False
+    items = arg.values() if kind is dict else arg
     if parts is None:
-        leaves += arg
+        leaves += items
         return True
-    return all(map(_take, arg, parts, repeat(leaves)))
+    return all(map(_take, items, parts, repeat(leaves)))
 
 
 def _shape(arg: Any) -> tuple[type, Any, Any]:

@@ -56,7 +56,7 @@ def _names(index: int) -> list[str]:
 
 KINDS: dict[str, tuple[Callable[[int, Tensor], Any], Callable[[Any], Tensor]]] = {
     "names in a dict": (lambda i, x: {"image": x, "path": _names(i)}, lambda b: b["image"]),
-    "names in a tuple": (lambda i, x: (x, _names(i)), lambda b: [x for x, _ in [b]][0]),
+    "names in a tuple": (lambda i, x: (x, _names(i)), lambda b: next(x for x, _ in [b])),
     "an object": (lambda i, x: SimpleNamespace(image=x, path=_names(i)), lambda b: b.image),
     "all of a batch": (lambda i, x: {"image": x, "path": f"{i}"}, lambda b: dict(**b)["image"]),
 }
