@@ -5,13 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from tests.facts import assert_same
-from tests.gpu.helpers import BACKEND, DEVICE
+from tests.gpu.helpers import BACKEND, DEVICE, needs_cuda
 from tests.twins import BEFORE_REPLAY, Rig, build, drive, managed
 from tests.zoo import CALLS, float_batches
 
@@ -34,7 +33,7 @@ def _make() -> Rig:
     return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="host memory beside a device's")
+@needs_cuda
 def test_objects_with_host_tensors_that_are_not_read() -> None:
     """As batches of graphs have where their parts begin."""
     expected, found = build(_make), build(_make)
