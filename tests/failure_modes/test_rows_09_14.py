@@ -69,7 +69,7 @@ def test_row_13_python_value_changed() -> None:
 
 
 def test_row_13_python_value_that_never_repeats() -> None:
-    """A file name in each batch: where the step reads it, no signature repeats, which is said; else nothing depends on it."""
+    """A file name in each batch: one program if no step reads it, else no signature repeats, which is said."""
     calls = [(x, y, f"{index}.png") for index, (x, y) in enumerate(float_batches(120))]
     unread = managed(build(partial(changing_rig, stay, lambda model, x, y, name: loss_of(model, x, y), calls=calls)))
     for args in calls:
