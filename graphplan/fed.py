@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.containers import PLAIN_LEAVES
-from graphplan.signature import Feed, is_literal, leaf_key
-from graphplan.trees import is_record, record_values
+from graphplan.placeholders import is_placeholder
+from graphplan.signature import Feed, is_comparable, is_literal, leaf_key
+from graphplan.trees import base_of, fill_record, is_record, record_values
 
 Result = TypeVar("Result")
 Contents = dict[Any, Any]
@@ -155,25 +156,26 @@ def _containers_in(path: str, node: Any, seen: set[int]) -> Iterator[_Container]
 
 def _is_registered(node: Any) -> bool:
     """Whether only pytree knows what ``node`` holds."""
-    return not isinstance(node, (dict, list, tuple, deque)) and not is_record(node)
+    return not isinstance(node, (dict, list, tuple, deque)) and type(node) in pytree.SUPPORTED_NODES
 
 
 def _contents(node: Any) -> Contents | None:
     """What a container holds, by key, number or name; None for what is none."""
-    if type(node) in PLAIN_LEAVES or isinstance(node, Tensor):
+    if type(node) in PLAIN_LEAVES or is_placeholder(node) or isinstance(node, Tensor):
         return None
     if isinstance(node, dict):
         return dict(node)
     if isinstance(node, (list, tuple, deque)):
         return dict(enumerate(node))
-    if is_record(node):
+    if is_record(node) or is_comparable(node):
         return record_values(node)
     leaves = pytree.tree_leaves(node, is_leaf=lambda part: part is not node)
     return None if len(leaves) == 1 and leaves[0] is node else dict(enumerate(leaves))
 
 
 def _place(path: str, node: Any, key: Any) -> str:
-    return f"{path}.{key}" if is_record(node) and not isinstance(node, dict) else f"{path}[{key!r}]"
+    items = isinstance(node, (dict, list, tuple, deque)) or type(node) in pytree.SUPPORTED_NODES
+    return f"{path}[{key!r}]" if items else f"{path}.{key}"
 
 
 def _fill(node: Any, contents: Contents) -> None:
@@ -187,13 +189,11 @@ def _fill(node: Any, contents: Contents) -> None:
     elif isinstance(node, (list, deque)):
         node.clear()
         node.extend(contents.values())
-    elif is_record(node):
+    elif is_record(node) or base_of(type(node)) is not None:
         now = record_values(node)
         for name in now.keys() - contents.keys():
             object.__delattr__(node, name)
-        for name, value in contents.items():
-            if name not in now or now[name] is not value:
-                object.__setattr__(node, name, value)
+        fill_record(node, {name: value for name, value in contents.items() if now.get(name, contents) is not value})
 
 
 def _hold_same_objects(one: Contents, other: Contents) -> bool:

@@ -25,7 +25,7 @@ def has_own_operators(tensor: Tensor) -> bool:
 
 def dressed(static: Tensor, leaf: Any) -> Tensor:
     """``static``, which stands for the fed ``leaf`` while a step is recorded, with the class and attributes of that."""
-    if not isinstance(leaf, Tensor) or leaf.requires_grad:
+    if not issubclass(type(leaf), Tensor) or leaf.requires_grad:
         return static
     kind, marks = type(leaf), marks_of(leaf)
     if kind is Tensor and not marks:

@@ -9,8 +9,9 @@ Longer than most rooms: a key, and the words for each part of it in messages, ar
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
@@ -19,20 +20,48 @@ from torch.utils import _pytree as pytree
 
 from graphplan.containers import Literals, flatten_plain
 from graphplan.dtensors import is_sharded
-from graphplan.errors import DeviceError, FeedError
+from graphplan.errors import DeviceError, FeedError, RefusalError
 from graphplan.marks import PLAIN_KINDS, has_own_operators, marks_of
-from graphplan.trees import close_records, has_attributes, is_record, open_records, with_paths
+from graphplan.placeholders import is_placeholder
+from graphplan.trees import close_records, has_attributes, is_record, literal_values, open_records, with_paths
 
 Key = tuple[Hashable, ...]
 WIDEST_LOAD = 64
 """Bytes of the widest vector that any kernel loads."""
 
+_METHODS = (MethodType, BuiltinMethodType)
+"""Bound methods: each look at one makes another, and they are equal."""
+_DEEPEST = 4
+_MOST_VALUES = 64
+"""Of objects that are compared by what they hold: how deep, and how much of it."""
 _LONGEST = 120
 """Characters that a message has of a value, a geometry or a structure that changes."""
 
 _LITERALS = (
     bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,
 )  # fmt: skip
+
+
+class Unread:
+    """Marks, in a key, a value that is no part of it but for its class."""
+
+
+class _Identity:
+    """An object that is told apart by identity alone."""
+
+    __slots__ = ("_thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._thing is other._thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+    def __repr__(self) -> str:
+        return f"a {type(self._thing).__name__}"
 
 
 def alignment_unit(tensor: Tensor) -> int:
@@ -53,10 +82,11 @@ def is_dense(tensor: Tensor) -> bool:
 class Feed:
     """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``.
 
-    ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are copies of theirs.
+    ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are not theirs. ``unread`` are
+    the indices of values that the step does not read, and that the key leaves out.
     """
 
-    __slots__ = ("given", "is_moved", "key", "leaves", "structure")
+    __slots__ = ("given", "is_moved", "key", "leaves", "structure", "unread")
 
     def __init__(
         self,
@@ -66,12 +96,18 @@ class Feed:
         given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
         *,
         is_moved: bool = False,
+        unread: frozenset[int] = frozenset(),
     ) -> None:
         self.leaves = leaves
         self.structure = structure
         self.key = key
         self.given = given
         self.is_moved = is_moved
+        self.unread = unread
+
+    def replaced(self, leaves: list[Any]) -> Feed:
+        """The feed with other ``leaves`` of the same key."""
+        return Feed(leaves, self.structure, self.key, self.given, is_moved=True, unread=self.unread)
 
     def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
@@ -90,14 +126,16 @@ class Feed:
         return [name + pytree.keystr(path) for name, arg in named for path, _ in with_paths(arg)]
 
     def tensors(self) -> list[tuple[int, Tensor]]:
-        """The tensor leaves with their indices."""
-        return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        """The tensor leaves that the step may read, with their indices."""
+        if not self.unread:
+            return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return [(i, leaf) for i, leaf in enumerate(self.leaves) if i not in self.unread and isinstance(leaf, Tensor)]
 
     def alignments(self) -> tuple[int, ...]:
         """Those of the tensor leaves. They are no part of ``key``: any tensor can be copied in, but kernels choose
         their order of summation by them, so that eager's bits come from a program for the same ones only.
         """
-        return tuple([alignment(leaf) for leaf in self.leaves if isinstance(leaf, Tensor)])
+        return tuple([alignment(leaf) for _, leaf in self.tensors()])
 
 
 def leaf_key(leaf: Any) -> Hashable:
@@ -119,22 +157,59 @@ def leaf_key(leaf: Any) -> Hashable:
         if kind is Tensor and not marks and not any(bits):
             return plain
         return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
-    if not isinstance(leaf, _LITERALS) and not callable(leaf):
-        advice = (
-            "feed tensors in dicts, tuples, lists or dataclasses, or register the type with torch.utils._pytree"
-            if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
-            else "use it from the enclosing scope, and name it in owners="
-        )
-        raise FeedError(
-            f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when "
-            f"it changes: {advice}"
-        )
-    if not callable(leaf) and not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
+    kind = type(leaf)
+    if callable(leaf) and not isinstance(leaf, Enum) and _is_hashable(leaf):
+        # What a class says of equality is its own affair.
+        own: Any = kind.__eq__
+        return (kind, leaf if own is object.__eq__ or kind in _METHODS else _Identity(leaf))
+    if not isinstance(leaf, _LITERALS):
+        held = _values_key(leaf, 0)
+        if held is None:
+            raise _without_key(leaf)
+        return (kind, held)
+    if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
         raise _with_attributes(leaf)
     # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
     if isinstance(leaf, complex):
-        return (type(leaf), (leaf.real.hex(), leaf.imag.hex()))
-    return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
+        return (kind, (leaf.real.hex(), leaf.imag.hex()))
+    if isinstance(leaf, str):
+        return (kind, leaf if kind is str or isinstance(leaf, Enum) else str.__str__(leaf))
+    return (kind, leaf.hex() if isinstance(leaf, float) else leaf)
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except Exception:  # noqa: BLE001 - of any class's own code
+        return False
+    return True
+
+
+def _values_key(thing: Any, depth: int) -> Hashable:
+    """What an object that is no literal holds, if that is literals alone; None if it is not."""
+    kind = type(thing)
+    values = dict(enumerate(thing)) if kind in (list, tuple) else thing if kind is dict else literal_values(thing)
+    if values is None or depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
+        return None
+    keys: list[Hashable] = []
+    for name, value in values.items():
+        key = leaf_key(value) if is_literal(value) else _values_key(value, depth + 1)
+        if key is None:
+            return None
+        keys.append((leaf_key(name), type(value), key))
+    return tuple(keys)
+
+
+def _without_key(leaf: Any) -> FeedError:
+    advice = (
+        "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"
+        if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
+        else "use it from the enclosing scope, and name it in owners="
+    )
+    return FeedError(
+        f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when it "
+        f"changes: {advice}"
+    )
 
 
 def key_anywhere(key: Sequence[Any]) -> tuple[Any, ...]:
@@ -150,11 +225,18 @@ def _with_attributes(leaf: Any) -> FeedError:
     )
 
 
+def is_comparable(thing: Any) -> bool:
+    """Return True for an object that is no literal, and that a key compares by the literals that it holds."""
+    return not is_placeholder(thing) and not is_literal(thing) and _values_key(thing, 0) is not None
+
+
 def is_literal(value: Any) -> bool:
     """Whether a key holds all that there is to know of ``value``."""
     if type(value) is tuple:
         return all(map(is_literal, value))
-    return not isinstance(value, Tensor) and (isinstance(value, _LITERALS) or callable(value))
+    if is_placeholder(value) or isinstance(value, Tensor):
+        return False
+    return isinstance(value, _LITERALS) or (callable(value) and _is_hashable(value))
 
 
 def _mark_key(value: Any) -> Hashable:
@@ -164,13 +246,54 @@ def _mark_key(value: Any) -> Hashable:
     return leaf_key(value) if is_literal(value) else (type(value),)
 
 
-def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
-    """Flatten a call. Tensors and literals in plain containers take a path without pytree."""
+KeysOf = Callable[[Hashable, Sequence[Any], Callable[[], list[str]]], tuple[list[Hashable], frozenset[int]]]
+"""What makes the keys of a call's leaves: from what tells its structure, the leaves, and what names them; and the
+indices of those that the keys leave out.
+"""
+
+
+def keys_of_all(shape: Hashable, leaves: Sequence[Any], names: Callable[[], list[str]]) -> tuple[list[Hashable], Any]:
+    """The keys of leaves of which none may be left out."""
+    return [named_key(index, leaf, names) for index, leaf in enumerate(leaves)], frozenset()
+
+
+def named_key(index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable:
+    """The key of a leaf that is read.
+
+    Raises:
+        FeedError: with the leaf's path.
+    """
+    try:
+        return leaf_key(leaf)
+    except FeedError as error:
+        raise FeedError(f"{names()[index]}: {error}") from None
+
+
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = keys_of_all) -> Feed:
+    """Flatten a call. Tensors and literals in plain containers take a path without pytree.
+
+    Raises:
+        FeedError: for what cannot be flattened, or has no key.
+    """
     if not kwargs and all(isinstance(arg, Tensor) for arg in args):
         return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
     try:
-        sketch, leaves, structure = flatten_plain((args, dict(kwargs)))
-        return Feed(leaves, structure, (sketch, *map(leaf_key, leaves)), (args, kwargs))
+        shape, leaves, structure = _take_apart(args, kwargs)
+        keys, unread = keys_of(shape, leaves, Feed(leaves, structure, ()).names)
+    except RefusalError:
+        raise
+    except Exception as error:
+        raise FeedError(
+            f"what is fed cannot be taken apart ({type(error).__name__}: {error}); expected tensors and values in "
+            "containers whose own code does not fail: feed what they hold as arguments of their own"
+        ) from error
+    return Feed(leaves, structure, (shape, *keys), (args, kwargs), unread=unread)
+
+
+def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any], Any]:
+    """What tells the structure of a call, its leaves, and the structure to rebuild it with."""
+    try:
+        return flatten_plain((args, dict(kwargs)))
     except TypeError:
         pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
@@ -179,7 +302,18 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed:
     for leaf in leaves:
         if has_attributes(leaf):
             raise _with_attributes(leaf)
-    return Feed(leaves, structure, (structure, *map(leaf_key, leaves)), (args, kwargs))
+    hash(structure)
+    return structure, leaves, structure
+
+
+def with_new_containers(batch: Any) -> Any:
+    """``batch`` in containers of its own; itself if it cannot be taken apart."""
+    try:
+        _, leaves, structure = _take_apart((batch,), {})
+        (own,), _ = Feed(leaves, structure, ()).rebuild(leaves)
+    except Exception:  # noqa: BLE001 - of any container's own code
+        return batch
+    return own
 
 
 def check_feed(feed: Feed, device: torch.device | None) -> None:
@@ -280,6 +414,8 @@ def on_one_line(structure: pytree.TreeSpec) -> str:
 
 def _describe(key: Hashable) -> str:
     assert isinstance(key, tuple)
+    if key[0] is Unread:
+        return f"a {key[1].__name__} that is not read"
     if len(key) == 2:
         return f"the {key[0].__name__} {key[1]!r}"
     shape, stride, dtype, device, grad, *more = key

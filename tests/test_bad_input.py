@@ -335,7 +335,8 @@ def test_an_unhashable_literal() -> None:
     with pytest.raises(
         FeedError, match=r"a bytearray is fed, which is neither a tensor nor a literal.*register the type"
     ):
-        step(torch.ones(2), bytearray(b"ab"))
+        for _ in range(WARMUP + 2):
+            assert torch.equal(step(torch.ones(2), bytearray(b"ab")), torch.full((2,), 2.0))
 
 
 def test_an_error_of_the_step_itself() -> None:
@@ -375,11 +376,11 @@ def test_a_cpu_feed_that_is_no_batch() -> None:
 NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
     "a string": (
         lambda index: {"x": torch.ones(2), "path": [f"{index}.png", "end"]},
-        r"args\[0\]\['path'\]\[0\] is the str '24\.png', and was the str '23\.png'\).*leave Python values that",
+        r"args\[0\]\['path'\]\[0\] is the str '\d+\.png', and was the str '\d+\.png'\).*leave Python values that",
     ),
     "a long string": (
         lambda index: {"x": torch.ones(2), "path": f"{index}" * 100},
-        r"args\[0\]\['path'\] is the str '(24)+2?\.\.\., and was the str '(23)+2?\.\.\.\)",
+        r"args\[0\]\['path'\] is the str '\d{110,120}\.\.\., and was the str '\d{110,120}\.\.\.\)",
     ),
     "a size": (
         lambda index: {"x": torch.ones(2 + index)},
@@ -397,7 +398,7 @@ NEVER_AGAIN: dict[str, tuple[Callable[[int], Any], str]] = {
 def test_what_keeps_signatures_from_repeating_is_named(name: str) -> None:
     """The first thing that differs between the last two calls."""
     make, pattern = NEVER_AGAIN[name]
-    step = graph_step(lambda batch: batch["x"] * 2)
+    step = graph_step(lambda batch: batch["x"] * (2 + (str(batch.get("path")) == "")))
     with pytest.raises(NotCapturedError, match=pattern):
         for index in range(40):
             step(make(index))

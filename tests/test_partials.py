@@ -46,6 +46,11 @@ def test_a_partial_whose_keywords_change() -> None:
 
 
 def test_a_partial_that_holds_what_cannot_be_fed() -> None:
-    step = managed(build(lambda: rig_of(print, [])))
-    with pytest.raises(FeedError, match="a object is fed, which is neither a tensor nor a literal"):
-        step(partial(_multiplied, by=object()))
+    def apply(model: nn.Module, x: Tensor, function: Any) -> Tensor:
+        return (model(x) * len(function.keywords["by"])).square().mean()
+
+    rig = build(lambda: rig_of(apply, [(x, partial(_multiplied, by={1, 2})) for x, _ in float_batches(6)]))
+    step = managed(rig)
+    with pytest.raises(FeedError, match=r"args\[1\]\.keywords\['by'\]: a set is fed, which is neither"):
+        for args in rig.calls:
+            step(*args)

@@ -72,9 +72,9 @@ def long_ways(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     original = graphed.flatten
 
-    def noting(args: Any, kwargs: Any) -> Any:
+    def noting(args: Any, *others: Any) -> Any:
         seen.append(args)
-        return original(args, kwargs)
+        return original(args, *others)
 
     monkeypatch.setattr(graphed, "flatten", noting)
     return seen

@@ -28,11 +28,11 @@ from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
 from graphplan.containers import Literals
-from graphplan.errors import FeedError, HostScalarError, RefusalError
+from graphplan.errors import HostScalarError, RefusalError
 from graphplan.fed import Fed
 from graphplan.owners import Via
 from graphplan.plan import Plan
-from graphplan.signature import flatten
+from graphplan.signature import with_new_containers
 from graphplan.stats import Stats
 from graphplan.step import Backends, CompiledModules, GraphedStep, Options, find_peers
 from graphplan.tracer import find_source, is_traced, refuse_trace
@@ -233,7 +233,8 @@ class Seam(ABC):
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
         assert self._context is not None
         kwargs = OrderedDict(self._context[2])
-        kwargs["batch"] = own = _with_new_containers(batch)
+        # Replays would leave the loop's own containers alone, so that eager steps do.
+        kwargs["batch"] = own = with_new_containers(batch)
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
         fed = Fed((own,), {}).watch() if is_traced() else None
@@ -250,17 +251,6 @@ class Seam(ABC):
 
     def _watched(self, batch_idx: int) -> int:
         return WatchedIndex(batch_idx, _refuse_index) if self._watches_index else batch_idx
-
-
-def _with_new_containers(batch: Any) -> Any:
-    """``batch`` as each step gets it: replays would leave the loop's own containers alone, so that eager steps do."""
-    try:
-        feed = flatten((batch,), {})
-    except FeedError:
-        # It is run eagerly throughout.
-        return batch
-    (own,), _ = feed.rebuild(feed.leaves)
-    return own
 
 
 def optimizers_of(trainer: Trainer) -> dict[str, Any]:

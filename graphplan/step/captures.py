@@ -20,6 +20,7 @@ from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.runner import Runner
+from graphplan.unread import Placeholders
 
 
 class Captures:
@@ -33,9 +34,14 @@ class Captures:
         self._stats = runner.stats
         self._programs: WeakSet[Program] = WeakSet()
 
-    def take(self, plan: Plan, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> tuple[Program, Any]:
-        """A program, and the results of the call with ``feed`` that is captured. ``snapshot`` is from before it;
-        ``compiled``: whether the step runs compiled modules.
+    def take(
+        self, plan: Plan, feed: Feed, placeholders: Placeholders | None, snapshot: Snapshot, *, compiled: bool
+    ) -> tuple[Program, Any]:
+        """A program, and the results of the call with ``feed`` that is captured, which holds ``placeholders``.
+        ``snapshot`` is from before it; ``compiled``: whether the step runs compiled modules.
+
+        Raises:
+            ReadSignal: if the step used a placeholder.
         """
         backend = self._runner.backend
         assert backend is not None
@@ -50,6 +56,12 @@ class Captures:
             recorded = uncompiled() if backend.executes and compiled else nullcontext()
             with self._managed.rates, recorded:
                 program = self._record(plan, feed, backend)
+            try:
+                if placeholders is not None:
+                    placeholders.check()
+            except BaseException:
+                program.close()
+                raise
             if self._options.debug_eager and not backend.executes:
                 # What the step's Python did while it was captured is undone, since it does it again.
                 snapshot.restore()

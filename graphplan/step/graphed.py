@@ -48,6 +48,7 @@ from graphplan.step.told import Told
 from graphplan.step.turn import Exclusive, running_step, runs_within_step
 from graphplan.surroundings import changing_mode, surroundings
 from graphplan.unchanged import Modes
+from graphplan.unread import UnreadValues
 
 
 class GraphedStep(Exclusive, Told):
@@ -88,9 +89,10 @@ class GraphedStep(Exclusive, Told):
         modes = Modes()
         self._programs: Programs = Programs(options, self.stats)
         self._room = Room(options, self._programs, peers)
+        self._unread = UnreadValues()
         self._stages = Stages(
             self._runner, self._managed, options,
-            buffers=self._buffers, refusals=self._refusals, peers=peers, room=self._room,
+            buffers=self._buffers, refusals=self._refusals, peers=peers, room=self._room, unread=self._unread,
         )  # fmt: skip
         self._replays = Replays(self._runner, options, peers)
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
@@ -151,7 +153,7 @@ class GraphedStep(Exclusive, Told):
             return self._runner.untouched(args, kwargs)
         settle_companions()
         try:
-            feed = flatten(args, kwargs)
+            feed = flatten(args, kwargs, self._unread.keys)
         except FeedError as error:
             self._refusals.refuse(error)
             return self._runner.plain(Fed(args, kwargs), error)

@@ -6,7 +6,6 @@ from operator import is_not
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from graphplan.collector import no_collections
 from graphplan.program import Program
@@ -88,10 +87,10 @@ class Lookup:
         home = self._feed_device
         if home is None:
             return feed
-        leaves = [leaf.to(home, non_blocking=True) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
-        if not any(map(is_not, leaves, feed.leaves)):
-            return feed
-        return Feed(leaves, feed.structure, feed.key, feed.given, is_moved=True)
+        leaves = list(feed.leaves)
+        for index, leaf in feed.tensors():
+            leaves[index] = leaf.to(home, non_blocking=True)
+        return feed.replaced(leaves) if any(map(is_not, leaves, feed.leaves)) else feed
 
     def _follow(self, program: Program, entry: Entry) -> bool:
         """Let the program follow what moved; one that cannot is dropped."""

@@ -7,6 +7,7 @@ with a few comparisons. Each of them is exact in one direction: where one fails,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from operator import is_not
 from typing import Any
 
@@ -29,7 +30,7 @@ _SHAPES = 256
 
 
 class Call:
-    """One kind of call: positional arguments, each a tensor, a literal, or a tuple, list or dict of those.
+    """One kind of call: positional arguments, each a tensor, a literal, or tuples, lists and dicts of those.
 
     Attributes:
         entry, program: what the long way found for it.
@@ -52,8 +53,8 @@ class Call:
         self.program = program
         self.checks = checks
         self.variant = variant
-        self._shapes = [(type(arg), _shape(arg)) for arg in args]
-        self._is_flat = all(shape is None for _, shape in self._shapes)
+        self._shapes = list(map(_shape, args))
+        self._is_flat = all(shape is None for _, shape, _ in self._shapes)
         self._kinds = list(map(type, feed.leaves))
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
@@ -62,7 +63,11 @@ class Call:
         # Where tensors are moved to the step's device, that gives them new alignments.
         self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
-        others = [(index, leaf) for index, leaf in enumerate(feed.leaves) if not isinstance(leaf, Tensor)]
+        others = [
+            (index, leaf)
+            for index, leaf in enumerate(feed.leaves)
+            if index not in feed.unread and not isinstance(leaf, Tensor)
+        ]
         self._adopted = list(program.adopted_inputs.items())
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
@@ -89,27 +94,35 @@ class Call:
         """Add the leaves of ``args`` to ``leaves``; whether the containers are of this kind."""
         if len(args) != len(self._shapes):
             return False
-        for arg, (kind, shape) in zip(args, self._shapes, strict=True):
-            if type(arg) is not kind:
-                return False
-            if shape is None:
-                leaves.append(arg)
-            elif kind is dict:
-                if tuple(arg) != shape:
-                    return False
-                leaves += arg.values()
-            else:
-                if len(arg) != shape:
-                    return False
-                leaves += arg
+        return all(map(_take, args, self._shapes, repeat(leaves)))
+
+
+def _take(arg: Any, known: tuple[type, Any, Any], leaves: list[Any]) -> bool:
+    """Add the leaves of ``arg`` to ``leaves``; whether it has the shape that is ``known``."""
+    kind, shape, parts = known
+    if type(arg) is not kind:
+        return False
+    if shape is None:
+        leaves.append(arg)
         return True
+    if (tuple(arg) if kind is dict else len(arg)) != shape:
+        return False
+    items = arg.values() if kind is dict else arg
+    if parts is None:
+        leaves += items
+        return True
+    return all(map(_take, items, parts, repeat(leaves)))
 
 
-def _shape(arg: Any) -> Any:
-    """The keys of a dictionary, the length of another container, None for a leaf."""
-    if type(arg) is dict:
-        return tuple(arg)
-    return len(arg) if type(arg) in (list, tuple) else None
+def _shape(arg: Any) -> tuple[type, Any, Any]:
+    """The class of an argument; the keys of a dictionary, the length of another container, None for a leaf; the shapes
+    of what a container holds, None if that is leaves alone.
+    """
+    kind = type(arg)
+    if kind not in (dict, list, tuple):
+        return kind, None, None
+    parts = [_shape(item) for item in (arg.values() if kind is dict else arg)]
+    return kind, tuple(arg) if kind is dict else len(arg), parts if any(part[1] is not None for part in parts) else None
 
 
 def _shapes(args: Sequence[Any]) -> Any:
@@ -164,7 +177,8 @@ class ShortWay:
         """Take the short way for calls like this one, unless there is something about it that only the long way sees:
         arguments that are not plain, tensors that the step writes to, or that gradients flow to.
         """
-        plain = PLAIN_LEAVES.issuperset(map(type, feed.leaves)) and not entry.wants_grad
+        read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
+        plain = PLAIN_LEAVES.issuperset(map(type, read)) and not entry.wants_grad
         plain = plain and not any(marks_of(leaf) for _, leaf in feed.tensors())
         if not plain:
             return

@@ -22,6 +22,7 @@ from graphplan.errors import HostEffectError, LearningRateError, RefusalError, S
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
+from graphplan.placeholders import ReadSignal, compares_classes
 from graphplan.program import MEMORY_IS_FED, outdated
 from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.captures import Captures
@@ -36,6 +37,7 @@ from graphplan.step.room import Room
 from graphplan.step.runner import Runner
 from graphplan.tracer import Trace, trace
 from graphplan.trees import flatten_result
+from graphplan.unread import Placeholders, UnreadValues, with_placeholders
 
 Walked = TypeVar("Walked")
 _NO_ACCIDENT = 2
@@ -59,8 +61,10 @@ class Stages:
         refusals: Refusals,
         peers: Peers | None,
         room: Room,
+        unread: UnreadValues,
     ) -> None:
         self._peers = peers
+        self._unread = unread
         self._room = room
         self._runner = runner
         self._managed = managed
@@ -132,6 +136,12 @@ class Stages:
         try:
             refuse_graphs_within(walk, self._runner.fn, self._runner.device)
             return self._attempt(entry, line, feed, walk)
+        except ReadSignal as signal:
+            self._unread.mark(feed, signal.indices)
+            # Later calls have keys with more in them.
+            entry.drop()
+            entry.warm = entry.eager_calls = 0
+            return self._runner.eager(feed, SkipReason.SHAPE)
         except RefusalError as error:
             refusal = error
         self._refusals.refuse(refusal)
@@ -151,15 +161,23 @@ class Stages:
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
             snapshot = Snapshot(walk, extra=extra, generators=generators, device=self._room.for_copies(walk, backend))
             compiled = self._managed.runs_compiled(walk)
-            fed = Fed.of(feed).watch()
+            hidden, placeholders = with_placeholders(feed)
+            fed = Fed.of(hidden).watch()
             undo.callback(snapshot.restore)
             undo.callback(fed.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
             undo.callback(torch.clear_autocast_cache)
             if line.plan is None or self._is_outdated(line, walk):
-                result = self._trace(entry, line, feed, fed, undo, snapshot, rehearses=compiled)
+                with placeholders or nullcontext():
+                    result = self._trace(entry, line, feed, fed, undo, snapshot, rehearses=compiled)
+                entry.eager_calls += 1
+                self._stats.traced += 1
+                self._stats.end_call("traced")
             else:
-                result = self._capture(entry, line, feed, snapshot, compiled=compiled)
+                if compiled:
+                    # Compiled code is made for the classes of what it is called with.
+                    hidden, placeholders = feed, None
+                result = self._capture(entry, line, hidden, placeholders, snapshot, compiled=compiled)
             undo.pop_all()
             return result
 
@@ -186,12 +204,14 @@ class Stages:
             return trace(fn, feed, fed, owners=owners, device=device, record=facts, rates=rates, drawn=drawn)
 
         with self._stats.timed("trace"):
-            result, walk = self._run_traced(entry, line, body, undo, rehearses=rehearses)
+            result, walk = self._run_traced(entry, line, feed, body, undo, rehearses=rehearses)
+            if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
+                raise ReadSignal(feed.unread)
             rehearsal = Rehearsal(self._managed.walk, result, self._options.allow) if rehearses else None
             if rehearsal is not None:
                 rehearsal.undo(facts, snapshot)
                 fed.restore()
-                result = self._runner.run(lambda: self._runner.call(fed))
+                result = self._runner.run(lambda: self._runner.call(Fed.of(feed)))
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
                     rehearsal.check(result)
@@ -205,20 +225,25 @@ class Stages:
                 self._refusals.refuse(error)
                 entry.refusal = error
                 self._stats.skip(error.reason, str(error))
-        entry.eager_calls += 1
-        self._stats.traced += 1
-        self._stats.end_call("traced")
         return result
 
     def _run_traced(
-        self, entry: Entry, line: Line, body: Callable[[], tuple[Any, Walk]], undo: ExitStack, *, rehearses: bool
+        self,
+        entry: Entry,
+        line: Line,
+        feed: Feed,
+        body: Callable[[], tuple[Any, Walk]],
+        undo: ExitStack,
+        *,
+        rehearses: bool,
     ) -> tuple[Any, Walk]:
         """Run a trace. It is a real step: an error of the step's own leaves what it leaves in an eager one."""
         try:
             with uncompiled() if rehearses else nullcontext():
                 return self._run(lambda: self._managed.discover(body), traced=True)
         except BaseException as error:
-            if not rehearses and not isinstance(error, RefusalError) and not is_out_of_memory(error):
+            own = not rehearses and not feed.unread and not isinstance(error, (RefusalError, ReadSignal))
+            if own and not is_out_of_memory(error):
                 undo.pop_all()
                 # What it left half done, the next step makes good or trips over: traces come after that.
                 line.traces = []
@@ -300,9 +325,18 @@ class Stages:
             return True
         return False
 
-    def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> Any:
+    def _capture(
+        self,
+        entry: Entry,
+        line: Line,
+        feed: Feed,
+        placeholders: Placeholders | None,
+        snapshot: Snapshot,
+        *,
+        compiled: bool,
+    ) -> Any:
         assert line.plan is not None
-        program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
+        program, result = self._captures.take(line.plan, feed, placeholders, snapshot, compiled=compiled)
         line.program = program
         if not line.plan.tells_gradients:
             entry.any_program = program

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphplan import NotCapturedError, UnownedTensorError
 from tests.failure_modes.naive import WHEN, Normless, assert_handled, changing_rig, loss_of, naive, stay
-from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, build, drive, managed
+from tests.twins import BEFORE_REPLAY, SECOND_TRACE, Rig, assert_equals_eager, assert_refused, build, drive, managed
 from tests.zoo import Hidden, Memory, float_batches
 
 
@@ -69,9 +69,13 @@ def test_row_13_python_value_changed() -> None:
 
 
 def test_row_13_python_value_that_never_repeats() -> None:
-    """A file name in each batch: no signature ever repeats, which has to be said instead of running eagerly."""
+    """A file name in each batch: one program if no step reads it, else no signature repeats, which is said."""
     calls = [(x, y, f"{index}.png") for index, (x, y) in enumerate(float_batches(120))]
-    rig = build(partial(changing_rig, stay, lambda model, x, y, name: loss_of(model, x, y), calls=calls))
+    unread = managed(build(partial(changing_rig, stay, lambda model, x, y, name: loss_of(model, x, y), calls=calls)))
+    for args in calls:
+        unread(*args)
+    assert (unread.stats.captured, unread.stats.replayed) == (1, 120 - BEFORE_REPLAY - 1)
+    rig = build(partial(changing_rig, stay, lambda model, x, y, name: loss_of(model, x, y) * len(name), calls=calls))
     with pytest.raises(NotCapturedError, match="Python values"):
         drive(rig, managed(rig))
 
