@@ -97,9 +97,10 @@ class Call:
         return all(map(_take, args, self._shapes, repeat(leaves)))
 
 
-def _take(arg: Any, known: tuple[type, Any, Any], leaves: list[Any]) -> bool:
+def _take(arg: Any, known: tuple[Any, Any, Any], leaves: list[Any]) -> bool:
     """Add the leaves of ``arg`` to ``leaves``; whether it has the shape that is ``known``."""
     kind, shape, parts = known
+    items: Any
     if type(arg) is not kind:
         return False
     if shape is None:
@@ -114,11 +115,11 @@ def _take(arg: Any, known: tuple[type, Any, Any], leaves: list[Any]) -> bool:
     return all(map(_take, items, parts, repeat(leaves)))
 
 
-def _shape(arg: Any) -> tuple[type, Any, Any]:
+def _shape(arg: Any) -> tuple[Any, Any, Any]:
     """The class of an argument; the keys of a dictionary, the length of another container, None for a leaf; the shapes
     of what a container holds, None if that is leaves alone.
     """
-    kind = type(arg)
+    kind: Any = type(arg)
     if kind not in (dict, list, tuple):
         return kind, None, None
     parts = [_shape(item) for item in (arg.values() if kind is dict else arg)]
