@@ -270,9 +270,10 @@ class GraphedStep(Exclusive, Told):
                     program.leave()
                 self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
+        known = len(self._managed.owners)
         result = self._stages.warm_up(entry, feed)
         self._programs.count_attempt()
-        if entry.warm <= 1 or entry.eager_calls <= 1:
+        if entry.warm <= 1 or entry.eager_calls <= 1 or len(self._managed.owners) > known:
             self._lookup.keep(feed, entry)
         return result
 

@@ -17,7 +17,7 @@ from graphplan.errors import OptimizerError
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
-from graphplan.owners import Discovery, Library, Namespace, Reached, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import Discovery, GroupCounts, Library, Namespace, Reached, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
@@ -200,10 +200,20 @@ class Managed:
             return
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
-        self._fingerprint = Fingerprint(walk, self.rates.shadowed)
+        self._fingerprint = Fingerprint(walk, self.rates.shadowed | self._counts(walk))
         for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
             self._notices.register(name, owner)
         self._parameters = [param for _, param in walk.parameters.values()]
+
+    def _counts(self, walk: Walk) -> set[tuple[int, str]]:
+        """The entries of parameter groups that their optimizers count with, which become owners of their own."""
+        paths = {id(optimizer): path for path, optimizer in walk.optimizers.items()}
+        for optimizer, index, key in self.rates.counted:
+            if id(optimizer) in paths:
+                name = f"{paths[id(optimizer)]}.param_groups[{index}]"
+                self.owners.setdefault(name, GroupCounts(optimizer, index)).keys_counted.add(key)
+        counts = [owner for owner in self.owners.values() if isinstance(owner, GroupCounts)]
+        return {(id(owner.group), key) for owner in counts for key in owner.keys_counted}
 
     def look_again(self) -> None:
         """:meth:`refresh`, once the first step has made the owners known."""
