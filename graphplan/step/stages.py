@@ -9,7 +9,7 @@ Longer than most rooms: the stages share what has to be undone where one of them
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -191,7 +191,7 @@ class Stages:
                 result = self._runner.run(lambda: self._runner.call(fed))
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
-                    rehearsal.check(result)
+                    rehearsal.check(result, fn)
                 self._take(entry, line, feed, facts, walk if rehearsal is None else self._managed.walk())
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
@@ -212,7 +212,7 @@ class Stages:
     ) -> tuple[Any, Walk]:
         """Run a trace. It is a real step: an error of the step's own leaves what it leaves in an eager one."""
         try:
-            with uncompiled() if rehearses else nullcontext():
+            with uncompiled():
                 return self._run(lambda: self._managed.discover(body), traced=True)
         except BaseException as error:
             if not rehearses and not isinstance(error, RefusalError) and not is_out_of_memory(error):
