@@ -31,7 +31,7 @@ def bits(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
+    return tensor if tensor.is_quantized else tensor.view(_BITS[tensor.element_size()])
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.errors import CaptureError
+from graphplan.marks import PLAIN_KINDS, has_own_operators
 from graphplan.owners.copying import Unequal, copy_all, write_all
-from graphplan.owners.records import Container, Walk, is_freed
+from graphplan.owners.records import Container, Walk, is_freed, is_optimizer_state
 from graphplan.owners.sharding import Sharding
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
@@ -51,8 +53,9 @@ class Snapshot:
             # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
             # An expanded tensor cannot be written to, by the step no more than by us.
-            all_of = {id(t): t for t in [*slots, *extra] if t.layout is torch.strided and 0 not in t.stride()}
+            all_of = {id(t): t for t in [*slots, *extra] if _is_copied(t)}
             live = list(all_of.values())
+            _check_copies(walk, live)
             with _as_memory():
                 copies = copy_all(live, device)
             self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
@@ -91,6 +94,32 @@ class Snapshot:
         changed = [on_host[index] for index in unequal.places()]
         changed += [pair for pair in pairs if pair[0].device.type != "cpu"]
         write_all([live for live, _ in changed], [copy for _, copy in changed])
+
+
+def _is_copied(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and 0 not in tensor.stride() and not is_freed(tensor)
+
+
+def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors whose class does not let them be copied.
+
+    Raises:
+        CaptureError: naming the first of them.
+    """
+    for tensor in tensors:
+        if type(tensor) in PLAIN_KINDS or not has_own_operators(tensor):
+            continue
+        try:
+            with _as_memory():
+                tensor.detach().clone()
+        except Exception as error:  # noqa: BLE001 - whatever its class raises
+            path = next((path for path, slot in walk.slots.items() if slot.get() is tensor), "an argument")
+            raise CaptureError(
+                f"{path} is of type {type(tensor).__name__}, which cannot be copied ({str(error)[:200]}): a step that "
+                "is traced or captured has to be undone where that ends early. Leave what uses it out of the step (an "
+                "optimizer that keeps such state steps outside; in a Trainer that is done for you)",
+                component="optimizer" if is_optimizer_state(path) else "step",
+            ) from error
 
 
 def _shallow(container: Container, without: Sequence[str]) -> Any:
