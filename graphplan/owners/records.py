@@ -99,6 +99,9 @@ class Scalar:
 
     def get(self) -> Any:
         """The value now."""
+        if self.container is None:
+            # A gradient, which lies in no container.
+            return getattr(self.owner, self.attribute)
         return present(self.container)[self.key]
 
 

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.errors import OptimizerError
+from graphplan.errors import OptimizerError, RefusalError
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import Discovery, GroupCounts, Library, Namespace, Reached, Sharding, Walk, free_name, name_owners, walk_owners
 from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
+from graphplan.step.faults import refusal_of
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
 
@@ -58,7 +59,7 @@ class Managed:
         self._scaled_steps = ScaledSteps(scalers)
         self.rates = LearningRates(self._scaled_steps)
         self.changes: list[str] = []
-        self.refusal: OptimizerError | None = None
+        self.refusal: RefusalError | None = None
         self.is_settled = False
         """Whether the code that was looked at last used no new name, and nothing that was met for the first time."""
         self._managed: set[int] = set()
@@ -81,8 +82,17 @@ class Managed:
                 self.manage(owner)
 
     def walk(self) -> Walk:
-        """Walk the owners."""
-        return walk_owners(self.owners)
+        """Walk the owners.
+
+        Raises:
+            CaptureError: if one of them cannot be read.
+        """
+        try:
+            return walk_owners(self.owners)
+        except RefusalError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a class of the user's raises
+            raise refusal_of(error, "while the owners were read") from error
 
     def runs_compiled(self, walk: Walk) -> bool:
         """Whether the step runs code that ``torch.compile`` compiled, as ``walk`` has just found."""
@@ -138,12 +148,17 @@ class Managed:
         profile = Profile()
         with nullcontext() if is_settled else profile, Discovery(self.manage) as discovery:
             result = call()
-        walk = self._take_owners(discovery, self.walk())
-        if is_settled:
-            return result, walk
-        profile.ran.leave_out(fed)
-        are_named = _NAMES in self.owners
-        has_grown = self.take_names(profile.ran, walk)
+        try:
+            walk = self._take_owners(discovery, self.walk())
+            if is_settled:
+                return result, walk
+            profile.ran.leave_out(fed)
+            are_named = _NAMES in self.owners
+            has_grown = self.take_names(profile.ran, walk)
+        except RefusalError as error:
+            # The step is done; the next call is told.
+            self.refusal = error
+            return result, None
         return result, walk if are_named and not has_grown else None
 
     def take_names(self, ran: Ran, walk: Walk) -> bool:
@@ -194,6 +209,8 @@ class Managed:
         """Look at the owners anew: after a warm-up step, or when containers were replaced. ``walk`` has just been over
         them, if given.
         """
+        if self.refusal is not None:
+            return
         walk = self.walk() if walk is None else walk
         if any(map(self._refuses, walk.optimizers.values())):
             # One that torch did not call may only turn up here, and take no hooks.
@@ -223,7 +240,11 @@ class Managed:
     def settle(self) -> None:
         """Have modules that FSDP2 shards come to rest: a step begins and ends there."""
         if self._sharding is None:
-            self._sharding = Sharding(self.walk().modules)
+            try:
+                self._sharding = Sharding(self.walk().modules)
+            except RefusalError as error:
+                self.refusal = error
+                self._sharding = Sharding([])
         self._sharding.settle()
 
     def fingerprint(self) -> int:

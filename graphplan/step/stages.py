@@ -18,7 +18,7 @@ import torch
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, changed_between, check_threads, is_reordered
-from graphplan.errors import HostEffectError, LearningRateError, RefusalError, SkipReason
+from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
@@ -27,6 +27,7 @@ from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.captures import Captures
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
+from graphplan.step.faults import is_steps_own, refusal_of
 from graphplan.step.managed import Managed
 from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
@@ -197,7 +198,11 @@ class Stages:
                     self._peers.meet(f"trace {self._stats.traced}")
             except LearningRateError:
                 raise
-            except RefusalError as error:
+            except Exception as failure:  # noqa: BLE001 - whatever a class of the user's raises
+                if isinstance(failure, GraphPlanError) and not isinstance(failure, RefusalError):
+                    raise
+                is_refusal = isinstance(failure, RefusalError)
+                error = failure if is_refusal else refusal_of(failure, "while two traces were compared")
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refusals.refuse(error)
                 entry.refusal = error
@@ -215,7 +220,11 @@ class Stages:
             with uncompiled():
                 return self._run(lambda: self._managed.discover(body), traced=True)
         except BaseException as error:
-            if not rehearses and not isinstance(error, RefusalError) and not is_out_of_memory(error):
+            if isinstance(error, GraphPlanError) or is_out_of_memory(error):
+                raise
+            if isinstance(error, Exception) and not is_steps_own(error, self._runner.fn):
+                raise refusal_of(error, "while the step was traced") from error
+            if not rehearses:
                 undo.pop_all()
                 # What it left half done, the next step makes good or trips over: traces come after that.
                 line.traces = []
@@ -297,7 +306,13 @@ class Stages:
 
     def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> Any:
         assert line.plan is not None
-        program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
+        try:
+            program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
+        except Exception as error:
+            is_ours = isinstance(error, GraphPlanError) or is_out_of_memory(error)
+            if is_ours or is_steps_own(error, self._runner.fn):
+                raise
+            raise refusal_of(error, "while the step was captured") from error
         line.program = program
         if not line.plan.tells_gradients:
             entry.any_program = program
