@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphplan.compiler import is_allowed
 from graphplan.errors import CaptureError
-from graphplan.owners import Snapshot, Walk, copy_all
+from graphplan.owners import Numbers, Snapshot, Walk, copy_all
 from graphplan.tracer import Trace
 from graphplan.trees import flatten_result
 from graphplan.verify.compare import differing
@@ -41,7 +41,9 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
     named = [getattr(fn, "__globals__", {}).get(name) for name in code.co_names] if code is not None else []
     named += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != CellType()]
     yield from (optimizer for optimizer in walk.optimizers.values() if _compiles_itself(optimizer))
-    for value in [*walk.modules, *(scalar.get() for scalar in walk.scalars.values()), fn, *named]:
+    # What a class shows may be computed, by code that raises.
+    held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, Numbers))
+    for value in [*walk.modules, *held, fn, *named]:
         if _is_compiled_module(value) if isinstance(value, nn.Module) else _is_compiled_function(value):
             yield value
 

@@ -143,7 +143,11 @@ class Managed:
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
         """
-        if self.runs_compiled(self.walk()):
+        try:
+            if self.runs_compiled(self.walk()):
+                return call(), None
+        except RefusalError as error:
+            self.refusal = error
             return call(), None
         profile = Profile()
         with nullcontext() if is_settled else profile, Discovery(self.manage) as discovery:
@@ -211,7 +215,11 @@ class Managed:
         """
         if self.refusal is not None:
             return
-        walk = self.walk() if walk is None else walk
+        try:
+            walk = self.walk() if walk is None else walk
+        except RefusalError as error:
+            self.refusal = error
+            return
         if any(map(self._refuses, walk.optimizers.values())):
             # One that torch did not call may only turn up here, and take no hooks.
             return

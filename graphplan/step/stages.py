@@ -114,7 +114,10 @@ class Stages:
     def advance(self, entry: Entry, feed: Feed) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
         line = entry.lines.setdefault(self._managed.grad_presence(), Line())
-        walk = self._managed.walk()
+        try:
+            walk = self._managed.walk()
+        except RefusalError as error:
+            return self._go_eager(entry, feed, error)
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
@@ -134,6 +137,15 @@ class Stages:
             return self._attempt(entry, line, feed, walk)
         except RefusalError as error:
             refusal = error
+        except Exception as error:
+            told = isinstance(error, GraphPlanError) or is_out_of_memory(error)
+            if told or is_steps_own(error, self._runner.fn):
+                raise
+            refusal = refusal_of(error, "while the step was traced or captured")
+        return self._go_eager(entry, feed, refusal)
+
+    def _go_eager(self, entry: Entry, feed: Feed, refusal: RefusalError) -> Any:
+        """Raise, or run eagerly, and calls like this one from now on."""
         self._refusals.refuse(refusal)
         entry.refusal = refusal
         return self._runner.refused(feed, refusal)
@@ -306,13 +318,7 @@ class Stages:
 
     def _capture(self, entry: Entry, line: Line, feed: Feed, snapshot: Snapshot, *, compiled: bool) -> Any:
         assert line.plan is not None
-        try:
-            program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
-        except Exception as error:
-            is_ours = isinstance(error, GraphPlanError) or is_out_of_memory(error)
-            if is_ours or is_steps_own(error, self._runner.fn):
-                raise
-            raise refusal_of(error, "while the step was captured") from error
+        program, result = self._captures.take(line.plan, feed, snapshot, compiled=compiled)
         line.program = program
         if not line.plan.tells_gradients:
             entry.any_program = program
