@@ -70,12 +70,12 @@ PLACES: dict[str, Callable[[nn.Module, Tensor], None]] = {
 }
 
 
-def _train(place: Callable[[nn.Module], object], *, graphed: bool) -> tuple[list[Tensor], int]:
+def _train(place: Callable[[nn.Module], object], *, graphed: bool) -> tuple[dict[str, Tensor], int]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    trained = list(model.parameters())
+    trained = dict(model.named_parameters())
     place(model)
-    optimizer = torch.optim.AdamW(trained, fused=True)
+    optimizer = torch.optim.AdamW(trained.values(), fused=True)
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -128,7 +128,7 @@ def test_a_tensor_that_cannot_be_copied_is_refused() -> None:
 def test_gradients_by_a_function_of_that_name() -> None:
     """``torch.autograd.grad`` names what lies in no container: the gradients of another model."""
 
-    def train(*, graphed: bool) -> tuple[list[Tensor], int]:
+    def train(*, graphed: bool) -> tuple[dict[str, Tensor], int]:
         torch.manual_seed(0)
         model, frozen = nn.Linear(4, 4), nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -146,7 +146,7 @@ def test_gradients_by_a_function_of_that_name() -> None:
         run = graph_step(step, owners=owners, min_speedup=0) if graphed else step
         for _ in range(12):
             run(torch.randn(2, 4))
-        return list(model.parameters()), run.stats.replayed if graphed else 0
+        return dict(model.named_parameters()), run.stats.replayed if graphed else 0
 
     expected, _ = train(graphed=False)
     found, replayed = train(graphed=True)

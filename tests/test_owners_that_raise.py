@@ -110,7 +110,11 @@ def _run(thing: Any, *, graphed: bool, **options: Any) -> tuple[dict[str, Tensor
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
-        loss = model(x).square().mean()
+        try:
+            scale = model.scale
+        except AttributeError:
+            scale = 1
+        loss = model(x).square().mean() * scale
         loss.backward()
         optimizer.step()
         return loss
