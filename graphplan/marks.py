@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 PLAIN_KINDS = frozenset({Tensor, Parameter})
 """Classes of tensors whose operators are torch's own."""
@@ -21,7 +21,7 @@ def has_memory(tensor: Tensor) -> bool:
     """
     if type(tensor) not in PLAIN_KINDS:
         fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
-        if isinstance(tensor, UninitializedTensorMixin) or isinstance(tensor, fake):
+        if is_lazy(tensor) or isinstance(tensor, fake):
             return False
     return not (tensor.is_meta or tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from graphplan.dtensors import is_sharded
@@ -73,7 +73,7 @@ GEOMETRY = ("shape", "stride()", "dtype", "requires_grad")
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     """The facts that :data:`GEOMETRY` names; of a lazy module's parameter that has no shape yet, those that it has."""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         return (None, None, tensor.dtype, tensor.requires_grad)
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ PLACES: dict[str, Callable[[nn.Module, Tensor], None]] = {
 }
 
 
-def _train(place: Callable[[nn.Module], object], *, graphed: bool) -> tuple[dict[str, Tensor], int]:
+def _train(place: Callable[[nn.Module], object], *, graphed: bool) -> tuple[dict[str, Any], int]:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     trained = dict(model.named_parameters())
@@ -85,7 +86,7 @@ def _train(place: Callable[[nn.Module], object], *, graphed: bool) -> tuple[dict
         return loss
 
     owners = {"model": model, "optimizer": optimizer}
-    run = graph_step(step, owners=owners, min_speedup=0) if graphed else step
+    run: Any = graph_step(step, owners=owners, min_speedup=0) if graphed else step
     for _ in range(12):
         run(torch.randn(2, 4))
     return trained, run.stats.replayed if graphed else 0
@@ -105,19 +106,17 @@ def test_a_step_is_replayed_beside_an_odd_tensor(name: str, place: str) -> None:
 class Sealed(Tensor):
     """A tensor around another one that knows one operator, as optimizers keep for quantised state."""
 
-    inner: Tensor
-
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Sealed:
-        sealed = Tensor._make_wrapper_subclass(cls, inner.shape)  # type: ignore[attr-defined]
-        sealed.inner = inner
-        return sealed  # type: ignore[no-any-return]
+    def __new__(cls, inner: Tensor) -> Any:
+        sealed: Any = Tensor._make_wrapper_subclass(cls, inner.shape)
+        sealed.held = inner
+        return sealed
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         if func is not torch.ops.aten.detach.default:
             raise NotImplementedError(f"Sealed does not know {func}")
-        return Sealed(*pytree.tree_map_only(Sealed, lambda sealed: sealed.inner, args))
+        return Sealed(*pytree.tree_map_only(Sealed, lambda sealed: sealed.held, args))
 
 
 def test_a_tensor_that_cannot_be_copied_is_refused() -> None:
@@ -128,7 +127,7 @@ def test_a_tensor_that_cannot_be_copied_is_refused() -> None:
 def test_gradients_by_a_function_of_that_name() -> None:
     """``torch.autograd.grad`` names what lies in no container: the gradients of another model."""
 
-    def train(*, graphed: bool) -> tuple[dict[str, Tensor], int]:
+    def train(*, graphed: bool) -> tuple[dict[str, Any], int]:
         torch.manual_seed(0)
         model, frozen = nn.Linear(4, 4), nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -143,7 +142,7 @@ def test_gradients_by_a_function_of_that_name() -> None:
             return loss
 
         owners = {"model": model, "frozen": frozen, "optimizer": optimizer}
-        run = graph_step(step, owners=owners, min_speedup=0) if graphed else step
+        run: Any = graph_step(step, owners=owners, min_speedup=0) if graphed else step
         for _ in range(12):
             run(torch.randn(2, 4))
         return dict(model.named_parameters()), run.stats.replayed if graphed else 0

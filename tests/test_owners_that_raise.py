@@ -111,7 +111,7 @@ def _run(thing: Any, *, graphed: bool, **options: Any) -> tuple[dict[str, Tensor
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()
         try:
-            scale = model.scale
+            scale: Any = model.scale
         except AttributeError:
             scale = 1
         loss = model(x).square().mean() * scale
@@ -120,7 +120,7 @@ def _run(thing: Any, *, graphed: bool, **options: Any) -> tuple[dict[str, Tensor
         return loss
 
     owners = {"model": model, "optimizer": optimizer}
-    run = graph_step(step, owners=owners, min_speedup=0, **options) if graphed else step
+    run: Any = graph_step(step, owners=owners, min_speedup=0, **options) if graphed else step
     for _ in range(12):
         run(torch.randn(2, 4))
     return model.state_dict(), run.stats if graphed else None

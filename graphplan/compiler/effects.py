@@ -55,8 +55,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         _check_stage(path, old, new)
         delta = _constant_delta(old, new)
         scalar = walk.scalars.get(path)
-        is_optimizers = scalar is not None and (isinstance(scalar.owner, (Optimizer, GroupCounts)))
-        component = "optimizer" if is_optimizers else "step"
+        component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
         is_item = scalar is not None and is_item_of_optimizer(scalar)
         if delta is not None and scalar is not None and is_read(scalar, second):
             raise HostScalarError(
@@ -70,7 +69,8 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
             raise HostEffectError(
                 f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
                 "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. Keep "
-                f"it in a tensor, update it outside the step, or, if replays may leave it alone, pass allow=({path!r},)",
+                "it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
+                f"allow=({path!r},)",
                 component=component,
             )
         counters.append(Counter(path, delta))

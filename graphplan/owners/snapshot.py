@@ -112,7 +112,7 @@ def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
         try:
             with _as_memory():
                 tensor.detach().clone()
-        except Exception as error:  # noqa: BLE001 - whatever its class raises
+        except Exception as error:
             path = next((path for path, slot in walk.slots.items() if slot.get() is tensor), "an argument")
             raise CaptureError(
                 f"{path} is of type {type(tensor).__name__}, which cannot be copied ({str(error)[:200]}): a step that "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from graphplan.owners.kinds import PLAIN
 
@@ -52,7 +52,7 @@ def traits_of(value: Any) -> Any:
         return tuple(map(_traits_of_item, value))
     if not isinstance(value, Tensor):
         return value
-    has_shape = not value.is_nested and not isinstance(value, UninitializedTensorMixin)
+    has_shape = not value.is_nested and not is_lazy(value)
     is_strided = value.layout is torch.strided and has_shape
     return Traits(
         type(value),

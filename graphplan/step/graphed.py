@@ -200,7 +200,7 @@ class GraphedStep(Exclusive, Told):
             found = self._lookup.find(feed)
         except (GraphPlanError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a class of the user's raises
+        except Exception as error:
             raise refusal_of(error, "while the step was compared with its recordings") from error
         if self._managed.refusal is not None:
             raise self._managed.refusal

@@ -17,7 +17,18 @@ from graphplan.errors import OptimizerError, RefusalError
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
-from graphplan.owners import Discovery, GroupCounts, Library, Namespace, Reached, Sharding, Walk, free_name, name_owners, walk_owners
+from graphplan.owners import (
+    Discovery,
+    GroupCounts,
+    Library,
+    Namespace,
+    Reached,
+    Sharding,
+    Walk,
+    free_name,
+    name_owners,
+    walk_owners,
+)
 from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.faults import refusal_of
@@ -91,7 +102,7 @@ class Managed:
             return walk_owners(self.owners)
         except RefusalError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a class of the user's raises
+        except Exception as error:
             raise refusal_of(error, "while the owners were read") from error
 
     def runs_compiled(self, walk: Walk) -> bool:

@@ -210,11 +210,10 @@ class Stages:
                     self._peers.meet(f"trace {self._stats.traced}")
             except LearningRateError:
                 raise
-            except Exception as failure:  # noqa: BLE001 - whatever a class of the user's raises
+            except Exception as failure:
                 if isinstance(failure, GraphPlanError) and not isinstance(failure, RefusalError):
                     raise
-                is_refusal = isinstance(failure, RefusalError)
-                error = failure if is_refusal else refusal_of(failure, "while two traces were compared")
+                error = failure if isinstance(failure, RefusalError) else refusal_of(failure, "between two traces")
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refusals.refuse(error)
                 entry.refusal = error

@@ -89,8 +89,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 @dataclass(frozen=True, slots=True)
 class Schema:
     """What an operator is called, what its arguments are called, and the positions of those that it writes; those that
-    it updates although it does not say so, and the flags on which that depends; that of a state of its own, None without
-    one; and what it is tagged with.
+    it updates although it does not say so, and the flags on which that depends; that of a state of its own, None
+    without one; and what it is tagged with.
     """
 
     name: str

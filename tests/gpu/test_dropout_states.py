@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def _run(make: Callable[[], nn.Module], *, graphed: bool) -> tuple[list[Tensor],
         return loss.detach().clone()
 
     owners = {"model": model, "optimizer": optimizer}
-    run = graph_step(step, owners=owners, backend=BACKEND, min_speedup=0) if graphed else step
+    run: Any = graph_step(step, owners=owners, backend=BACKEND, min_speedup=0) if graphed else step
     generator = torch.Generator().manual_seed(1)
     losses = [run(torch.randn(4, 2, 8, generator=generator).to(DEVICE)) for _ in range(16)]
     return [loss.cpu() for loss in losses], run.stats.replayed if graphed else 0
@@ -51,7 +52,7 @@ def _run(make: Callable[[], nn.Module], *, graphed: bool) -> tuple[list[Tensor],
 
 @needs_cuda
 def test_dropout_from_a_state_of_cudnns_own_is_refused() -> None:
-    with pytest.raises(GeneratorSeekError, match="_cudnn_rnn.*nn.Dropout between layers"):
+    with pytest.raises(GeneratorSeekError, match=r"_cudnn_rnn.* nn\.Dropout between layers"):
         _run(_stacked, graphed=True)
 
 
