@@ -110,7 +110,7 @@ class Preparation:
 
     Attributes:
         changes: what was changed, one line per flag.
-        counted: integers in parameter groups that the optimizer's own step was seen to change.
+        counted: integers in parameter groups that were seen to change from the optimizer's step on.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False, steps: bool = True) -> None:
@@ -120,7 +120,7 @@ class Preparation:
         self._steps = steps
         self.changes: list[str] = []
         self.counted: set[_Place] = set()
-        self._counts: list[dict[_Place, int]] = []
+        self._counts: dict[_Place, int] = {}
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
@@ -135,11 +135,8 @@ class Preparation:
         """Set the flags on every group, and move step counters to their parameters' device."""
         if not self._entered:
             self._originals = {}
-            self._counts = []
-            self._hooks = [
-                register_own(self.optimizer.register_step_pre_hook, self._before_step),
-                register_own(self.optimizer.register_step_post_hook, self._after_step),
-            ]
+            self._counts = {}
+            self._before = register_own(self.optimizer.register_step_pre_hook, self._before_step)
         self._entered = True
         for index, group in enumerate(self.optimizer.param_groups):
             original = self._originals.setdefault(index, {})
@@ -158,8 +155,9 @@ class Preparation:
         """Put the flags back. Step counters stay where they are: recorded work reads them there."""
         if self._entered:
             self._entered = False
-            for hook in self._hooks:
-                hook.remove()
+            self._before.remove()
+            now = _integers(self.optimizer)
+            self.counted |= {place for place, value in self._counts.items() if now.get(place, value) != value}
             for index, group in enumerate(self.optimizer.param_groups):
                 group.update(self._originals.get(index, {}))
 
@@ -172,7 +170,7 @@ class Preparation:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the gradients once they are there: after the closure, if there is one."""
-        self._counts.append(_integers(optimizer))
+        self._counts = self._counts or _integers(optimizer)
 
         def checked(closure: Callable[[], Any]) -> Any:
             loss = closure()
@@ -186,12 +184,6 @@ class Preparation:
         if changed is None:
             self._check_gradients()
         return changed
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note which integers the step changed. The step of a base class may have been called within."""
-        now = _integers(optimizer)
-        before = self._counts.pop() if self._counts else now
-        self.counted |= {place for place, value in before.items() if now.get(place, value) != value}
 
     def _check_gradients(self) -> None:
         """Leave a group as it was where only the stock kernels take it: from now on if it turns out to have sparse

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backend import first_line
 from graphplan.errors import CaptureError, DeviceFault
@@ -47,7 +48,9 @@ def refusal_of(error: Exception, when: str) -> CaptureError:
 
 
 def is_steps_own(error: BaseException, fn: Callable[..., Any]) -> bool:
-    """Whether ``error`` came out of the step ``fn``, as far as that can be told."""
+    """Whether ``error`` came out of the step ``fn``, or may have come out of a dispatch mode of the caller's."""
+    if _get_current_dispatch_mode() is not None:
+        return True
     while isinstance(fn, partial):
         fn = fn.func
     code = getattr(fn, "__code__", None) or getattr(type(fn).__call__, "__code__", None)
