@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
 PLAIN_KINDS = frozenset({Tensor, Parameter})
 """Classes of tensors whose operators are torch's own."""
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there are values in ``tensor``: not in one that only says what a tensor is like (on the meta device, of a
+    ``FakeTensorMode``, a lazy module's before its first call), in a nested one, or in what a transform of torch.func
+    left behind.
+    """
+    if type(tensor) not in PLAIN_KINDS:
+        fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+        if is_lazy(tensor) or isinstance(tensor, fake):
+            return False
+    return not (tensor.is_meta or tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def marks_of(tensor: Tensor) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from graphplan.dtensors import is_sharded
-from graphplan.marks import marks_of
+from graphplan.marks import has_memory, marks_of
 from graphplan.native.comparing import Row, facts_of
 from graphplan.surroundings import COUNTS, LEVEL, surroundings
 
@@ -44,7 +45,9 @@ def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
 
 def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
     """Hooks on the node that accumulates ``param``'s gradient: they last while somebody keeps that node."""
-    if not param.requires_grad or not param.is_leaf or param.is_inference() or is_sharded(param):
+    if not param.requires_grad or not param.is_leaf or is_sharded(param) or not has_memory(param):
+        return []
+    if param.is_inference():
         return []
     # A dispatch mode of the caller's watches the step, and this is no part of it.
     with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
@@ -69,7 +72,9 @@ GEOMETRY = ("shape", "stride()", "dtype", "requires_grad")
 
 
 def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The facts that :data:`GEOMETRY` names."""
+    """The facts that :data:`GEOMETRY` names; of a lazy module's parameter that has no shape yet, those that it has."""
+    if is_lazy(tensor):
+        return (None, None, tensor.dtype, tensor.requires_grad)
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
 
 
@@ -86,7 +91,9 @@ class Geometries:
         # Without gradient mode torch's guard takes no notice of requires_grad.
         self._grad = torch.is_grad_enabled()
         self._wants_grad = list(map(_wants_grad, tensors))
-        if self._facts is None and hasattr(_guards, "TensorGuards") and tensors:
+        # torch's guard asks any tensor for its strides, and what that raises goes past the interpreter.
+        strided = all(tensor.layout is torch.strided and has_memory(tensor) for tensor in tensors)
+        if self._facts is None and hasattr(_guards, "TensorGuards") and tensors and strided:
             with suppress(RuntimeError, TypeError):
                 self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 

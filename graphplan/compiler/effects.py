@@ -14,9 +14,10 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from graphplan.compiler.counts import is_item_of_optimizer, is_read
 from graphplan.compiler.grown import Grown
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Contents, Inherited, Numbers, Walk, is_proxy, unseen
+from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Walk, is_proxy, unseen
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
@@ -55,19 +56,23 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         _check_stage(path, old, new)
         delta = _constant_delta(old, new)
         scalar = walk.scalars.get(path)
-        if delta is not None and scalar is not None and second.reads.uses(scalar):
+        component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
+        is_item = scalar is not None and is_item_of_optimizer(scalar)
+        if delta is not None and scalar is not None and is_read(scalar, second):
             raise HostScalarError(
                 f"the step's code reads {path}, which it also counts up ({_change(old)}, then {_change(new)}); a "
                 "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, or, "
                 f"if the step's results do not depend on it, pass allow=({path!r},)",
-                component="optimizer" if scalar is not None and isinstance(scalar.owner, Optimizer) else "step",
+                component=component,
             )
-        plain = scalar is not None and scalar.key in second.reads.assigned
+        plain = scalar is not None and scalar.key in second.reads.assigned and not is_item
         if delta is None or plain:
             raise HostEffectError(
                 f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
                 "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. Keep "
-                f"it in a tensor, update it outside the step, or, if replays may leave it alone, pass allow=({path!r},)"
+                "it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
+                f"allow=({path!r},)",
+                component=component,
             )
         counters.append(Counter(path, delta))
     return tuple(counters)

@@ -5,7 +5,7 @@ They are part of a program's key: when they come back, so does the program.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import repeat
 from operator import contains, getitem
 from typing import Any
@@ -25,10 +25,11 @@ _OPTIMIZER_METHODS = ("step", "zero_grad")
 
 
 class Fingerprint:
-    """The values of one walk. A learning rate that a device tensor shadows is not among them."""
+    """The values of one walk, without the entries ``left_out`` of parameter groups (a group's identity and a key): a
+    learning rate that a device tensor shadows, what the optimizer itself counts with.
+    """
 
-    def __init__(self, walk: Walk, shadowed: Iterable[int] = ()) -> None:
-        shadowed = set(shadowed)
+    def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:
         self._modules = list(walk.modules)
         self._parameters = [param for _, param in walk.parameters.values()]
         self._paths = [path for path, _ in walk.parameters.values()]
@@ -67,7 +68,7 @@ class Fingerprint:
                 self._add_size(group["params"], f"{path}.param_groups[{index}]['params']")
                 # Groups that change places have their keys in other orders.
                 for key, value in sorted(group.items(), key=lambda item: str(item[0])):
-                    if key == "params" or isinstance(value, Tensor) or (key == "lr" and id(group) in shadowed):
+                    if key == "params" or isinstance(value, Tensor) or (id(group), key) in left_out:
                         continue
                     self._containers.append(group)
                     self._keys.append(key)

@@ -33,6 +33,8 @@ _FUSED_ON_CUDA = (torch.optim.SGD,)
 _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels that take DTensors."""
 _FUSED_IF_WANTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+_Place = tuple[int, str]
+"""The index of a parameter group, and a key in it."""
 _WARNED = "_warned_capturable_if_run_uncaptured"
 _HOOKS = (
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks",
@@ -105,6 +107,10 @@ class Preparation:
     They are set at once, taken off by :meth:`leave` and set again by :meth:`enter`. ``fused`` asks for fused kernels on
     CUDA too: a gradient scaler decides about the optimizer's steps, or the user wants them for their speed. Where
     others step the optimizer (``steps`` is false), its counters stay where these have them, until it is stepped here.
+
+    Attributes:
+        changes: what was changed, one line per flag.
+        counted: integers in parameter groups that were seen to change from the optimizer's step on.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False, steps: bool = True) -> None:
@@ -113,6 +119,8 @@ class Preparation:
         self._fused = fused
         self._steps = steps
         self.changes: list[str] = []
+        self.counted: set[_Place] = set()
+        self._counts: dict[_Place, int] = {}
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
@@ -127,6 +135,7 @@ class Preparation:
         """Set the flags on every group, and move step counters to their parameters' device."""
         if not self._entered:
             self._originals = {}
+            self._counts = {}
             self._before = register_own(self.optimizer.register_step_pre_hook, self._before_step)
         self._entered = True
         for index, group in enumerate(self.optimizer.param_groups):
@@ -147,6 +156,8 @@ class Preparation:
         if self._entered:
             self._entered = False
             self._before.remove()
+            now = _integers(self.optimizer)
+            self.counted |= {place for place, value in self._counts.items() if now.get(place, value) != value}
             for index, group in enumerate(self.optimizer.param_groups):
                 group.update(self._originals.get(index, {}))
 
@@ -159,6 +170,7 @@ class Preparation:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the gradients once they are there: after the closure, if there is one."""
+        self._counts = self._counts or _integers(optimizer)
 
         def checked(closure: Callable[[], Any]) -> Any:
             loss = closure()
@@ -246,6 +258,12 @@ def _scalars_to_host(values: Any) -> Any:
         return values  # ASGD keeps its scalars on the parameter's device in any case.
     counters = {key: values[key].cpu() for key in ("step", "mu_product") if isinstance(values.get(key), Tensor)}
     return {**values, **counters}
+
+
+def _integers(optimizer: torch.optim.Optimizer) -> dict[_Place, int]:
+    """The integers in the optimizer's parameter groups, without flags."""
+    groups = enumerate(optimizer.param_groups)
+    return {(index, key): item for index, group in groups for key, item in group.items() if type(item) is int}
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:

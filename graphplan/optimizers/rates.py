@@ -186,9 +186,16 @@ class LearningRates:
         return [shadow for shadow in self._shadows.values() if shadow.optimizer is optimizer]
 
     @property
-    def shadowed(self) -> set[int]:
-        """Identities of the groups that have a shadow."""
-        return {id(shadow.group) for shadow in self._shadows.values()}
+    def shadowed(self) -> set[tuple[int, str]]:
+        """Entries of groups that have a shadow: the group's identity, and the key."""
+        return {(id(shadow.group), "lr") for shadow in self._shadows.values()}
+
+    @property
+    def counted(self) -> Iterator[tuple[torch.optim.Optimizer, int, str]]:
+        """Optimizers, with the index of a group and the key of an integer in it that their own steps change."""
+        for preparation in self._preparations:
+            for index, key in sorted(preparation.counted):
+                yield preparation.optimizer, index, key
 
     @property
     def storages(self) -> frozenset[int]:

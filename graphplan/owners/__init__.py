@@ -9,6 +9,7 @@ from graphplan.owners.copying import bits as bits
 from graphplan.owners.copying import copy_all as copy_all
 from graphplan.owners.copying import same_bits as same_bits
 from graphplan.owners.copying import values_of as values_of
+from graphplan.owners.counts import GroupCounts as GroupCounts
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.kinds import MAX_ITEMS as MAX_ITEMS
 from graphplan.owners.kinds import PLAIN as PLAIN

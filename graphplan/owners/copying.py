@@ -26,6 +26,9 @@ _is_on_host = attrgetter("is_cpu")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+
 def bits(tensor: Tensor) -> Tensor:
     """``tensor`` as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
     tensor = tensor.detach()
@@ -33,7 +36,7 @@ def bits(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj().resolve_neg())
     elif tensor.is_neg():
         tensor = tensor.resolve_neg()
-    return tensor.view(_BITS[tensor.element_size()]) if tensor.is_floating_point() else tensor
+    return tensor if tensor.dtype in _INTEGERS or tensor.is_quantized else tensor.view(_BITS[tensor.element_size()])
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:

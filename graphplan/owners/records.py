@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.dtensors import local
-from graphplan.marks import PLAIN_KINDS
+from graphplan.marks import PLAIN_KINDS, has_memory
 from graphplan.owners.spaces import Cell, Members, present
 from graphplan.owners.traits import GONE, traits_of
 
@@ -63,9 +63,9 @@ class Slot:
 
 
 def tensor_leaves(value: Any) -> list[Tensor]:
-    """Tensors in ``value``: itself, or the leaves of a (nested) tuple; of a DTensor its shard."""
+    """Tensors with values in ``value``: itself, or the leaves of a (nested) tuple; of a DTensor its shard."""
     if isinstance(value, Tensor):
-        return [local(value)]
+        return [local(value)] if has_memory(value) else []
     return [leaf for item in value for leaf in tensor_leaves(item)] if isinstance(value, tuple) else []
 
 
@@ -98,6 +98,9 @@ class Scalar:
 
     def get(self) -> Any:
         """The value now."""
+        if self.container is None:
+            # A gradient, which lies in no container.
+            return getattr(self.owner, self.attribute)
         return present(self.container)[self.key]
 
 

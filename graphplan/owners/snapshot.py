@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.errors import CaptureError
+from graphplan.marks import PLAIN_KINDS, has_own_operators
 from graphplan.owners.copying import Unequal, copy_all, write_all
-from graphplan.owners.records import Container, Walk, is_freed
+from graphplan.owners.records import Container, Walk, is_freed, is_optimizer_state
 from graphplan.owners.sharding import Sharding
+from graphplan.owners.spaces import present
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
 """What lies in a tensor is copied, whatever its class makes of being used: one may say that it is out of date."""
@@ -51,8 +54,9 @@ class Snapshot:
             # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
             # An expanded tensor cannot be written to, by the step no more than by us.
-            all_of = {id(t): t for t in [*slots, *extra] if t.layout is torch.strided and 0 not in t.stride()}
+            all_of = {id(t): t for t in [*slots, *extra] if _is_copied(t)}
             live = list(all_of.values())
+            _check_copies(walk, live)
             with _as_memory():
                 copies = copy_all(live, device)
             self._tensors = {id(t): (t, copy) for t, copy in zip(live, copies, strict=True)}
@@ -93,9 +97,36 @@ class Snapshot:
         write_all([live for live, _ in changed], [copy for _, copy in changed])
 
 
+def _is_copied(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and 0 not in tensor.stride() and not is_freed(tensor)
+
+
+def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
+    """Refuse tensors whose class does not let them be copied.
+
+    Raises:
+        CaptureError: naming the first of them.
+    """
+    for tensor in tensors:
+        if type(tensor) in PLAIN_KINDS or not has_own_operators(tensor):
+            continue
+        try:
+            with _as_memory():
+                tensor.detach().clone()
+        except Exception as error:
+            path = next((path for path, slot in walk.slots.items() if slot.get() is tensor), "an argument")
+            raise CaptureError(
+                f"{path} is of type {type(tensor).__name__}, which cannot be copied ({str(error)[:200]}): a step that "
+                "is traced or captured has to be undone where that ends early. Leave what uses it out of the step (an "
+                "optimizer that keeps such state steps outside; in a Trainer that is done for you)",
+                component="optimizer" if is_optimizer_state(path) else "step",
+            ) from error
+
+
 def _shallow(container: Container, without: Sequence[str]) -> Any:
     if isinstance(container, MutableMapping):
-        return {key: value for key, value in container.items() if key not in without}
+        kind: Any = dict if isinstance(container, dict) else type(container)
+        return {key: value for key, value in kind.items(container) if key not in without}
     return set(container) if isinstance(container, set) else list(container)
 
 
@@ -111,8 +142,9 @@ def _put_back(container: Container, copy: Any) -> None:
         return
     for key in [key for key in container if key not in copy]:
         del container[key]
+    held = present(container)
     for key, value in copy.items():
-        if key not in container or container[key] is not value:
+        if key not in container or held[key] is not value:
             container[key] = value
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from graphplan.owners.kinds import PLAIN
 
@@ -51,10 +52,11 @@ def traits_of(value: Any) -> Any:
         return tuple(map(_traits_of_item, value))
     if not isinstance(value, Tensor):
         return value
-    is_strided = value.layout is torch.strided and not value.is_nested
+    has_shape = not value.is_nested and not is_lazy(value)
+    is_strided = value.layout is torch.strided and has_shape
     return Traits(
         type(value),
-        None if value.is_nested else tuple(value.shape),
+        tuple(value.shape) if has_shape else None,
         value.dtype,
         value.device,
         value.layout,

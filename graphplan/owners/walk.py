@@ -202,8 +202,9 @@ class _Walker(Values):
             return
         self.walk.optimizers[path] = optimizer
         inner = vars(optimizer)
-        state, groups = inner["state"], inner["param_groups"]
-        self.walk.links += [(inner, "state", state), (inner, "param_groups", groups)]
+        # A wrapper shows those of the optimizer that it keeps.
+        state, groups = (inner.get(name, empty) for name, empty in (("state", {}), ("param_groups", [])))
+        self.walk.links += [(inner, name, inner[name]) for name in ("state", "param_groups") if name in inner]
         self.walk.containers += [inner, state, groups]
         for index, group in enumerate(groups):
             self._group(group, f"{path}.param_groups[{index}]", groups, index)

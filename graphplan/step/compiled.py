@@ -8,6 +8,7 @@ kernels; the tape can only record the uncompiled operators, which is right where
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from graphplan.compiler import is_allowed
 from graphplan.errors import CaptureError
-from graphplan.owners import Snapshot, Walk, copy_all
+from graphplan.owners import Numbers, Snapshot, Walk, copy_all
 from graphplan.tracer import Trace
 from graphplan.trees import flatten_result
 from graphplan.verify.compare import differing
@@ -39,7 +40,10 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
     code = getattr(fn, "__code__", None)
     named = [getattr(fn, "__globals__", {}).get(name) for name in code.co_names] if code is not None else []
     named += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != CellType()]
-    for value in [*walk.modules, *(scalar.get() for scalar in walk.scalars.values()), fn, *named]:
+    yield from (optimizer for optimizer in walk.optimizers.values() if _compiles_itself(optimizer))
+    # What a class shows may be computed, by code that raises.
+    held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, Numbers))
+    for value in [*walk.modules, *held, fn, *named]:
         if _is_compiled_module(value) if isinstance(value, nn.Module) else _is_compiled_function(value):
             yield value
 
@@ -95,9 +99,20 @@ def _is_compiled_function(value: Any) -> bool:
     return isinstance(inner, dict) and "_torchdynamo_orig_callable" in inner and not inner.get("_torchdynamo_disable")
 
 
+def _compiles_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's step calls ``torch.compile``."""
+    code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
+    return code is not None and {"torch", "compile"} <= set(code.co_names)
+
+
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled code as it was written: a compiler would look into the code that observes it."""
+    """Run compiled code as it was written: a compiler would look into the code that observes it. What is compiled in
+    the step itself would not be, under a dispatch mode, and never again afterwards.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.filterwarnings("ignore", message=_HOOKED)
         yield
@@ -128,8 +143,8 @@ class Rehearsal:
         snapshot.restore()
         torch.clear_autocast_cache()
 
-    def check(self, result: Any) -> None:
-        """Compare with what the step has left now.
+    def check(self, result: Any, fn: Callable[..., Any]) -> None:
+        """Compare with what the step ``fn`` has left now.
 
         Raises:
             CaptureError: naming the first tensor that is not the same.
@@ -139,5 +154,10 @@ class Rehearsal:
             raise CaptureError(
                 f"the step runs code that torch.compile compiled, and the tape records what it is made of: that leaves "
                 f"another {paths[0]} than the compiled code does. On the CPU, compile with backend='aot_eager' or not "
-                "at all, or pass backend='eager'"
+                "at all, or pass backend='eager'",
+                component="optimizer" if all(map(_is_optimizer, _compiled(self._walk(), fn))) else "step",
             )
+
+
+def _is_optimizer(compiled: Any) -> bool:
+    return isinstance(compiled, torch.optim.Optimizer)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.buffers import Buffers
@@ -19,6 +20,7 @@ from graphplan.collector import no_collections
 from graphplan.errors import (
     ClosedError,
     FeedError,
+    GraphPlanError,
     GuardError,
     OptionError,
     PeerError,
@@ -31,6 +33,7 @@ from graphplan.program import Program, settle_companions
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
+from graphplan.step.faults import refusal_of
 from graphplan.step.forms import check_form
 from graphplan.step.lookup import Lookup
 from graphplan.step.managed import Managed
@@ -168,7 +171,7 @@ class GraphedStep(Exclusive, Told):
         if self._pace is not None and self._pace.waits:
             return self._runner.eager(self._lookup.moved(feed), SkipReason.BUSY)
         try:
-            entry, program = self._lookup.find(feed)
+            entry, program = self._find(feed)
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
@@ -192,6 +195,18 @@ class GraphedStep(Exclusive, Told):
             return self._replays.replay(program, feed.leaves)
         with no_collections():
             return self._advance(entry, self._lookup.moved(feed))
+
+    def _find(self, feed: Feed) -> tuple[Entry, Program | None]:
+        """The feed's entry, and its program if that may be replayed. Nothing of the step's own runs here."""
+        try:
+            found = self._lookup.find(feed)
+        except (GraphPlanError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise refusal_of(error, "while the step was compared with its recordings") from error
+        if self._managed.refusal is not None:
+            raise self._managed.refusal
+        return found
 
     def _tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
         """Before anything runs: ``program`` will, or Python; that comes to no program if there is a ``reason``."""
@@ -272,9 +287,10 @@ class GraphedStep(Exclusive, Told):
                     program.leave()
                 self.stats.bytes_static = self._buffers.nbytes + self._programs.nbytes + self._programs.staged_bytes
             return result
+        known = len(self._managed.owners)
         result = self._stages.warm_up(entry, feed)
         self._programs.count_attempt()
-        if entry.warm <= 1 or entry.eager_calls <= 1:
+        if entry.warm <= 1 or entry.eager_calls <= 1 or len(self._managed.owners) > known:
             self._lookup.keep(feed, entry)
         return result
 

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.errors import OptimizerError
+from graphplan.errors import OptimizerError, RefusalError
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
 from graphplan.owners import (
     Discovery,
+    GroupCounts,
     Namespace,
     Reached,
     Sharding,
@@ -30,6 +31,7 @@ from graphplan.owners import (
 )
 from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
+from graphplan.step.faults import refusal_of
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran
 
@@ -67,7 +69,7 @@ class Managed:
         self._scaled_steps = ScaledSteps(scalers)
         self.rates = LearningRates(self._scaled_steps)
         self.changes: list[str] = []
-        self.refusal: OptimizerError | None = None
+        self.refusal: RefusalError | None = None
         self.is_settled = False
         """Whether the code that was looked at last used no new name, and nothing that was met for the first time."""
         self._managed: set[int] = set()
@@ -89,8 +91,17 @@ class Managed:
                 self.manage(owner)
 
     def walk(self) -> Walk:
-        """Walk the owners."""
-        return walk_owners(self.owners)
+        """Walk the owners.
+
+        Raises:
+            CaptureError: if one of them cannot be read.
+        """
+        try:
+            return walk_owners(self.owners)
+        except RefusalError:
+            raise
+        except Exception as error:
+            raise refusal_of(error, "while the owners were read") from error
 
     def runs_compiled(self, walk: Walk) -> bool:
         """Whether the step runs code that ``torch.compile`` compiled, as ``walk`` has just found."""
@@ -141,17 +152,26 @@ class Managed:
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
         """
-        if self.runs_compiled(self.walk()):
+        try:
+            if self.runs_compiled(self.walk()):
+                return call(), None
+        except RefusalError as error:
+            self.refusal = error
             return call(), None
         profile = Profile()
         with nullcontext() if is_settled else profile, Discovery(self.manage) as discovery:
             result = call()
-        walk = self._take_owners(discovery, self.walk())
-        if is_settled:
-            return result, walk
-        profile.ran.leave_out(fed)
-        are_named = _NAMES in self.owners
-        has_grown = self.take_names(profile.ran, walk)
+        try:
+            walk = self._take_owners(discovery, self.walk())
+            if is_settled:
+                return result, walk
+            profile.ran.leave_out(fed)
+            are_named = _NAMES in self.owners
+            has_grown = self.take_names(profile.ran, walk)
+        except RefusalError as error:
+            # The step is done; the next call is told.
+            self.refusal = error
+            return result, None
         return result, walk if are_named and not has_grown else None
 
     def take_names(self, ran: Ran, walk: Walk) -> bool:
@@ -201,16 +221,32 @@ class Managed:
         """Look at the owners anew: after a warm-up step, or when containers were replaced. ``walk`` has just been over
         them, if given.
         """
-        walk = self.walk() if walk is None else walk
+        if self.refusal is not None:
+            return
+        try:
+            walk = self.walk() if walk is None else walk
+        except RefusalError as error:
+            self.refusal = error
+            return
         if any(map(self._refuses, walk.optimizers.values())):
             # One that torch did not call may only turn up here, and take no hooks.
             return
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
-        self._fingerprint = Fingerprint(walk, self.rates.shadowed)
+        self._fingerprint = Fingerprint(walk, self.rates.shadowed | self._counts(walk))
         for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
             self._notices.register(name, owner)
         self._parameters = [param for _, param in walk.parameters.values()]
+
+    def _counts(self, walk: Walk) -> set[tuple[int, str]]:
+        """The entries of parameter groups that their optimizers count with, which become owners of their own."""
+        paths = {id(optimizer): path for path, optimizer in walk.optimizers.items()}
+        for optimizer, index, key in self.rates.counted:
+            if id(optimizer) in paths:
+                name = f"{paths[id(optimizer)]}.param_groups[{index}]"
+                self.owners.setdefault(name, GroupCounts(optimizer, index)).keys_counted.add(key)
+        counts = [owner for owner in self.owners.values() if isinstance(owner, GroupCounts)]
+        return {(id(owner.group), key) for owner in counts for key in owner.keys_counted}
 
     def look_again(self) -> None:
         """:meth:`refresh`, once the first step has made the owners known."""
@@ -220,7 +256,11 @@ class Managed:
     def settle(self) -> None:
         """Have modules that FSDP2 shards come to rest: a step begins and ends there."""
         if self._sharding is None:
-            self._sharding = Sharding(self.walk().modules)
+            try:
+                self._sharding = Sharding(self.walk().modules)
+            except RefusalError as error:
+                self.refusal = error
+                self._sharding = Sharding([])
         self._sharding.settle()
 
     def fingerprint(self) -> int:

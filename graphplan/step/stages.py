@@ -18,7 +18,7 @@ import torch
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, changed_between, check_threads, is_reordered
-from graphplan.errors import HostEffectError, LearningRateError, RefusalError, SkipReason
+from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
@@ -28,6 +28,7 @@ from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.captures import Captures
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
+from graphplan.step.faults import is_steps_own, refusal_of
 from graphplan.step.managed import Managed
 from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
@@ -118,7 +119,10 @@ class Stages:
     def advance(self, entry: Entry, feed: Feed) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
         line = entry.lines.setdefault(self._managed.grad_presence(), Line())
-        walk = self._managed.walk()
+        try:
+            walk = self._managed.walk()
+        except RefusalError as error:
+            return self._go_eager(entry, feed, error)
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
@@ -144,6 +148,15 @@ class Stages:
             return self._runner.eager(feed, SkipReason.SHAPE)
         except RefusalError as error:
             refusal = error
+        except Exception as error:
+            told = isinstance(error, GraphPlanError) or is_out_of_memory(error)
+            if told or is_steps_own(error, self._runner.fn):
+                raise
+            refusal = refusal_of(error, "while the step was traced or captured")
+        return self._go_eager(entry, feed, refusal)
+
+    def _go_eager(self, entry: Entry, feed: Feed, refusal: RefusalError) -> Any:
+        """Raise, or run eagerly, and calls like this one from now on."""
         self._refusals.refuse(refusal)
         entry.refusal = refusal
         return self._runner.refused(feed, refusal)
@@ -214,13 +227,16 @@ class Stages:
                 result = self._runner.run(lambda: self._runner.call(Fed.of(feed)))
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
-                    rehearsal.check(result)
+                    rehearsal.check(result, fn)
                 self._take(entry, line, feed, facts, walk if rehearsal is None else self._managed.walk())
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
             except LearningRateError:
                 raise
-            except RefusalError as error:
+            except Exception as failure:
+                if isinstance(failure, GraphPlanError) and not isinstance(failure, RefusalError):
+                    raise
+                error = failure if isinstance(failure, RefusalError) else refusal_of(failure, "between two traces")
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refusals.refuse(error)
                 entry.refusal = error
@@ -239,11 +255,14 @@ class Stages:
     ) -> tuple[Any, Walk]:
         """Run a trace. It is a real step: an error of the step's own leaves what it leaves in an eager one."""
         try:
-            with uncompiled() if rehearses else nullcontext():
+            with uncompiled():
                 return self._run(lambda: self._managed.discover(body), traced=True)
         except BaseException as error:
-            own = not rehearses and not feed.unread and not isinstance(error, (RefusalError, ReadSignal))
-            if own and not is_out_of_memory(error):
+            if isinstance(error, (GraphPlanError, ReadSignal)) or is_out_of_memory(error):
+                raise
+            if isinstance(error, Exception) and not is_steps_own(error, self._runner.fn):
+                raise refusal_of(error, "while the step was traced") from error
+            if not (rehearses or feed.unread):
                 undo.pop_all()
                 # What it left half done, the next step makes good or trips over: traces come after that.
                 line.traces = []

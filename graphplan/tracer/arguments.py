@@ -15,6 +15,11 @@ from graphplan.tracer.collectives import name_object, written_argument
 
 HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
+OWN_STATE = "dropout_state"
+"""An argument with memory that torch keeps for an operator: cuDNN draws the dropout between an RNN's layers from a
+state of its own on each device. torch makes a new one once the state of the device's generator was set, as every check
+and every undone step sets it; code can neither read nor set which one is used.
+"""
 _TRAINING = ("training", "train", "use_input_stats")
 """Arguments that say whether they do."""
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
@@ -84,7 +89,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 @dataclass(frozen=True, slots=True)
 class Schema:
     """What an operator is called, what its arguments are called, and the positions of those that it writes; those that
-    it updates although it does not say so, and the flags on which that depends; and what it is tagged with.
+    it updates although it does not say so, and the flags on which that depends; that of a state of its own, None
+    without one; and what it is tagged with.
     """
 
     name: str
@@ -92,6 +98,7 @@ class Schema:
     written: tuple[int, ...]
     hidden: tuple[int, ...]
     flags: tuple[int, ...]
+    own_state: int | None
     is_random: bool
     reads_values: bool
     has_dynamic_shape: bool
@@ -113,6 +120,7 @@ def schema_of(func: Any) -> Schema:
         tuple(written),
         hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
         flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
+        own_state=names.index(OWN_STATE) if OWN_STATE in names else None,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         reads_values=torch.Tag.data_dependent_output in func.tags or str(func) == "aten.is_nonzero.default",
         has_dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,

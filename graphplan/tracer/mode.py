@@ -50,6 +50,10 @@ _METRIC_FIX = (
     "If a metric checks its values there, turn that off (nan_strategy='disable', validate_args=False); if it counts "
     "with bincount, use average='micro' or torch.use_deterministic_algorithms(True), with which it compares instead."
 )
+_OWN_STATE_FIX = (
+    "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
+    "torch.backends.cudnn.enabled = False: both draw from torch's generator"
+)
 IGNORED = ("profiler.", "prim.")
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
@@ -142,6 +146,14 @@ class TraceMode(TorchDispatchMode):
             external = self._trace.externals.get(storage_id(tensor) or 0)
             if external is not None and is_collective(name):
                 external.communicated = True
+        # Where it draws nothing, it gets none.
+        if schema.own_state is not None and schema.given(args, kwargs, schema.own_state) is not None:
+            self.refuse(
+                GeneratorSeekError,
+                f"{name} draws dropout at {source} from a state that cuDNN keeps, which no generator shows and nobody "
+                f"can put back for a check; a replay would draw other numbers than the eager step. {_OWN_STATE_FIX}",
+                component=source.component,
+            )
         if schema.is_random:
             self._check_seek(source)
             self._note_generator(kwargs.get("generator"), source)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan.dtensors import local
-from graphplan.owners import Inherited, Numbers, Walk, default_generators
+from graphplan.owners import Inherited, Numbers, Walk, default_generators, is_freed
 
 _GENERATOR = "torch's random generator"
 Leaves = Sequence[tuple[str, Any]]
@@ -40,7 +40,7 @@ def collect_tensors(
     tensors.update(extra)
     for number, generator in enumerate([*default_generators(), *generators]):
         tensors[f"{_GENERATOR} of {generator.device} ({number})"] = generator.get_state()
-    return {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided}
+    return {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided and not is_freed(tensor)}
 
 
 def collect_values(walk: Walk, result: Leaves, allowed: Callable[[str], bool]) -> dict[str, Any]:
