@@ -40,7 +40,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	$(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
-		--constraint $(VENV)/constraints.txt "$(TORCH)" --editable ".[lightning,hydra,plot,native,dev]"
+		--constraint $(VENV)/constraints.txt "$(TORCH)" --editable ".[lightning,hydra,plot,dev]"
 	@# Without a compiler the same is done in Python, and the tests of it say so.
 	-$(BIN)/python -m graphplan.native
 	@touch $@

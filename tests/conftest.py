@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from torch.optim import optimizer as optimizers
 
 from tests.addresses import insist
 
+# Builds of the guards that the first capture begins would take the time of the tests.
+os.environ.setdefault("GRAPHPLAN_NATIVE", "found")
 _MONITORING: Any = getattr(sys, "monitoring", None)
 LONG = ("test_soak.py", "test_properties.py")
 """Files with tests of a minute: begun first, so that at the end no process waits for another one's."""

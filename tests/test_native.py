@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphplan import BackendError, native
+from graphplan import BackendError, graph_step, native
 from graphplan.native import building, comparing
+from graphplan.step import told
 from graphplan.tracer import same_value
 
 ROOT = Path(__file__).parents[1]
@@ -316,12 +318,17 @@ def test_they_are_not_loaded_where_nobody_wants_them(monkeypatch: pytest.MonkeyP
     assert native.load() is None
 
 
-def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where builds go, which are wanted and of which there is none yet."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("GRAPHPLAN_NATIVE", raising=False)
     assert native.find() is None
     assert native.load() is None
-    folder = building._folder()
+    return building._folder()
+
+
+def test_a_file_that_is_no_library(folder: Path) -> None:
     folder.mkdir()
     (folder / "graphplan_guards.so").write_bytes(b"nothing")
     assert native.find() == folder / "graphplan_guards.so"
@@ -329,14 +336,124 @@ def test_a_file_that_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert native.load() is None
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
-    path = os.environ["PATH"]
-    with pytest.raises(BackendError, match=r"the guards could not be built: [\s\S]*Expected a C\+\+ compiler"):
+def script(path: Path, text: str) -> str:
+    """A program of the shell's."""
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+COMPILER = 'for last; do case "$before" in -o) echo made > "$last";; esac; before=$last; done'
+"""Makes an empty library, in no time."""
+FAILING = "echo 'no such header' >&2; echo more >&2; exit 1"
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
+    """Those who ask for a build are told; nobody else begins one."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        BackendError, match=r"could not be built: no C\+\+ compiler was found [\s\S]*Expected a C\+\+ comp"
+    ):
         native.build()
-    assert os.environ["PATH"] == path
+    assert native.state() == "in Python, since there is no C++ compiler"
+    (folder / "failed").unlink()
+    native.build_later()
+    assert native.find() is None and list(folder.iterdir()) == []
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
+    """Its first line is in reports, and no process tries again by itself."""
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", FAILING))
+    with pytest.raises(BackendError, match="could not be built: no such header\nmore\n"):
+        native.build()
+    assert native.state() == "in Python: building them in C++ failed (no such header)"
+    native.build_later()
+    assert [path.name for path in folder.iterdir()] == ["failed"]
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", COMPILER))
+    assert native.build() == native.find() == folder / "graphplan_guards.so"
+    assert [path.name for path in folder.iterdir()] == ["graphplan_guards.so"]
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    """Wait until it is ``done``, for as long as a test may hang."""
+    for _ in range(6000):
+        if done():
+            return
+        sleep(0.01)
+    raise AssertionError("nothing came")
+
+
+@pytest.mark.parametrize("text", [COMPILER, FAILING])
+def test_a_build_that_another_process_does(
+    text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Begun once, by the first capture, without a word; what it comes to is for later processes."""
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", f"echo >> {tmp_path}/calls; {text}"))
+    begun: list[Any] = []
+    run = building._run
+    monkeypatch.setattr(building, "_run", lambda command: (begun.append(command), run(command)))
+    for _ in range(2):
+        step = graph_step(lambda x: x * 2, backend="tape", mode="inference", verify="off")
+        for _ in range(8):
+            step(torch.ones(2))
+        assert step.stats.captured == 1
+    expected = "failed" if text is FAILING else "graphplan_guards.so"
+    wait_for((folder / expected).exists)
+    assert len(begun) == 1
+    assert (tmp_path / "calls").read_text() == "\n"
+    assert (native.find() is not None) is (text is COMPILER)
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr(told, "Tensors", None)
+    words = "building them in C++ failed (no such header)" if text is FAILING else "in C++ in processes that start"
+    assert words in step.report()
+
+
+def test_when_nobody_begins_a_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
+    """Where it is not wanted, is there already, or another process is at it; a mark that is old counts for nothing."""
+    begun: list[Any] = []
+    monkeypatch.setattr(building, "_run", begun.append)
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", COMPILER))
+    for wanted in ("0", "found"):
+        monkeypatch.setenv("GRAPHPLAN_NATIVE", wanted)
+        native.build_later()
+    assert native.state().startswith("in Python until")
+    monkeypatch.setenv("GRAPHPLAN_NATIVE", "0")
+    assert native.state() == "in Python, since GRAPHPLAN_NATIVE is 0"
+    monkeypatch.delenv("GRAPHPLAN_NATIVE")
+    assert begun == [] and not folder.exists()
+    native.build_later()
+    native.build_later()
+    wait_for(lambda: len(begun) == 1)
+    os.utime(folder / "begun", (0, 0))
+    native.build_later()
+    wait_for(lambda: len(begun) == 2)
+    native.build()
+    os.utime(folder / "begun", (0, 0))
+    native.build_later()
+    assert len(begun) == 2
+
+
+def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path) -> None:
+    """A file lies where the folder would be: silence, or an error for those who ask for a build."""
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", COMPILER))
+    folder.write_text("")
+    native.build_later()
+    with pytest.raises(BackendError, match=r"the guards could not be built: .*File exists"):
+        native.build()
     assert native.find() is None
+
+
+def test_two_processes_that_build_at_once(tmp_path: Path, folder: Path) -> None:
+    """Both come to an end, and one whole file is there."""
+    slow = script(tmp_path / "compiler", f"sleep 0.2; {COMPILER}")
+    command = [sys.executable, "-m", "graphplan.native"]
+    environment = {**os.environ, "CXX": slow, "TORCH_EXTENSIONS_DIR": str(folder.parent)}
+    both = [subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == [f"built {folder / 'graphplan_guards.so'}\n"] * 2
+    assert [process.returncode for process in both] == [0, 0]
+    assert [path.name for path in folder.iterdir()] == ["graphplan_guards.so"]
+    assert (folder / "graphplan_guards.so").read_text() == "made\n"
 
 
 def test_the_same_without_them() -> None:

@@ -1,7 +1,9 @@
 """Where the compiled guards are, how they come there, and how they are loaded.
 
 They are built for one torch, one Python and one version of their source, into the folder that torch keeps built
-extensions in. Importing graphplan loads what is there and never builds.
+extensions in. Importing graphplan loads what is there. The first capture of a process that found nothing has another
+process build them, for the processes that come after it: building takes half a minute, and needs what only an installed
+torch has, so that an installer could not do it.
 """
 
 from __future__ import annotations
@@ -9,16 +11,20 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from subprocess import SubprocessError
+from threading import Thread
 from types import ModuleType
 
 import torch
@@ -26,8 +32,15 @@ import torch
 from graphplan.errors import BackendError
 
 _NAME = "graphplan_guards"
-_SUFFIXES = (".so", ".pyd")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("guards.cpp", "tensors.h", "moves.h"))
+_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+_COMPILERS = ("c++", "g++", "clang++")
+_FAILED, _BEGUN = "failed", "begun"
+"""Files that say why a build failed, and that one was begun."""
+_PATIENCE = 600.0
+"""Seconds after which a build that was begun and did not end is begun again."""
+_WANTED = "GRAPHPLAN_NATIVE"
+"""Environment variable: 0 leaves the compiled guards out, ``found`` uses them but does not have them built."""
 
 
 def _folder() -> Path:
@@ -42,57 +55,118 @@ def _folder() -> Path:
 def find() -> Path | None:
     """The built library for this torch and this Python, if there is one."""
     try:
-        folder = _folder()
-        return next((path for suffix in _SUFFIXES if (path := folder / f"{_NAME}{suffix}").is_file()), None)
+        path = _folder() / f"{_NAME}.so"
+        return path if path.is_file() else None
     except (OSError, RuntimeError):
         # No home, or none that may be read.
         return None
 
 
-@contextmanager
-def _own_scripts() -> Iterator[None]:
-    """Have this Python's own programs found, ninja among them, where its environment was not activated."""
-    before = os.environ.get("PATH")
-    os.environ["PATH"] = os.pathsep.join(filter(None, (sysconfig.get_path("scripts"), before)))
-    try:
-        yield
-    finally:
-        os.environ.pop("PATH")
-        os.environ |= {} if before is None else {"PATH": before}
+def _compiler() -> list[str]:
+    """The C++ compiler's command; empty if there is none."""
+    asked = os.environ.get("CXX")
+    if asked:
+        return shlex.split(asked)
+    return [found for name in _COMPILERS if (found := shutil.which(name))][:1]
+
+
+def _command(target: Path) -> list[str]:
+    compiler = _compiler()
+    if os.name != "posix" or not compiler:
+        raise OSError(f"no C++ compiler was found ({', '.join(_COMPILERS)}, or what CXX names)")
+    home = Path(torch.__file__).parent
+    headers = [home / "include", home / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    # Without a flag nothing is optimised, which takes twenty times as long in every step.
+    flags = ["-O3", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"]
+    flags += ["-DTORCH_API_INCLUDE_EXTENSION_H", *(part for header in headers for part in ("-isystem", str(header)))]
+    flags += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    libraries = [f"-L{home / 'lib'}", *(f"-l{library}" for library in _LIBRARIES)]
+    return [*compiler, *flags, str(_SOURCES[0]), "-o", str(target), *libraries]
 
 
 def build() -> Path:
-    """Build them, unless they are there.
+    """Build them. Several processes may do so at once.
 
     Raises:
         BackendError: if they cannot be built, with the compiler's words.
     """
-    from torch.utils import cpp_extension
-
     folder = _folder()
-    work = folder / "build"
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        with _own_scripts():
-            # Without a flag nothing is optimised, which takes twenty times as long in every step.
-            cpp_extension.load(
-                _NAME, [str(_SOURCES[0])], ["-O3"], build_directory=str(work), with_cuda=False, is_python_module=False
-            )
-        built = next(path for suffix in _SUFFIXES if (path := work / f"{_NAME}{suffix}").is_file())
-        # At one stroke: others may be looking for it.
-        shutil.copy(built, folder / f"{built.name}.new")
-        os.replace(folder / f"{built.name}.new", folder / built.name)
-    except (OSError, RuntimeError, SubprocessError) as error:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / f"{_NAME}.so"
+            done = subprocess.run(_command(made), capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(done.stderr.strip() or f"the compiler ended with status {done.returncode}")
+            # At one stroke: others may be looking for it.
+            os.replace(made, folder / made.name)
+    except OSError as error:
+        with suppress(OSError):
+            (folder / _FAILED).write_text(str(error))
         raise BackendError(
-            f"the guards could not be built: {error}\nExpected a C++ compiler (g++ or clang++), Python's headers and "
-            "ninja (pip install ninja). Nothing needs them: without them the same checks run in Python, slower"
+            f"the guards could not be built: {error}\nExpected a C++ compiler (g++ or clang++) and Python's headers. "
+            "Nothing needs them: without them the same checks run in Python, slower"
         ) from error
-    return folder / built.name
+    (folder / _FAILED).unlink(missing_ok=True)
+    return folder / made.name
+
+
+def build_later() -> None:
+    """Have another process build them, for processes that start when it is done. Does nothing if they are there, if
+    they are not wanted, if a build has failed before, or if another process has begun one.
+    """
+    if os.environ.get(_WANTED, "1") != "1" or find() is not None or not (sys.executable and _compiler()):
+        return
+    with suppress(OSError, RuntimeError):
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / _FAILED).exists() or not _begin(folder / _BEGUN):
+            return
+        code = f"import sys; sys.path[:] = {sys.path!r}; from graphplan.native import build; build()"
+        command = [*filter(None, [shutil.which("nice")]), sys.executable, "-c", code]
+        # Waits for the process, which is not ended with this one.
+        Thread(target=_run, args=(command,), name="graphplan builds its guards", daemon=True).start()
+
+
+def _run(command: Sequence[str]) -> None:
+    nothing = subprocess.DEVNULL
+    with suppress(OSError):
+        subprocess.run(
+            command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", _WANTED: "found"},
+        )  # fmt: skip
+
+
+def _begin(mark: Path) -> bool:
+    """Return True if no other process has made ``mark`` of late."""
+    with suppress(FileNotFoundError):
+        if time.time() - mark.stat().st_mtime > _PATIENCE:
+            mark.unlink()
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def state() -> str:
+    """In what the guards run, in words, and why not in C++."""
+    wanted = os.environ.get(_WANTED, "1")
+    if wanted == "0":
+        return "in Python, since GRAPHPLAN_NATIVE is 0"
+    if find() is not None:
+        return "in C++ in processes that start from now on"
+    if not _compiler():
+        return "in Python, since there is no C++ compiler"
+    with suppress(OSError, RuntimeError):
+        why = (_folder() / _FAILED).read_text().strip().splitlines()
+        return f"in Python: building them in C++ failed ({why[0] if why else 'the compiler said nothing'})"
+    return "in Python until they are built in C++, for processes that start then"
 
 
 def load() -> ModuleType | None:
     """The compiled guards, or None if they were not built."""
-    found = find() if os.environ.get("GRAPHPLAN_NATIVE", "1") != "0" else None
+    found = find() if os.environ.get(_WANTED, "1") != "0" else None
     if found is None:
         return None
     try:

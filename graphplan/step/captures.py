@@ -11,6 +11,7 @@ from graphplan.backend import Backend
 from graphplan.buffers import Buffers
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import HostSyncError
+from graphplan.native import build_later
 from graphplan.owners import Snapshot
 from graphplan.plan import Plan
 from graphplan.program import Program, capture_program
@@ -74,6 +75,7 @@ class Captures:
             program.stage_inputs()
         program.next_check = self._options.schedule.after(0)
         self._programs.add(program)
+        build_later()
         self._stats.captured += 1
         self._stats.launches_eager += plan.launches
         return program, result

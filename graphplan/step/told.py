@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphplan import native
+from graphplan.native.comparing import Tensors
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import Reports, describe, describe_data
@@ -46,6 +48,8 @@ class Told(Reports):
 
     def _facts(self) -> dict[str, Any]:
         notes = [*(f"prepared: {change}" for change in self.prepared), *self._compiled.notes]
+        if Tensors is None:
+            notes.append(f"guards: {native.state()}")
         return {"stats": self.stats, "plans": self.stats.captured - self.stats.recaptured, "notes": notes}
 
     @property
