@@ -36,6 +36,9 @@ class Programs:
         self.warmed: dict[Key, int] = {}
         """How warm the latest first step of a key made it, by that key without the devices that it was fed from."""
         self.attempts = 0
+        self._served: set[Hashable] | None = None
+        self._misses = self._evictions = 0
+        self._paid = (0, 0)
         self._said = False
 
     def get(self, key: Key) -> Entry | None:
@@ -84,6 +87,7 @@ class Programs:
         for entry in self._entries:
             self.close(entry)
             entry.refusal = None
+        self._served = None
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +121,34 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
+            self._count_eviction()
         self._let_go()
+
+    def _count_eviction(self) -> None:
+        replayed = self._stats.replayed
+        self._evictions = self._evictions + 1 if replayed - self._paid[1] < _PAYS else 1
+        self._paid = (self._paid[0], replayed)
+        if self._evictions >= self._options.max_graphs:
+            self._turn_others_away("programs are evicted before they pay")
+
+    def count_miss(self) -> None:
+        """A call goes on the way to a program."""
+        progress = self._stats.replayed + self._stats.captured
+        self._misses = self._misses + 1 if progress == self._paid[0] else 1
+        self._paid = (progress, self._paid[1])
+        if self._misses >= _PATIENCE * (self._options.warmup_steps + 3):
+            self._turn_others_away(f"{self._misses} calls in a row had a signature without a program")
+
+    def _turn_others_away(self, why: str) -> None:
+        """Serve the signatures that have programs, and no others."""
+        served = {key for key, program in self._latest.items() if isinstance(program, Program) and program.is_open}
+        if served and self._served is None:
+            self._served = served
+            self._stats.note(f"calls of further signatures are eager: {why}")
+
+    def turns_away(self, geometry: Hashable) -> bool:
+        """Whether calls with such a feed are eager, since there are too many signatures."""
+        return self._served is not None and geometry not in self._served
 
     def check_churn(self) -> None:
         """Whether one more capture is in order.

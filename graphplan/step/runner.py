@@ -82,15 +82,18 @@ class Runner:
         self.count_eager(SkipReason.BACKEND_EAGER)
         return result
 
-    def plain(self, fed: Fed, error: RefusalError) -> Any:
-        """An eager step because of ``error``, on arguments of any kind.
+    def plain(self, fed: Fed, why: RefusalError | SkipReason) -> Any:
+        """An eager step because of ``why``, on arguments of any kind.
 
         No program will be compared with it, so learning rates are numbers, for whoever reads them in the step. The
         kernels are those of the steps before it: the run as a whole is an eager one with prepared optimizers.
         """
         with self._managed.rates.kernels():
             result = self.call(fed)
-        self.count_eager(error.reason, str(error))
+        if isinstance(why, SkipReason):
+            self.count_eager(why)
+        else:
+            self.count_eager(why.reason, str(why))
         return result
 
     def outside(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
@@ -105,14 +108,9 @@ class Runner:
         kwargs: Mapping[str, Any],
         what: str,
         options: Options,
-        error: RefusalError | None,
     ) -> Any:
-        """An eager call, of which nothing is learnt, since ``what`` is active around it; ``error`` if the step is
-        eager anyhow.
-        """
+        """An eager call, of which nothing is learnt, since ``what`` is active around it."""
         fed = brought_to(options.feed_device, args, kwargs)
-        if error is not None:
-            return self.plain(fed, error)
         if options.autograd:
             return self.outside(fed, SkipReason.SURROUNDINGS, what)
         result = self.run(lambda: self.call(fed))
@@ -123,11 +121,12 @@ class Runner:
         """:meth:`plain` on a feed."""
         return self.plain(Fed.of(feed), error)
 
-    def count_eager(self, reason: SkipReason, detail: str = "") -> None:
+    def count_eager(self, reason: SkipReason | None, detail: str = "") -> None:
         """Count an eager call that has returned."""
         self.stats.eager += 1
         self.stats.end_call("eager")
-        self.stats.skip(reason, detail)
+        if reason is not None:
+            self.stats.skip(reason, detail)
         if self.plan is not None:
             self.stats.launches_eager += self.plan.launches
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphplan.errors import SkipReason
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import Reports, describe, describe_data
 from graphplan.stats import Stats
 from graphplan.step.compiling import CompiledModules
+from graphplan.step.gate import Stock
 from graphplan.step.managed import Managed
 from graphplan.step.programs import Programs
 from graphplan.step.runner import Runner
@@ -21,6 +23,9 @@ class Told(Reports):
     _managed: Managed
     _programs: Programs
     _compiled: CompiledModules
+    _stock: Stock | None = None
+    _stock_reason: SkipReason | None = None
+    _stock_detail = ""
 
     @property
     def plan(self) -> Plan | None:
@@ -30,7 +35,17 @@ class Told(Reports):
     @property
     def stats(self) -> Stats:
         """What the calls so far were."""
+        self._take_counts()
         return self._runner.stats
+
+    def _take_counts(self) -> None:
+        """Count calls of the step's own function."""
+        count = 0 if self._stock is None else self._stock.take_count()
+        if count:
+            stats = self._runner.stats
+            stats.eager += count
+            if self._stock_reason is not None:
+                stats.skip(self._stock_reason, self._stock_detail, count)
 
     def text(self) -> str:
         """The report as text."""

@@ -6,4 +6,3 @@ from graphplan.verify.memory import find_room as find_room
 from graphplan.verify.memory import free_bytes as free_bytes
 from graphplan.verify.noise import Noise as Noise
 from graphplan.verify.schedule import Schedule as Schedule
-from graphplan.verify.speed import Trials as Trials
