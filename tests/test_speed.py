@@ -20,6 +20,7 @@ from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
 from tests.zoo import descent
 
+
 def make(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Optimizer, Callable[[Tensor], Tensor]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))

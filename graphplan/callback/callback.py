@@ -212,7 +212,7 @@ class GraphPlanCallback(EvaluationHooks):
             self._install_training(trainer, pl_module)
 
     def _time_eager_steps(self, gate: Gate) -> None:
-        """Time steps of Lightning's own loop, from one end to the next, with nothing in it but a hook of this callback."""
+        """Time steps of Lightning's own loop, with nothing in it but a hook of this callback."""
         self._gate = gate
         self._stock.begin(None)
         vars(self)[_STEP_ENDS] = self._end_eager_step

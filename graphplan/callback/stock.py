@@ -19,7 +19,7 @@ class StockBatches:
 
     def __init__(self, trainer: Any = None) -> None:
         # Not the Trainer, which a callback must not keep.
-        self._progress = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total
+        self._progress: Any = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total
         self._since: int | None = None
         self._past = Stats()
         self._detail = ""

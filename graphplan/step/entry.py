@@ -41,7 +41,8 @@ class Line:
 class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
-    ``used`` is the number of the latest lookup that found it. ``gate``: while it is open whether its replays pay. ``settled``: the names in the code of its warm-up steps
+    ``used`` is the number of the latest lookup that found it. ``gate``: while it is open whether its replays pay, until
+    ``is_decided``. ``settled``: the names in the code of its warm-up steps
     are known, and need not be watched. ``outside``: its calls are eager, since gradients are to flow through their
     results.
     """
@@ -57,6 +58,7 @@ class Entry:
     wants_grad: bool = False
     outside: bool = False
     gate: Gate | None = None
+    is_decided: bool = False
 
     def row(self) -> Row:
         """A comparison that holds while the entry leads to the same program."""

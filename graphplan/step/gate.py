@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import ceil
 from statistics import median
 from time import perf_counter
@@ -89,7 +90,7 @@ class Laps:
         if len(self._ends) <= self._count:
             return None
         ends, self._ends = self._ends, []
-        longest = max(end - start for start, end in zip(ends, ends[1:], strict=False))
+        longest = max(end - start for start, end in pairwise(ends))
         if self._tries < self._retries and longest > _UNEVEN * (ends[-1] - ends[0]):
             self._tries += 1
             return None
@@ -238,9 +239,9 @@ class Gate:
         assert self.replayed is not None
         unit = "step" if self._loops else "call"
         return SlowerError(
-            f"{what} was measured to take {self.eager * 1e6:.0f} µs per {unit} eagerly and {self.replayed * 1e6:.0f} µs "
-            f"with replays{costs}. Expected replays to be at least {self._least:g} times as fast. Look for what the "
-            "host does in each step beside the replay, make batches smaller if the device is busy all the time, or pass "
+            f"{what} was measured to take {self.eager * 1e6:.0f} µs per {unit} eagerly and {self.replayed * 1e6:.0f} "
+            f"µs with replays{costs}. Expected replays to be at least {self._least:g} times as fast. Look for what "
+            "the host does beside the replay, make batches smaller if the device is busy all the time, or pass "
             "min_speedup=0, which keeps programs all the same"
         )
 
@@ -271,6 +272,7 @@ class Stock:
         return count
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call."""
         try:
             result = self._call(args, kwargs)
         except BaseException:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Gated(Told):
     @property
     def is_down(self) -> bool:
         """Whether calls are calls of the step's function, and nothing else, because of :attr:`down_because`."""
-        return self._stock is not None and self._stock_reason is not None
+        return self.stock is not None and self._stock_reason is not None
 
     @property
     def down_because(self) -> tuple[SkipReason, str]:
@@ -54,6 +55,7 @@ class Gated(Told):
         self._gate = gate
         self._opens_gate = opens and gate is None
         self._again = AGAIN
+        self._is_asked_for = False
         if gate is not None:
             self._way = self._timed
 
@@ -68,6 +70,7 @@ class Gated(Told):
 
     def _time_eager_calls(self, gate: Gate) -> None:
         self._gate = gate
+        self._managed.release()
         self._be_stock(None, ended=self._end_eager, failed=gate.cancel)
 
     def _end_eager(self) -> None:
@@ -77,10 +80,11 @@ class Gated(Told):
             return
         assert gate.eager is not None
         self.stats.measured["eager"] = gate.eager
-        self._stock = None
+        self.stock = None
         if gate.is_busy and not self._options.asks_for_kernels:
             self._stand_down(SkipReason.BUSY, "", every=self._again, ended=self._look_again)
         else:
+            self._managed.prepare()
             self._way = self._timed
 
     def _look_again(self) -> None:
@@ -135,8 +139,18 @@ class Gated(Told):
         self._runner.settle_backend(feed)
         device = self._runner.device
         assert device is not None
-        self._opens_gate = self._options.is_gated(device)
-        return Gate(self._options.least_speedup(device), Clock(device), loops=False) if self._opens_gate else None
+        if self._is_asked_for or not self._options.is_gated(device):
+            return None
+        return Gate(self._options.least_speedup(device), Clock(device), loops=False)
+
+    @contextmanager
+    def asked_for(self) -> Iterator[None]:
+        """Programs of the block's calls are wanted whether they pay or not."""
+        self._is_asked_for = True
+        try:
+            yield
+        finally:
+            self._is_asked_for = False
 
     def _eagerly_timed(self, gate: Gate, fed: Fed) -> Any:
         """An eager call of the function alone."""
@@ -150,7 +164,7 @@ class Gated(Told):
         """Have calls be calls of the step's own function."""
         self._take_counts()
         call = _plain_call(self._runner.fn, self._options.feed_device)
-        self._way = self._stock = Stock(call, **options)
+        self._way = self.stock = Stock(call, **options)
         self._stock_reason, self._stock_detail = reason, detail
 
 

@@ -24,7 +24,6 @@ from graphplan.errors import (
     PeerError,
     RefusalError,
     SkipReason,
-    VerifyError,
 )
 from graphplan.fed import Fed
 from graphplan.program import Program, settle_companions
@@ -32,9 +31,9 @@ from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
 from graphplan.step.forms import check_form
-from graphplan.step.lookup import Lookup
 from graphplan.step.gate import Gate
 from graphplan.step.gated import Gated
+from graphplan.step.lookup import Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
@@ -48,7 +47,6 @@ from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive, running_step, runs_within_step
 from graphplan.surroundings import changing_mode, surroundings
 from graphplan.unchanged import Modes
-
 
 _REFUSED = 8
 """Calls in a row that come to nothing, after which a step stands down."""
@@ -175,8 +173,9 @@ class GraphedStep(Exclusive, Gated):
         if self._managed.refusal is not None:
             self._demote(self._managed.refusal)
             return self._refused(feed, self._managed.refusal)
-        if self._programs.turns_away(self._lookup.geometry(feed)):
-            return self._turned_away(feed)
+        why = self._programs.turns_away(self._lookup.geometry(feed))
+        if why is not None:
+            return self._turned_away(feed, *why)
         try:
             entry, program = self._lookup.find(feed)
         except RefusalError as error:
@@ -187,8 +186,9 @@ class GraphedStep(Exclusive, Gated):
         if entry.refusal is not None:
             self._programs.close(entry)
             return self._refused(feed, entry.refusal)
-        if entry.gate is None and self._opens_gate:
+        if self._opens_gate and not entry.is_decided and entry.gate is None:
             entry.gate = self._gate_of_calls(feed)
+            entry.is_decided = entry.gate is None
         if entry.gate is not None and entry.gate.eager is None:
             self._tell(None)
             return self._eagerly_timed(entry.gate, Fed.of(self._lookup.moved(feed)))
@@ -222,7 +222,7 @@ class GraphedStep(Exclusive, Gated):
         result = self._replays.replay(program, feed.leaves)
         pays = gate.end_replay(start)
         if pays is not None:
-            entry.gate = None
+            entry.gate, entry.is_decided = None, True
             # A result may lie in the program's memory: that is closed with the next call.
             entry.refusal = self._decide(gate, pays)
         return result
@@ -243,26 +243,33 @@ class GraphedStep(Exclusive, Gated):
 
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
         self._tell(None, error.reason, str(error))
-        return self._fruitlessly(error, Fed.of(self._lookup.moved(feed)))
+        return self._fruitlessly(error, Fed.of(self._lookup.moved(feed)), feed)
 
-    def _fruitlessly(self, error: RefusalError, fed: Fed) -> Any:
-        """An eager call because of ``error``. After several in a row, the step stands down."""
+    def _fruitlessly(self, error: RefusalError, fed: Fed, feed: Feed | None = None) -> Any:
+        """An eager call because of ``error``. After several in a row, the step stands down, unless it has programs for
+        other calls than those like ``feed``.
+        """
         stats = self._runner.stats
         progress = stats.traced + stats.captured + stats.replayed
         count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
         self._fruitless = count, progress
-        result = self._runner.plain(fed, error)
-        if count >= _REFUSED and not self.is_down:
+        result = self._runner.plain(fed, error.reason, str(error))
+        if count >= _REFUSED and not self.is_down and not self._serves_others(error, feed):
             self._stand_down(error.reason, str(error))
         return result
 
-    def _turned_away(self, feed: Feed) -> Any:
+    def _serves_others(self, error: RefusalError, feed: Feed | None) -> bool:
+        if feed is None:
+            return bool(self._programs.all())
+        return self._programs.turn_away(self._lookup.geometry(feed), error)
+
+    def _turned_away(self, feed: Feed, reason: SkipReason, detail: str) -> Any:
         """A call of a signature for which there will be no program."""
-        self._tell(None, SkipReason.MAX_GRAPHS)
+        self._tell(None, reason, detail)
         fed = Fed.of(self._lookup.moved(feed))
         if self._options.autograd:
-            return self._runner.outside(fed, SkipReason.MAX_GRAPHS)
-        return self._runner.plain(fed, SkipReason.MAX_GRAPHS)
+            return self._runner.outside(fed, reason, detail)
+        return self._runner.plain(fed, reason, detail)
 
     def _stand_down(self, reason: SkipReason, detail: str, **options: Any) -> None:
         """Take everything away that is not the user's own: programs, buffers, what optimizers were prepared with."""
@@ -306,6 +313,8 @@ class GraphedStep(Exclusive, Gated):
             is_planned = any(line.plan is not None for line in entry.lines.values())
             if self._peers is not None and not self._peers.may_advance(is_planned):
                 return self._runner.eager(feed, SkipReason.PEERS)
+            if not entry.eager_calls:
+                self._programs.count_new()
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
@@ -371,5 +380,5 @@ class GraphedStep(Exclusive, Gated):
                 self._gate.cancel()
             self._compiled.undo()
             self._take_counts()
-            self._way = self._stock = None
+            self._way = self.stock = None
             self._closed = True

@@ -299,9 +299,13 @@ class Managed:
             self.release()
             return
         self._notices.remove()
+        self.prepare()
+        self.rates.stay()
+
+    def prepare(self) -> None:
+        """Prepare all optimizers that are known."""
         for optimizer in self.walk().optimizers.values():
             self.manage(optimizer)
-        self.rates.stay()
 
     def release(self) -> None:
         """Put the optimizers' flags back."""

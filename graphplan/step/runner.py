@@ -82,18 +82,15 @@ class Runner:
         self.count_eager(SkipReason.BACKEND_EAGER)
         return result
 
-    def plain(self, fed: Fed, why: RefusalError | SkipReason) -> Any:
-        """An eager step because of ``why``, on arguments of any kind.
+    def plain(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
+        """An eager step for that reason, on arguments of any kind.
 
         No program will be compared with it, so learning rates are numbers, for whoever reads them in the step. The
         kernels are those of the steps before it: the run as a whole is an eager one with prepared optimizers.
         """
         with self._managed.rates.kernels():
             result = self.call(fed)
-        if isinstance(why, SkipReason):
-            self.count_eager(why)
-        else:
-            self.count_eager(why.reason, str(why))
+        self.count_eager(reason, detail)
         return result
 
     def outside(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
@@ -119,7 +116,7 @@ class Runner:
 
     def refused(self, feed: Feed, error: RefusalError) -> Any:
         """:meth:`plain` on a feed."""
-        return self.plain(Fed.of(feed), error)
+        return self.plain(Fed.of(feed), error.reason, str(error))
 
     def count_eager(self, reason: SkipReason | None, detail: str = "") -> None:
         """Count an eager call that has returned."""

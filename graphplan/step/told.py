@@ -23,7 +23,8 @@ class Told(Reports):
     _managed: Managed
     _programs: Programs
     _compiled: CompiledModules
-    _stock: Stock | None = None
+    stock: Stock | None = None
+    """What makes calls of the step's function alone, before a step begins and once it stands down."""
     _stock_reason: SkipReason | None = None
     _stock_detail = ""
 
@@ -40,7 +41,7 @@ class Told(Reports):
 
     def _take_counts(self) -> None:
         """Count calls of the step's own function."""
-        count = 0 if self._stock is None else self._stock.take_count()
+        count = 0 if self.stock is None else self.stock.take_count()
         if count:
             stats = self._runner.stats
             stats.eager += count
