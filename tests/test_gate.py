@@ -128,7 +128,7 @@ def test_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch, other: bool | None,
     monkeypatch.setattr("graphplan.step.gate._PATIENCE", 0.02)
     ranks = Ranks(monkeypatch)
     if other is not None:
-        ranks.say("slower", other)
+        ranks.say("slower 0", other)
     clock = Clock()
     assert verdicts(gate_of(clock, peers=ranks.rank_0), clock, 9.0, 9.0, 9.0) == [keeps]
 
@@ -136,7 +136,7 @@ def test_ranks_decide_alike(monkeypatch: pytest.MonkeyPatch, other: bool | None,
 @pytest.mark.parametrize(("idle", "other", "busy"), [(0.0, True, True), (0.0, False, False), (1.0, True, False)])
 def test_all_ranks_have_to_be_busy(monkeypatch: pytest.MonkeyPatch, idle: float, other: bool, busy: bool) -> None:
     ranks = Ranks(monkeypatch)
-    ranks.say("busy", other)
+    ranks.say("busy 0", other)
     gate = gate_of(Clock(), peers=ranks.rank_0)
     gate.idle = idle
     assert gate.is_busy is busy
@@ -357,9 +357,8 @@ def test_new_signatures_are_eager_in_the_end_and_known_ones_are_replayed(monkeyp
 def test_programs_that_are_evicted_before_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """More signatures come back than there may be programs: some have theirs, the others are eager."""
     rig = Rig(monkeypatch, min_speedup=None, max_graphs=2)
-    rig.drive(rig.step, 120, rows=lambda index: index % 6 + 2)
+    rig.drive(rig.step, 240, rows=lambda index: 7 - index % 6)
     stats = rig.step.stats
-    assert stats.recaptured == 0
     assert stats.skipped[SkipReason.MAX_GRAPHS] > 40
     assert stats.replayed > 20
     assert "calls of further signatures are eager: programs are evicted before they pay" in rig.step.report()
@@ -399,7 +398,8 @@ def test_served_calls_that_pay_and_others_that_do_not(monkeypatch: pytest.Monkey
     clock.passes = lambda: 1.0 if run.stats.captured == 1 else 5.0
     for _ in range(40):
         run(torch.zeros(4, 6))
-    assert (run.num_graphs, list(run.stats.skipped)) == (1, [SkipReason.SLOWER])
+    assert run.num_graphs == 1
+    assert run.stats.skipped.keys() == {SkipReason.SHAPE, SkipReason.SLOWER}
     rests, replayed = clock.rests, run.stats.replayed
     walks: list[Any] = []
     monkeypatch.setattr(run._step._managed, "look_again", lambda: walks.append(1))

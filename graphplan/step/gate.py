@@ -11,8 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import count, pairwise
 from math import ceil
 from statistics import median
 from time import perf_counter
@@ -142,6 +142,7 @@ class Gate:
         loops: whether steps are timed from end to end, or else by themselves.
         peers: other ranks, which decide alike.
         eager: seconds per step without graphplan, if known.
+        family: numbers the gates of one run: each puts questions of its own to ``peers``.
     """
 
     def __init__(
@@ -153,9 +154,12 @@ class Gate:
         loops: bool = True,
         peers: Peers | None = None,
         eager: float | None = None,
+        family: Iterator[int] | None = None,
     ) -> None:
         self._least, self._clock, self._period = least, clock, period
         self._loops, self._peers = loops, peers
+        self._family = family or count()
+        self._number = next(self._family)
         self._timer = self._new_timer()
         self._skips = SKIPPED
         self._watch: Callable[[], float] | None = None
@@ -174,8 +178,9 @@ class Gate:
     def with_same_eager_time(self) -> Gate:
         """A gate for another form of the step."""
         return Gate(
-            self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=self.eager
-        )
+            self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=self.eager,
+            family=self._family,
+        )  # fmt: skip
 
     @property
     def replayed(self) -> float | None:
@@ -186,13 +191,16 @@ class Gate:
     def is_busy(self) -> bool:
         """Whether the device was busy for nearly all of the eager steps' time, on all ranks."""
         busy = self.idle <= _MOST_IDLE
-        return busy if self._peers is None else self._peers.vote("busy", busy, _PATIENCE) is True
+        return busy if self._peers is None else self._agree(self._peers, "busy", busy)
 
     def anew(self) -> Gate:
         """A gate that knows nothing yet."""
         gate = self.with_same_eager_time()
         gate.eager = None
         return gate
+
+    def _agree(self, peers: Peers, what: str, answer: bool) -> bool:
+        return peers.vote(f"{what} {self._number}", answer, _PATIENCE) is True
 
     def begin(self) -> float:
         """A step or call begins that is going to be timed; what its end has to be told."""
@@ -217,14 +225,15 @@ class Gate:
         if seconds is None:
             return None
         self._windows.append(seconds)
-        factor = self.eager / min(self._windows) / self._least
+        needed = min(self._windows) * self._least
+        is_slower = needed > self.eager
         if self._peers is not None:
             if len(self._windows) < _WINDOWS:
                 return None
-            return self._peers.vote("slower", factor < 1, _PATIENCE) is not True
-        if factor >= 1:
+            return not self._agree(self._peers, "slower", is_slower)
+        if not is_slower:
             return True
-        return False if len(self._windows) == _WINDOWS or factor * _CLEAR < 1 else None
+        return False if len(self._windows) == _WINDOWS or needed > self.eager * _CLEAR else None
 
     def cancel(self) -> None:
         """What has run is neither: times begin anew."""

@@ -130,7 +130,7 @@ class Programs:
         replayed = self._stats.replayed
         self._evictions = self._evictions + 1 if replayed - self._paid[1] < _PAYS else 1
         self._paid = (self._paid[0], replayed)
-        if self._evictions >= self._options.max_graphs:
+        if self._evictions >= max(self._options.max_graphs, _PAYS):
             self._turn_others_away("programs are evicted before they pay")
 
     def count_new(self) -> None:
