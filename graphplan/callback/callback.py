@@ -158,6 +158,7 @@ class GraphPlanCallback(EvaluationHooks):
         self._backends = Backends()
         self._stand_ins: list[StandsIn] = []
         self._kept: list[StandsIn] = []
+        self._down: Seam | None = None
         self._stock = StockBatches()
         self._gate: Gate | None = None
         self._again = AGAIN
@@ -195,7 +196,7 @@ class GraphPlanCallback(EvaluationHooks):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
         self._figures[_TRAINING] = Figures()
-        self._stock = StockBatches(trainer)
+        self._stock, self._again = StockBatches(trainer), AGAIN
         reason = closed_to_training(trainer, pl_module, self.components) if self.options.backend != "eager" else None
         if reason is not None:
             self._refuse(_TRAINING, reason)
@@ -226,7 +227,7 @@ class GraphPlanCallback(EvaluationHooks):
         del vars(self)[_STEP_ENDS]
         self._stock.end()
         self._figures[_TRAINING].stats.measured["eager"] = gate.eager
-        if gate.is_busy and not self.options.asks_for_kernels:
+        if gate.is_busy and self.options.may_stay_eager:
             self._stock.begin(SkipReason.BUSY)
         else:
             self._install_training(trainer, pl_module, gate)
@@ -262,6 +263,7 @@ class GraphPlanCallback(EvaluationHooks):
 
     def _stand_down(self, reason: SkipReason, detail: str) -> None:
         """Take everything out of the running fit, which goes on in Lightning's own loop, and keep the figures."""
+        self._down = self._seams[_TRAINING]
         self._remove_training()
         self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
         self._stock.begin(reason, detail)
@@ -310,7 +312,11 @@ class GraphPlanCallback(EvaluationHooks):
 
     def _remove(self) -> None:
         """Take the seams off and keep their figures."""
+        self._down = self._seams.get(_TRAINING, self._down)
         self._remove_training()
+        if self._down is not None:
+            self._down.close()
+        self._down = None
         while self._kept:
             self._kept.pop().remove()
         vars(self).pop(_STEP_ENDS, None)
@@ -329,7 +335,7 @@ class GraphPlanCallback(EvaluationHooks):
             self._stand_ins.pop().remove()
         seam = self._seams.pop(_TRAINING, None)
         if seam is not None:
-            seam.remove()
+            seam.take_off()
             self._figures[_TRAINING] = seam.figures
 
     @override
@@ -356,5 +362,5 @@ class GraphPlanCallback(EvaluationHooks):
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        fresh = {"_seams": {}, "_backends": Backends(), "_stand_ins": [], "_kept": [], "_gate": None}
+        fresh = {"_seams": {}, "_backends": Backends(), "_stand_ins": [], "_kept": [], "_gate": None, "_down": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}

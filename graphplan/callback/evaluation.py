@@ -17,7 +17,7 @@ from graphplan.callback.variants import Variant
 from graphplan.native.comparing import Checks
 from graphplan.policy import Policy
 from graphplan.roles import Role
-from graphplan.step import Backends, Clock, Gate, GraphedStep, Options
+from graphplan.step import Backends, Clock, Gate, GraphedStep, Options, find_peers
 
 _HOOKS = ("validation_step", "test_step", "predict_step")
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
@@ -54,8 +54,8 @@ class EvaluationSeam(RenewingSeam):
         """What decides whether replays of ``hook`` pay; None if that is decided, or nobody asks."""
         device = self._strategy.root_device
         if hook not in self._gates:
-            gated = self._options.is_gated(device)
-            self._gates[hook] = Gate(self._options.least_speedup(device), Clock(device), loops=False) if gated else None
+            least, gated = self._options.least_speedup(device), self._options.is_gated(device)
+            self._gates[hook] = Gate(least, Clock(device), loops=False, peers=find_peers()) if gated else None
         return self._gates[hook]
 
     def _run(self, hook: str, *args: Any) -> Any:

@@ -132,10 +132,21 @@ class Seam(ABC):
 
     def remove(self) -> None:
         """Take everything off again, and put the optimizers' flags back."""
+        self.take_off()
+        self.close()
+
+    def close(self) -> None:
+        """Close all steps."""
+        for step in self._steps:
+            step.close()
+
+    def take_off(self) -> None:
+        """Take everything off but what a step that stands down has left: kernels, where runs are to be repeatable."""
         for standin in self._standins:
             standin.take_off()
         for step in self._steps:
-            step.close()
+            if not step.is_down:
+                step.close()
         self._compiled.undo()
         self._logs.sums.dissolve()
 

@@ -81,7 +81,7 @@ class Gated(Told):
         assert gate.eager is not None
         self.stats.measured["eager"] = gate.eager
         self.stock = None
-        if gate.is_busy and not self._options.asks_for_kernels:
+        if gate.is_busy and self._options.may_stay_eager:
             self._stand_down(SkipReason.BUSY, "", every=self._again, ended=self._look_again)
         else:
             self._managed.prepare()

@@ -284,6 +284,7 @@ class GraphedStep(Exclusive, Gated):
         try:
             result, error = self._replays.check(program, feed)
         except PeerError as refusal:
+            self._programs.forget()
             self._demote(refusal)
             return self._refused(feed, refusal)
         assert self._runner.backend is not None

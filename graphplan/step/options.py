@@ -137,9 +137,12 @@ class Options:
         return self.backend != "eager" and not self.debug_eager and self.least_speedup(device) > 0
 
     @property
-    def asks_for_kernels(self) -> bool:
-        """Whether the step is asked for faster kernels or copies, which pay on a busy device as well."""
-        return self.compile is not False or self.fuse_optimizer or self.prefetch
+    def may_stay_eager(self) -> bool:
+        """Whether a step on a busy device needs no program: not where it is asked for faster kernels or copies, which
+        pay there too, or where runs are to be repeatable, and have the kernels of replays.
+        """
+        asks = self.compile is not False or self.fuse_optimizer or self.prefetch
+        return not asks and not torch.are_deterministic_algorithms_enabled()
 
     @property
     def roles(self) -> Policy:
