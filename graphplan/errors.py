@@ -47,8 +47,8 @@ class SkipReason(Enum):
     PEER = "another rank cannot capture the step"
     SURROUNDINGS = "a mode, a transform or forward-mode AD around the call, which a replay would not heed"
     BUSY = (
-        "four steps show whether the device waits for the host; as long as it is busy all the time, a program could "
-        "hardly gain anything (min_speedup=0 captures at once)"
+        "the device is busy all the time, so that replays have next to nothing to save (min_speedup=0 captures all the "
+        "same)"
     )
     SHAPE = "a feed signature that has no program yet"
 
@@ -270,6 +270,6 @@ class PaddingError(VerifyError):
 
 
 class SlowerError(RefusalError, RuntimeError):
-    """Replays of a program were measured to take longer than eager steps: its steps are eager from then on."""
+    """Steps with replays were measured to take longer than without: the step stands down."""
 
     reason = SkipReason.SLOWER

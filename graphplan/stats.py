@@ -28,7 +28,8 @@ class Stats:
     largest program was estimated to. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
     ``"steady"`` is every replay of a program but its first. ``step_seconds`` and ``step_counts`` are the time from one
     call's end to the next one's, where both were ``"eager"`` or both ``"replayed"``: what a training step takes all
-    in all, on a busy device too, where the host runs ahead of it.
+    in all, on a busy device too, where the host runs ahead of it. ``measured`` are seconds of a step, ``"eager"``
+    without graphplan and ``"replayed"``, where it was measured whether replays pay.
     """
 
     eager: int = 0
@@ -48,6 +49,7 @@ class Stats:
     bytes_estimated: int = 0
     step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     step_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    measured: dict[str, float] = field(default_factory=dict)
     last_end: float = 0.0
     last_kind: str = ""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -58,10 +60,10 @@ class Stats:
         """Calls that returned, whatever phase they fell in."""
         return self.eager + self.traced + self.captured + self.replayed
 
-    def skip(self, reason: SkipReason, detail: str = "") -> None:
-        """Count one eager call under ``reason``, and ``detail`` as its wording in reports."""
-        self.skipped[reason] += 1
-        _tally(self.reasons, detail or reason.value)
+    def skip(self, reason: SkipReason, detail: str = "", count: int = 1) -> None:
+        """Count eager calls under ``reason``, and ``detail`` as its wording in reports."""
+        self.skipped[reason] += count
+        _tally(self.reasons, detail or reason.value, count)
 
     def note(self, text: str) -> None:
         """Count an event that is worth a line in reports."""
@@ -103,7 +105,11 @@ class Stats:
         self.last_end, self.last_kind = now, kind
 
     def step_us(self, kind: str) -> float | None:
-        """Mean time from call to call in microseconds, or None if no two calls of ``kind`` followed each other."""
+        """Time of a step in microseconds as it was measured, or else the mean time from call to call; None if no two
+        calls of ``kind`` followed each other.
+        """
+        if kind in self.measured:
+            return self.measured[kind] * 1e6
         count = self.step_counts[kind]
         return self.step_seconds[kind] / count * 1e6 if count else None
 
@@ -134,6 +140,7 @@ class Stats:
             _tally(self.events, text, count)
         for text, count in other.reasons.items():
             _tally(self.reasons, text, count)
+        self.measured |= other.measured
         for kind in KINDS:
             self.step_seconds[kind] += other.step_seconds[kind]
             self.step_counts[kind] += other.step_counts[kind]

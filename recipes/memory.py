@@ -117,7 +117,7 @@ class Training:
     def graphed(self, step: Callable[..., Any], **options: Any) -> GraphedStep:
         """``step`` in the hands of graph_step."""
         owners = {"model": self.model, **{f"optimizer{i}": optimizer for i, optimizer in enumerate(self.optimizers)}}
-        return graph_step(step, owners=owners, device=self.device, **options)
+        return graph_step(step, owners=owners, device=self.device, **{"min_speedup": 0, **options})
 
 
 def eager(work: Workload, device: torch.device) -> Row:

@@ -2,8 +2,9 @@
 
 Three forms. *Whole*: the bound ``automatic_optimization.run`` becomes one graphed step, optimizer included.
 *Components*: where the optimizer cannot be captured or must run on the host, only the closure (forward, zero_grad,
-backward) is a graphed step, and Lightning's own code clips and steps after it. *Update*: where forward or backward
-cannot be captured, the closure is Python, and what comes after it, hooks, clipping and the optimizer's step, is one.
+backward) is a graphed step, and Lightning's own code clips and steps after it. *Update*, where it is asked for: the
+closure is Python, and what comes after it, hooks, clipping and the optimizer's step, is one. It is no fallback: each
+backward pass makes new gradients, which a program would have to follow before each replay.
 """
 
 from __future__ import annotations
@@ -22,27 +23,9 @@ from graphplan.callback.numbers import WatchedIndex, group_numbers
 from graphplan.callback.renewing import RenewingSeam
 from graphplan.callback.standins import ReplayedClosure
 from graphplan.callback.variants import Variant
-from graphplan.errors import (
-    CarryError,
-    ControlFlowError,
-    GeneratorSeekError,
-    HostScalarError,
-    HostSyncError,
-    OutputError,
-    RefusalError,
-    TemporaryCopyError,
-    UnownedTensorError,
-)
+from graphplan.errors import RefusalError
 from graphplan.native.comparing import Checks
-from graphplan.step import Backends, GraphedStep, Options
-
-_READS = (
-    HostScalarError, HostSyncError, ControlFlowError, UnownedTensorError, TemporaryCopyError, GeneratorSeekError,
-    CarryError, OutputError,
-)  # fmt: skip
-"""Refusals of what a step's own code computes with, which says nothing of the optimizer's. What changes Python objects
-(HostEffectError) is not among them: hooks of the optimizer's side may do so too."""
-
+from graphplan.step import Backends, Gate, GraphedStep, Options
 
 _SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 """Of the Trainer's, what its code in the step branches on."""
@@ -60,9 +43,10 @@ class AutomaticSeam(RenewingSeam):
         options: Options,
         variant: Variant,
         backends: Backends,
+        gate: Gate | None,
         components: Components,
     ) -> None:
-        super().__init__(trainer, module, options, variant, backends)
+        super().__init__(trainer, module, options, variant, backends, gate)
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = None
         self._sides = components
@@ -84,7 +68,6 @@ class AutomaticSeam(RenewingSeam):
     def _begin(self) -> None:
         self._optimizer = self._trainer.optimizers[0]
         self._update: GraphedStep | None = None
-        self._refusal: str | None = None
         self._components: GraphedStep | None = None
         self._logs.sums_in_step = True
         self._whole = self._make(self._whole_body, self._owners(self._progress))
@@ -106,20 +89,8 @@ class AutomaticSeam(RenewingSeam):
         del self._whole
 
     def _escalates(self, error: RefusalError) -> bool:
-        """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it.
-
-        Where forward and backward are to be left out, the step that was refused stands: what its code has done on the
-        host cannot be undone, and must not be done twice.
-        """
-        if self._sides.falls_back and error.component == "optimizer":
-            return True
-        if self._must_raise():
-            return True
-        # Other ranks may be told of it in other words, and all would have to split.
-        alone = self._trainer.world_size == 1 and not self._whole.stats.captured
-        if self._sides.falls_back and alone and isinstance(error, _READS):
-            self._refusal = str(error)
-        return False
+        """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it."""
+        return self._must_raise() or (self._sides.falls_back and error.component == "optimizer")
 
     def keep_forward_outside(self, reason: str) -> None:
         """Go over to the update form."""
@@ -154,15 +125,19 @@ class AutomaticSeam(RenewingSeam):
         if self._components is None and self._update is None:
             try:
                 result = self._through(self._whole, self._given_facts())
-                if self._refusal is not None:
-                    self.keep_forward_outside(self._refusal)
+                self._look_at(self._whole)
                 return result
             except RefusalError as error:
                 if not self._sides.falls_back or error.component != "optimizer":
                     raise
                 self.keep_optimizer_outside(str(error))
         # A graphed forward moves its batch itself.
-        return self._stock_run(optimizer, batch_idx, kwargs if self._update is None else self._on_device(kwargs))
+        split, kwargs = self._components, kwargs if self._update is None else self._on_device(kwargs)
+        result = self._stock_run(optimizer, batch_idx, kwargs)
+        step = split or self._update
+        assert step is not None
+        self._look_at(step)
+        return result
 
     def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from graphplan.callback.arguments import Components, check_choices
 from graphplan.callback.automatic import AutomaticSeam
 from graphplan.callback.bars import ThrottledBar, stand_ins_of_bars
-from graphplan.callback.clipping import FusedClipping
+from graphplan.callback.clipping import FusedClipping, needed_clipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.evaluation_hooks import EvaluationHooks
 from graphplan.callback.gates import closed_to_all, closed_to_training
@@ -26,15 +26,17 @@ from graphplan.callback.manual import ManualSeam
 from graphplan.callback.seam import Figures, Seam
 from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.standins import StandsIn
+from graphplan.callback.stock import StockBatches
 from graphplan.callback.variants import Variant, VariantOf
-from graphplan.errors import NotCapturedError
+from graphplan.errors import NotCapturedError, SkipReason
 from graphplan.plan import Plan
 from graphplan.policy import parse_policies
 from graphplan.report import describe, outcome, summary
 from graphplan.stats import Stats
-from graphplan.step import Backends, Options
+from graphplan.step import AGAIN, Backends, Clock, Gate, Options, find_peers
 
 _TRAINING, _EVALUATION = "training", "evaluation"
+_STEP_ENDS = "on_train_batch_end"
 _LIGHTNINGS_OWN = ("log", "log_dict")
 """Methods of the module that Lightning sets on every callback."""
 
@@ -52,7 +54,7 @@ class GraphPlanCallback(EvaluationHooks):
             ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
         warmup_steps: eager steps per batch signature before it is traced; at least 1.
         on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
-            ``"eager"``: it runs eagerly, with one warning.
+            ``"eager"``: the callback stands down, with one warning, and the fit goes on without it.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
         watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
             are, in the whole process; without it, what they hold there is trusted, and found by checks alone.
@@ -69,11 +71,13 @@ class GraphPlanCallback(EvaluationHooks):
         max_graphs: how many programs are kept.
         memory_budget: how many bytes the programs of training may compute in, and those of evaluation likewise.
             One that is estimated to take more is not captured: its steps are eager, with one warning.
-        min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
-            that is surely slower is dropped, and its steps are eager from then on. On CUDA, training is eager for four
-            steps more after the warm-up, and then, with the optimizers' own kernels unless torch is to use
-            deterministic algorithms, for as long as the device is busy all the time; 0 captures all the same. None: 1.0
-            on CUDA, 0 on the CPU.
+        min_speedup: how many times as fast as without the callback the fit has to be, from the end of one step to the
+            end of the next. The first seven steps (more where gradients are accumulated) are Lightning's own, and five
+            of them are timed before anything is installed. Where replays turn out slower, in whatever form, or the
+            device is busy all the time, the callback stands down: it takes everything out of the running fit, and the
+            report says what was measured. Validation, test and prediction steps are timed likewise, call by call.
+            Under deterministic algorithms the optimizers keep the kernels of replays. 0 captures at once, and keeps
+            programs all the same. None: 1.0 on CUDA, 0 on the CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; where
             torch can, also check before each replay that the memory that the recording reads was not freed.
@@ -90,8 +94,8 @@ class GraphPlanCallback(EvaluationHooks):
             metrics that a step updates are state.
         transfer: ``"auto"``: replays copy batches in from host memory where nobody else has them; ``"stock"``: never.
         loop: ``"auto"``: what Lightning does around each step is left out where nobody uses it; ``"stock"``: never.
-        components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured, and,
-            under ``on_failure="eager"``, the optimizer alone where those cannot. Or what to capture, whatever could be:
+        components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured. Or
+            what to capture, whatever could be:
             ``("forward_backward",)``, ``("optimizer",)``, or both.
 
     Raises:
@@ -148,7 +152,6 @@ class GraphPlanCallback(EvaluationHooks):
             debug=debug,
             debug_eager=debug_eager,
             prefetch=prefetch,
-            paced=True,
         )
         self.variant = Variant(variant)
         self.eval = eval
@@ -159,11 +162,17 @@ class GraphPlanCallback(EvaluationHooks):
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
         self._stand_ins: list[StandsIn] = []
+        self._kept: list[StandsIn] = []
+        self._down: Seam | None = None
+        self._stock = StockBatches()
+        self._gate: Gate | None = None
+        self._again = AGAIN
 
     def _of(self, part: str) -> Figures:
         """Figures of training or evaluation, in the current run or the last one."""
         seam = self._seams.get(part)
-        return seam.figures if seam is not None else self._figures.get(part, Figures())
+        figures = seam.figures if seam is not None else self._figures.get(part, Figures())
+        return self._stock.added_to(figures) if part == _TRAINING else figures
 
     @property
     def stats(self) -> Stats:
@@ -192,18 +201,62 @@ class GraphPlanCallback(EvaluationHooks):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
         self._figures[_TRAINING] = Figures()
+        self._stock, self._again = StockBatches(trainer), AGAIN
         reason = closed_to_training(trainer, pl_module, self.components) if self.options.backend != "eager" else None
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
-        self._stand_ins = [FusedClipping(trainer), LaggingSigterm(trainer), *stand_ins_of_bars(trainer)]
+        self._kept = [LaggingSigterm(trainer), *needed_clipping(trainer)]
+        for stand_in in self._kept:
+            stand_in.install()
+        device = trainer.strategy.root_device
+        if self.options.is_gated(device):
+            period = trainer.accumulate_grad_batches
+            least = self.options.least_speedup(device)
+            self._time_eager_steps(Gate(least, Clock(device), period=period, peers=find_peers()))
+        else:
+            self._install_training(trainer, pl_module)
+
+    def _time_eager_steps(self, gate: Gate) -> None:
+        """Time steps of Lightning's own loop, with nothing in it but a hook of this callback."""
+        self._gate = gate
+        self._stock.begin(None)
+        vars(self)[_STEP_ENDS] = self._end_eager_step
+
+    def _end_eager_step(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        gate = self._gate
+        assert gate is not None
+        if not gate.end_eager():
+            return
+        assert gate.eager is not None
+        del vars(self)[_STEP_ENDS]
+        self._stock.end()
+        self._figures[_TRAINING].stats.measured["eager"] = gate.eager
+        if gate.is_busy and self.options.may_stay_eager:
+            self._stock.begin(SkipReason.BUSY)
+        else:
+            self._install_training(trainer, pl_module, gate)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Time steps again where the device was busy all the time, long ago."""
+        if self._gate is not None and self._stock.reason is SkipReason.BUSY and self._stock.count >= self._again:
+            self._again *= 2
+            self._stock.end()
+            self._time_eager_steps(self._gate.anew())
+
+    def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
+        """Install the seam, and all that goes with it."""
+        clips = any(isinstance(kept, FusedClipping) for kept in self._kept)
+        self._stand_ins = [*([] if clips else [FusedClipping(trainer)]), *stand_ins_of_bars(trainer)]
         for stand_in in self._stand_ins:
             stand_in.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
         direct = reason is None and self._takes_host_batches(trainer, pl_module)
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
         kind = partial(AutomaticSeam, components=self.components) if pl_module.automatic_optimization else ManualSeam
-        seam = kind(trainer, pl_module, options, self.variant, self._backends)
+        seam = kind(trainer, pl_module, options, self.variant, self._backends, gate)
+        seam.tell_when_down(self._stand_down)
         self._install(_TRAINING, seam)
         if self.options.prefetch and not direct:
             seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
@@ -212,6 +265,13 @@ class GraphPlanCallback(EvaluationHooks):
         elif self.options.backend != "eager":
             self._stand_ins.append(LoopSeam(trainer, pl_module, seam.sums, direct=direct))
             self._stand_ins[-1].install()
+
+    def _stand_down(self, reason: SkipReason, detail: str) -> None:
+        """Take everything out of the running fit, which goes on in Lightning's own loop, and keep the figures."""
+        self._down = self._seams[_TRAINING]
+        self._remove_training()
+        self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
+        self._stock.begin(reason, detail)
 
     def _takes_host_batches(self, trainer: Trainer, pl_module: LightningModule) -> bool:
         """Whether steps copy batches to the device themselves: nobody else looks at them there."""
@@ -257,20 +317,38 @@ class GraphPlanCallback(EvaluationHooks):
 
     def _remove(self) -> None:
         """Take the seams off and keep their figures."""
-        while self._stand_ins:
-            self._stand_ins.pop().remove()
+        self._down = self._seams.get(_TRAINING, self._down)
+        self._remove_training()
+        if self._down is not None:
+            self._down.close()
+        self._down = None
+        while self._kept:
+            self._kept.pop().remove()
+        vars(self).pop(_STEP_ENDS, None)
+        if self._gate is not None:
+            self._gate.cancel()
+        self._gate = None
+        self._stock.end()
         seams, self._seams = self._seams, {}
         for part, seam in seams.items():
             seam.remove()
             self._figures[part] = seam.figures
         self._backends = Backends()
 
+    def _remove_training(self) -> None:
+        while self._stand_ins:
+            self._stand_ins.pop().remove()
+        seam = self._seams.pop(_TRAINING, None)
+        if seam is not None:
+            seam.take_off()
+            self._figures[_TRAINING] = seam.figures
+
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the seams and say in one line what they did."""
-        had_seam = _TRAINING in self._seams
+        ran = _TRAINING in self._seams or self._stock.count
         self._remove()
-        if had_seam:
+        if ran:
             backend, warmup_steps = self.options.backend, self.options.warmup_steps
             plans = self._of(_TRAINING).plans
             rank_zero_info(outcome(self.stats, plans=plans, backend=backend, warmup_steps=warmup_steps))
@@ -287,6 +365,7 @@ class GraphPlanCallback(EvaluationHooks):
 
     def __getstate__(self) -> dict[str, Any]:
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
-        state = {name: value for name, value in vars(self).items() if name not in _LIGHTNINGS_OWN}
+        state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        return {**state, "_seams": {}, "_figures": figures, "_backends": Backends(), "_stand_ins": []}
+        fresh = {"_seams": {}, "_backends": Backends(), "_stand_ins": [], "_kept": [], "_gate": None, "_down": None}
+        return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}

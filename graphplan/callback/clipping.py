@@ -16,6 +16,12 @@ from torch.amp.grad_scaler import OptState
 from graphplan.callback.standins import StandIn, StandsIn
 
 
+def needed_clipping(trainer: Trainer) -> list[StandsIn]:
+    """What a fit cannot be without in which the user's own optimizer is fused."""
+    fused = any(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in trainer.optimizers)
+    return [FusedClipping(trainer)] if fused else []
+
+
 class FusedClipping(StandsIn):
     """Stands where mixed precision clips, on the Trainer's plugin, unless that has a way of its own."""
 

@@ -17,7 +17,7 @@ from graphplan.callback.variants import Variant
 from graphplan.native.comparing import Checks
 from graphplan.policy import Policy
 from graphplan.roles import Role
-from graphplan.step import Backends, GraphedStep, Options
+from graphplan.step import Backends, Clock, Gate, GraphedStep, Options, find_peers
 
 _HOOKS = ("validation_step", "test_step", "predict_step")
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
@@ -30,9 +30,10 @@ class EvaluationSeam(RenewingSeam):
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: Options, backends: Backends) -> None:
         policy = options.policy or METRICS_TOO
-        options = replace(options, mode="inference", policy=policy, eager_if=None, paced=False)
+        options = replace(options, mode="inference", policy=policy, eager_if=None)
         super().__init__(trainer, module, options, Variant(None), backends)
         self._strategy: Any = trainer.strategy
+        self._gates: dict[str, Gate | None] = {}
 
     def install(self) -> None:
         """Put the seam in."""
@@ -49,11 +50,45 @@ class EvaluationSeam(RenewingSeam):
     def _end(self) -> None:
         self._by_hook = {}
 
+    def _gate_of(self, hook: str) -> Gate | None:
+        """What decides whether replays of ``hook`` pay; None if that is decided, or nobody asks."""
+        device = self._strategy.root_device
+        if hook not in self._gates:
+            least, gated = self._options.least_speedup(device), self._options.is_gated(device)
+            self._gates[hook] = Gate(least, Clock(device), loops=False, peers=find_peers()) if gated else None
+        return self._gates[hook]
+
     def _run(self, hook: str, *args: Any) -> Any:
         """In place of the strategy's method of that name."""
         if not args or isinstance(args[0], Iterator):
             # The step takes batches from the loader itself.
             return self._stock(hook, *args)
+        gate = self._gate_of(hook)
+        if gate is None:
+            return self._replayed(hook, *args)
+        start = gate.begin()
+        if gate.eager is None:
+            result = self._stock(hook, *args)
+            gate.end_eager(start)
+            self._past.stats.eager += 1
+            return result
+        result = self._replayed(hook, *args)
+        step = self._by_hook[hook]
+        pays = gate.end_replay(start) if step.stats.last_kind == "replayed" else None
+        if pays is not None:
+            self._gates[hook] = None
+            step.settle(gate, pays)
+            self._look_at(step)
+        return result
+
+    @override
+    def _look_at(self, step: GraphedStep) -> None:
+        """Have Lightning's own method back where its step stands down."""
+        for hook, standin in zip(_HOOKS, self._standins, strict=True):
+            if step.is_down and self._by_hook.get(hook) is step:
+                standin.take_off()
+
+    def _replayed(self, hook: str, *args: Any) -> Any:
         if not self._are_same():
             self._renew()
         kwargs = OrderedDict(zip(_ARGUMENTS, args, strict=False))
@@ -61,7 +96,10 @@ class EvaluationSeam(RenewingSeam):
         if hook not in self._by_hook:
             step = self._by_hook[hook] = self._make(partial(self._body, hook), self._owners({}))
             step.decide_refusals(lambda error: self._must_raise())
-        return self._through(self._by_hook[hook], (kwargs.get("dataloader_idx"), self._trainer.sanity_checking))
+        step = self._by_hook[hook]
+        result = self._through(step, (kwargs.get("dataloader_idx"), self._trainer.sanity_checking))
+        self._look_at(step)
+        return result
 
     def _stock(self, hook: str, *args: Any) -> Any:
         return getattr(type(self._strategy), hook)(self._strategy, *args)

@@ -14,16 +14,22 @@ from graphplan.callback.renewing import RenewingSeam
 from graphplan.callback.schedules import Schedules, Stepped
 from graphplan.callback.variants import Variant
 from graphplan.native.comparing import Checks
-from graphplan.step import Backends, Options
+from graphplan.step import Backends, Gate, Options
 
 
 class ManualSeam(RenewingSeam):
     """The seam of ``manual_optimization``."""
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: Options,
+        variant: Variant,
+        backends: Backends,
+        gate: Gate | None,
     ) -> None:
-        super().__init__(trainer, module, options, variant, backends)
+        super().__init__(trainer, module, options, variant, backends, gate)
         self._loop: Any = trainer.fit_loop.epoch_loop.manual_optimization
         self._schedules = Schedules(trainer)
 
@@ -54,7 +60,9 @@ class ManualSeam(RenewingSeam):
             return self._stock_run(self._on_device(kwargs))
         self._context = (None, self._trainer.fit_loop.epoch_loop.batch_idx, kwargs)
         self._schedules.start()
-        return self._through(self._whole)
+        result = self._through(self._whole)
+        self._look_at(self._whole)
+        return result
 
     def _stock_run(self, kwargs: OrderedDict[str, Any]) -> Any:
         return type(self._loop).run(self._loop, kwargs)

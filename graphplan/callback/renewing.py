@@ -70,6 +70,7 @@ class RenewingSeam(Seam):
             self._end()
         if self._refused is not None:
             self._count(self._refused)
+            self._give_up(self._refused.reason, str(self._refused))
             return False
         if self._options.backend != "eager":
             self._past.stats.note("another optimizer: the step is captured anew")
@@ -99,6 +100,8 @@ class RenewingSeam(Seam):
             self._tell(error)
             self._fetches = error
         self._count(self._fetches)
+        if self._options.backend != "eager":
+            self._give_up(self._fetches.reason, str(self._fetches))
 
     def _tell(self, error: RefusalError) -> None:
         """Raise, or say once that steps are eager."""

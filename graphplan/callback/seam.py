@@ -28,13 +28,13 @@ from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
 from graphplan.containers import Literals
-from graphplan.errors import HostScalarError, RefusalError
+from graphplan.errors import HostScalarError, RefusalError, SkipReason
 from graphplan.fed import Fed
 from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.signature import with_new_containers
 from graphplan.stats import Stats
-from graphplan.step import Backends, CompiledModules, GraphedStep, Options, find_peers
+from graphplan.step import Backends, CompiledModules, Gate, GraphedStep, Options, find_peers
 from graphplan.tracer import find_source, is_traced, refuse_trace
 
 _BATCH_CHANGED = (
@@ -72,9 +72,17 @@ class Seam(ABC):
     """One loop's seam. ``install`` and ``remove`` are inverse; ``figures`` outlive both."""
 
     def __init__(
-        self, trainer: Trainer, module: LightningModule, options: Options, variant: Variant, backends: Backends
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        options: Options,
+        variant: Variant,
+        backends: Backends,
+        gate: Gate | None = None,
     ) -> None:
         self._trainer = trainer
+        self._gate = gate
+        self._when_down: Callable[[SkipReason, str], object] | None = None
         self._backends = backends
         self._module = module
         self._eager_if = options.eager_if
@@ -124,10 +132,21 @@ class Seam(ABC):
 
     def remove(self) -> None:
         """Take everything off again, and put the optimizers' flags back."""
+        self.take_off()
+        self.close()
+
+    def close(self) -> None:
+        """Close all steps."""
+        for step in self._steps:
+            step.close()
+
+    def take_off(self) -> None:
+        """Take everything off but what a step that stands down has left: kernels, where runs are to be repeatable."""
         for standin in self._standins:
             standin.take_off()
         for step in self._steps:
-            step.close()
+            if not step.is_down:
+                step.close()
         self._compiled.undo()
         self._logs.sums.dissolve()
 
@@ -147,9 +166,26 @@ class Seam(ABC):
         return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
     def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
-        step = GraphedStep(body, owners, self._options, self._backends, find_peers(), compiles=False)
+        gate = None if self._gate is None else self._gate.with_same_eager_time()
+        step = GraphedStep(
+            body, owners, self._options, self._backends, find_peers(), compiles=False, gate=gate, opens_gate=False
+        )
         self._steps.append(step)
         return step
+
+    def tell_when_down(self, call: Callable[[SkipReason, str], object]) -> None:
+        """Have ``call`` told, after a step, that all those to come are eager, and why."""
+        self._when_down = call
+
+    def _look_at(self, step: GraphedStep) -> None:
+        """After a call of ``step``: see whether it stands down."""
+        if step.is_down:
+            self._give_up(*step.down_because)
+
+    def _give_up(self, reason: SkipReason, detail: str) -> None:
+        call, self._when_down = self._when_down, None
+        if call is not None:
+            call(reason, detail)
 
     @property
     def sums(self) -> Sums:

@@ -88,6 +88,9 @@ class Graphed(Reports):
             StaleError: for an argument that a later replay has overwritten (``outputs="static"``).
             RefusalError: if the function cannot be replayed correctly (see ``on_failure``).
         """
+        stock = self._step.stock
+        if stock is not None:
+            return stock(args, kwargs)
         if runs_within_step():
             if self._thread == get_ident():
                 raise BusyError(
@@ -172,7 +175,8 @@ class Graphed(Reports):
             for _ in range(self._options.capture_after + 3):
                 if found is not None:
                     break
-                self._step(*map_result(lambda tensor: tensor.clone(), args))
+                with self._step.asked_for():
+                    self._step(*map_result(lambda tensor: tensor.clone(), args))
                 found = self._step.find_program(args)
             if found is None:
                 why = ", ".join(self.stats.reasons) or "nothing was refused"

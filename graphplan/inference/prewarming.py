@@ -95,7 +95,8 @@ def prewarm(
     estimate = 0
     for number, dims in enumerate(wanted):
         _show(progress, number, len(wanted), dims, estimate)
-        _capture(call, step, specimen.resized(dynamic, dims), dims)
+        with step.asked_for():
+            _capture(call, step, specimen.resized(dynamic, dims), dims)
         if number == 0:
             estimate = _estimate(step, wanted)
     _show(progress, len(wanted), len(wanted), {}, estimate)

@@ -134,6 +134,11 @@ class LearningRates:
         if not self._entered:
             preparation.leave()
 
+    def stay(self) -> None:
+        """Keep the kernels of managed steps between them, too, until the next one."""
+        for preparation in self._preparations:
+            preparation.enter()
+
     def release(self) -> None:
         """Give the flags up, and the device learning rates with them: stock kernels may not take one."""
         for preparation in self._preparations:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphplan.errors import SkipReason
 from graphplan.stats import Stats
-
-_LOOKED_AT = 4
-"""Steps that wait before it is decided whether more do."""
 
 
 def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str:
     """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""
     if backend == "eager":
         return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
-    if stats.captured == stats.traced == 0 and stats.skipped[SkipReason.BUSY] > _LOOKED_AT:
-        return f"graphplan: no step was captured in {stats.calls} steps: {SkipReason.BUSY.value}"
+    if stats.captured == 0 and stats.skipped and max(stats.skipped.values()) > stats.calls // 2:
+        (reason, count), *_ = stats.skipped.most_common(1)
+        return f"graphplan: no step was captured in {stats.calls} steps; {count} of them were eager: {reason.value}"
     if stats.captured == 0:
         return (
             f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
-            f"{warmup_steps + 3} of one batch signature, or five later where steps wait (see min_speedup)"
+            f"{warmup_steps + 3} of one batch signature, or seven later where eager ones are timed (see min_speedup)"
         )
     return summary(stats, plans=plans)
 

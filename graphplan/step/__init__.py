@@ -4,6 +4,9 @@ from graphplan.step.bare import capture as capture
 from graphplan.step.bare import compile_cached as compile_cached
 from graphplan.step.bare import compile_plan as compile_plan
 from graphplan.step.compiling import CompiledModules as CompiledModules
+from graphplan.step.gate import AGAIN as AGAIN
+from graphplan.step.gate import Clock as Clock
+from graphplan.step.gate import Gate as Gate
 from graphplan.step.graphed import GraphedStep as GraphedStep
 from graphplan.step.making import graph_step as graph_step
 from graphplan.step.options import Options as Options

@@ -10,6 +10,7 @@ from graphplan.errors import RefusalError
 from graphplan.native.comparing import Row
 from graphplan.plan import Plan
 from graphplan.program import Program
+from graphplan.step.gate import Gate
 from graphplan.tracer import Trace
 
 _KEYS_PER_GRAPH = 8
@@ -40,7 +41,8 @@ class Line:
 class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
-    ``used`` is the number of the latest lookup that found it. ``settled``: the names in the code of its warm-up steps
+    ``used`` is the number of the latest lookup that found it. ``gate``: while it is open whether its replays pay, until
+    ``is_decided``. ``settled``: the names in the code of its warm-up steps
     are known, and need not be watched. ``outside``: its calls are eager, since gradients are to flow through their
     results.
     """
@@ -55,6 +57,8 @@ class Entry:
     captured: bool = False
     wants_grad: bool = False
     outside: bool = False
+    gate: Gate | None = None
+    is_decided: bool = False
 
     def row(self) -> Row:
         """A comparison that holds while the entry leads to the same program."""

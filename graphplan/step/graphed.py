@@ -26,7 +26,6 @@ from graphplan.errors import (
     PeerError,
     RefusalError,
     SkipReason,
-    VerifyError,
 )
 from graphplan.fed import Fed
 from graphplan.program import Program, settle_companions
@@ -35,10 +34,11 @@ from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
 from graphplan.step.faults import refusal_of
 from graphplan.step.forms import check_form
+from graphplan.step.gate import Gate
+from graphplan.step.gated import Gated
 from graphplan.step.lookup import Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
-from graphplan.step.pace import Pace
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
@@ -47,17 +47,20 @@ from graphplan.step.room import Room
 from graphplan.step.runner import Backends, Runner
 from graphplan.step.short import ShortWay
 from graphplan.step.stages import Stages
-from graphplan.step.told import Told
 from graphplan.step.turn import Exclusive, running_step, runs_within_step
 from graphplan.surroundings import changing_mode, surroundings
 from graphplan.unchanged import Modes
 from graphplan.unread import UnreadValues
 
+_REFUSED = 8
+"""Calls in a row that come to nothing, after which a step stands down."""
 
-class GraphedStep(Exclusive, Told):
+
+class GraphedStep(Exclusive, Gated):
     """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory;
     ``peers`` are other ranks that capture if this one does. Without ``compiles``, whoever makes the step sees to
-    ``options.compile``.
+    ``options.compile``. A ``gate`` that knows the eager time decides whether replays pay; without one, the step's first
+    calls are eager and timed where its options ask for that, unless ``opens_gate`` is false.
 
     Raises:
         OptionError: if ``fn`` cannot be called, or only begins something when it is.
@@ -72,6 +75,8 @@ class GraphedStep(Exclusive, Told):
         peers: Peers | None = None,
         *,
         compiles: bool = True,
+        gate: Gate | None = None,
+        opens_gate: bool = True,
     ) -> None:
         super().__init__()
         if not callable(fn):
@@ -100,8 +105,8 @@ class GraphedStep(Exclusive, Told):
         self._replays = Replays(self._runner, options, peers)
         self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
         self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
-        self._demoted: RefusalError | None = None
-        self._pace: Pace | None = Pace(options, self._runner, self._managed, peers) if options.paced else None
+        self._fruitless = (0, 0)
+        self._take_gate(gate, opens=opens_gate)
         self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
@@ -114,12 +119,16 @@ class GraphedStep(Exclusive, Told):
             BusyError: while another call is going on, in another thread or around this one.
             RefusalError: if the step cannot be replayed correctly (see ``on_failure``); the call is undone.
         """
+        way = self._way
+        return self._call(args, kwargs) if way is None else way(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._turn.acquire(False):
             self._check_turn()
         try:
             self._calls += 1
             # Where the step is closed, no call is known.
-            known = None if kwargs or self._demoted is not None else self._short.find(args)
+            known = None if kwargs else self._short.find(args)
             if known is None:
                 return self._look_up(args, kwargs)
             call, leaves = known
@@ -144,10 +153,8 @@ class GraphedStep(Exclusive, Told):
         if around is not None and changing_mode() is not None and not runs_within_step():
             self._refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
         with running_step():
-            if self._pace is not None and self._pace.is_over(self._calls):
-                self._pace = None
             if around is not None:
-                return self._runner.surrounded(args, kwargs, around, self._options, self._demoted)
+                return self._runner.surrounded(args, kwargs, around, self._options)
             return self._find_way(args, kwargs)
 
     def _find_way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -159,17 +166,21 @@ class GraphedStep(Exclusive, Told):
             feed = flatten(args, kwargs, self._unread.keys)
         except FeedError as error:
             self._refusals.refuse(error)
-            return self._runner.plain(Fed(args, kwargs), error)
+            return self._fruitlessly(error, Fed(args, kwargs))
         if self._options.autograd and any(map(asks_for_gradients, feed.leaves)):
             return self._outside(feed)
         if self._options.asks_eager(self._calls, args, kwargs):
             return self._runner.eager(self._lookup.moved(feed), SkipReason.EAGER_IF)
-        if self._demoted is None and self._managed.refusal is not None:
+        if self._opens_gate and self._options.mode == "train" and self._begin_timing(feed):
+            self._calls -= 1
+            assert self._way is not None
+            return self._way(args, kwargs)
+        if self._managed.refusal is not None:
             self._demote(self._managed.refusal)
-        if self._demoted is not None:
-            return self._refused(feed, self._demoted)
-        if self._pace is not None and self._pace.waits:
-            return self._runner.eager(self._lookup.moved(feed), SkipReason.BUSY)
+            return self._refused(feed, self._managed.refusal)
+        why = self._programs.turns_away(self._lookup.geometry(feed))
+        if why is not None:
+            return self._turned_away(feed, *why)
         try:
             entry, program = self._find(feed)
         except RefusalError as error:
@@ -178,7 +189,14 @@ class GraphedStep(Exclusive, Told):
         if entry.outside:
             return self._outside(feed)
         if entry.refusal is not None:
+            self._programs.close(entry)
             return self._refused(feed, entry.refusal)
+        if self._opens_gate and not entry.is_decided and entry.gate is None:
+            entry.gate = self._gate_of_calls(feed)
+            entry.is_decided = entry.gate is None
+        if entry.gate is not None and entry.gate.eager is None:
+            self._tell(None)
+            return self._eagerly_timed(entry.gate, Fed.of(self._lookup.moved(feed)))
         if program is not None:
             misfit = program.misfit(feed)
             if misfit is not None:
@@ -190,6 +208,8 @@ class GraphedStep(Exclusive, Told):
             if program.replays + 1 == program.next_check:
                 with no_collections():
                     return self._check(entry, program, self._lookup.moved(feed))
+            if entry.gate is not None:
+                return self._replay_timed(entry, program, feed, args, kwargs)
             if not kwargs and self._options.eager_if is None:
                 self._short.remember(args, feed, entry, program)
             return self._replays.replay(program, feed.leaves)
@@ -208,6 +228,22 @@ class GraphedStep(Exclusive, Told):
             raise self._managed.refusal
         return found
 
+    def _replay_timed(
+        self, entry: Entry, program: Program, feed: Feed, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A replay while it is open whether those of ``entry`` pay."""
+        gate = entry.gate
+        assert gate is not None
+        found = None if kwargs else self._short.seconds(args, feed, entry, program)
+        start = gate.begin() - (found or 0.0)
+        result = self._replays.replay(program, feed.leaves)
+        pays = gate.end_replay(start)
+        if pays is not None:
+            entry.gate, entry.is_decided = None, True
+            # A result may lie in the program's memory: that is closed with the next call.
+            entry.refusal = self._decide(gate, pays)
+        return result
+
     def _tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
         """Before anything runs: ``program`` will, or Python; that comes to no program if there is a ``reason``."""
         if self._before is not None:
@@ -224,30 +260,55 @@ class GraphedStep(Exclusive, Told):
 
     def _refused(self, feed: Feed, error: RefusalError) -> Any:
         self._tell(None, error.reason, str(error))
-        return self._runner.refused(self._lookup.moved(feed), error)
+        return self._fruitlessly(error, Fed.of(self._lookup.moved(feed)), feed)
+
+    def _fruitlessly(self, error: RefusalError, fed: Fed, feed: Feed | None = None) -> Any:
+        """An eager call because of ``error``. After several in a row, the step stands down, unless it has programs for
+        other calls than those like ``feed``.
+        """
+        stats = self._runner.stats
+        progress = stats.traced + stats.captured + stats.replayed
+        count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
+        self._fruitless = count, progress
+        result = self._runner.plain(fed, error.reason, str(error))
+        if count >= _REFUSED and not self.is_down and not self._serves_others(error, feed):
+            self._stand_down(error.reason, str(error))
+        return result
+
+    def _serves_others(self, error: RefusalError, feed: Feed | None) -> bool:
+        if feed is None:
+            return bool(self._programs.all())
+        return self._programs.turn_away(self._lookup.geometry(feed), error)
+
+    def _turned_away(self, feed: Feed, reason: SkipReason, detail: str) -> Any:
+        """A call of a signature for which there will be no program."""
+        self._tell(None, reason, detail)
+        fed = Fed.of(self._lookup.moved(feed))
+        if self._options.autograd:
+            return self._runner.outside(fed, reason, detail)
+        return self._runner.plain(fed, reason, detail)
+
+    def _stand_down(self, reason: SkipReason, detail: str, **options: Any) -> None:
+        """Take everything away that is not the user's own: programs, buffers, what optimizers were prepared with."""
+        self._programs.forget()
+        self._short.forget()
+        self._buffers.clear()
+        self._managed.stand_down(is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
+        self._be_stock(reason, detail, **options)
 
     def _check(self, entry: Entry, program: Program, feed: Feed) -> Any:
-        """A replay that is checked against eager. After a difference, the step stays eager; without a gain, it does so
-        for calls like this one.
-        """
+        """A replay that is checked against eager. After a difference, the step stands down."""
         try:
             result, error = self._replays.check(program, feed)
         except PeerError as refusal:
             self._programs.forget()
             self._demote(refusal)
             return self._refused(feed, refusal)
-        entry.refusal = self._replays.loss(program) if error is None else None
         assert self._runner.backend is not None
         self._room.after_check(self._runner.backend)
-        if entry.refusal is not None:
-            self.stats.note(f"dropped: {entry.refusal}")
-            self._programs.close(entry)
-            self._short.forget()
         if error is not None:
             self.stats.note(f"invalidated: {error}")
-            self._programs.forget()
-            # Without the result, which is the caller's to keep.
-            self._demoted = VerifyError(str(error))
+            self._stand_down(error.reason, str(error))
             self._refusals.refuse(error)
             self._runner.count_eager(error.reason, str(error))
         return result
@@ -261,20 +322,21 @@ class GraphedStep(Exclusive, Told):
             if self._options.on_failure == "raise":
                 raise overdue
             warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
+            self._stand_down(SkipReason.SHAPE, str(overdue))
+            assert self._way is not None
+            return self._runner.outside(Fed.of(feed), SkipReason.SHAPE, str(overdue))
         try:
             self._programs.check_churn()
             self._stages.check_changes(entry)
             is_planned = any(line.plan is not None for line in entry.lines.values())
             if self._peers is not None and not self._peers.may_advance(is_planned):
                 return self._runner.eager(feed, SkipReason.PEERS)
+            if not entry.eager_calls:
+                self._programs.count_new()
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
         if entry.warm >= self._options.warmup_steps:
-            if self._pace is not None and self._pace.begins(self._calls):
-                entry.warm = self._options.warmup_steps - 1
-                return self._runner.eager(feed, SkipReason.BUSY)
-            self._pace = None
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
             self._programs.count_attempt()
@@ -306,10 +368,10 @@ class GraphedStep(Exclusive, Told):
         self._programs.drop_all(f"input {position} grew")
 
     def _demote(self, error: RefusalError) -> None:
-        """Raise, or run eagerly from now on; a feed's fault is its own call's only."""
+        """Raise, or stand down; a feed's fault is its own call's only."""
         self._refusals.refuse(error)
         if not isinstance(error, FeedError):
-            self._demoted = error
+            self._stand_down(error.reason, str(error))
 
     def invalidate(self, why: str) -> None:
         """Drop every program; the next calls trace and capture again. ``why`` goes into the report.
@@ -333,7 +395,9 @@ class GraphedStep(Exclusive, Told):
             self._short.forget()
             self._buffers.clear()
             self._managed.release()
-            if self._pace is not None:
-                self._pace.close()
+            if self._gate is not None:
+                self._gate.cancel()
             self._compiled.undo()
+            self._take_counts()
+            self._way = self.stock = None
             self._closed = True

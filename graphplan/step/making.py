@@ -65,7 +65,8 @@ def graph_step(
         compile: ``True`` compiles the modules among ``owners`` with
             ``torch.compile`` before their first step: the captured kernels are compiled ones, and the numbers the
             compiler's. Or arguments of ``torch.compile`` by name; without them nothing is compiled on the CPU.
-        max_graphs: how many programs are kept.
+        max_graphs: how many programs are kept. Where signatures keep coming that have none, those without a program
+            are eager from then on.
         memory_budget: how many bytes the programs may compute in, all in all; None: as many as the device has. What one
             takes is estimated from its traces. One that is too large is not captured: its steps are eager, with one
             warning and the reason in the report. Others go for a new one, those used least recently first.
@@ -73,8 +74,12 @@ def graph_step(
             every 1000th, or so seldom that checks take 1 % of the time), n for every n-th, or ``"off"``. A checked call
             runs the step eagerly besides, from the same state, and eager's outcome stands; it needs copies of
             parameters and state meanwhile.
-        min_speedup: how often a replay has to fit into an eager step. Each check times one batch both ways; a program
-            that is surely slower is dropped, and its steps are eager from then on. None: 1.0 on CUDA, 0 on the CPU.
+        min_speedup: how many times as fast as eager steps the calls have to be, from the end of one to the end of the
+            next (in inference: each by itself). The first seven calls (in inference: of each signature) are calls of
+            ``fn`` alone, and five of them are timed. Where replays turn out slower, or the device is busy all the time,
+            the step stands down: programs go, optimizers are stock, and calls are calls of ``fn``. So they are after a
+            refusal, unless that raises. 0 captures at once and keeps programs all the same. None: 1.0 on CUDA, 0 on the
+            CPU.
         max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; where
             torch can, also check before each replay that the memory that the recording reads was not freed.

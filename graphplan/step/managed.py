@@ -338,13 +338,19 @@ class Managed:
         """Which parameters have a gradient now."""
         return tuple(param.grad is not None for param in self._parameters)
 
-    def pause(self) -> None:
-        """Put the optimizers' flags back until :meth:`resume`. What was changed stays noted: steps ran with it."""
-        self.rates.release()
-        self._managed = set()
+    def stand_down(self, *, is_by_time: bool) -> None:
+        """Make the optimizers stock. Where runs are to be repeatable, and time decides (``is_by_time``), they keep the
+        kernels of replays instead, whose roundings may be others.
+        """
+        if not is_by_time or not torch.are_deterministic_algorithms_enabled():
+            self.release()
+            return
+        self._notices.remove()
+        self.prepare()
+        self.rates.stay()
 
-    def resume(self) -> None:
-        """Prepare the optimizers again."""
+    def prepare(self) -> None:
+        """Prepare all optimizers that are known."""
         for optimizer in self.walk().optimizers.values():
             self.manage(optimizer)
 

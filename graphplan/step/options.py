@@ -28,8 +28,6 @@ class Options:
     """What :func:`graphplan.graph_step` and :func:`graphplan.graphed` take besides the step and its owners; see there.
 
     ``autograd``: whether calls whose results shall have gradients flow through them are eager, instead of detached.
-    ``paced``: whether a step waits with its program while the device is busy all the time, unless an option asks for
-    what only a program, or a prepared optimizer, gives.
 
     Raises:
         OptionError, PolicyError, BackendError: for values that make no sense.
@@ -57,7 +55,6 @@ class Options:
     autograd: bool = False
     memory_budget: int | None = None
     prefetch: bool = False
-    paced: bool = False
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -147,10 +144,17 @@ class Options:
             return self.min_speedup
         return 0.0 if device.type == "cpu" else 1.0
 
-    def is_paced(self, device: torch.device) -> bool:
-        """Whether a step may wait with its program: what else it is asked for does not come with the program."""
+    def is_gated(self, device: torch.device) -> bool:
+        """Whether replays have to be faster than eager steps on ``device``, or the step stands down."""
+        return self.backend != "eager" and not self.debug_eager and self.least_speedup(device) > 0
+
+    @property
+    def may_stay_eager(self) -> bool:
+        """Whether a step on a busy device needs no program: not where it is asked for faster kernels or copies, which
+        pay there too, or where runs are to be repeatable, and have the kernels of replays.
+        """
         asks = self.compile is not False or self.fuse_optimizer or self.prefetch
-        return self.paced and device.type == "cuda" and not asks and self.least_speedup(device) > 0
+        return not asks and not torch.are_deterministic_algorithms_enabled()
 
     @property
     def roles(self) -> Policy:

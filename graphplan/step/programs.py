@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from graphplan.errors import NotCapturedError, RecaptureError
+from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
 from graphplan.program import Program
 from graphplan.signature import Feed, first_difference
 from graphplan.stats import Stats
@@ -36,6 +36,10 @@ class Programs:
         self.warmed: dict[Key, int] = {}
         """How warm the latest first step of a key made it, by that key without the devices that it was fed from."""
         self.attempts = 0
+        self._served: set[Hashable] | None = None
+        self._refused: dict[Hashable, tuple[SkipReason, str]] = {}
+        self._misses = self._evictions = 0
+        self._paid = (0, 0)
         self._said = False
 
     def get(self, key: Key) -> Entry | None:
@@ -84,6 +88,8 @@ class Programs:
         for entry in self._entries:
             self.close(entry)
             entry.refusal = None
+        self._served = None
+        self._refused.clear()
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +123,46 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
+            self._count_eviction()
         self._let_go()
+
+    def _count_eviction(self) -> None:
+        replayed = self._stats.replayed
+        self._evictions = self._evictions + 1 if replayed - self._paid[1] < _PAYS else 1
+        self._paid = (self._paid[0], replayed)
+        if self._evictions >= max(self._options.max_graphs, _PAYS):
+            self._turn_others_away("programs are evicted before they pay")
+
+    def count_new(self) -> None:
+        """A call has a signature that was not there before."""
+        progress = self._stats.replayed + self._stats.captured
+        self._misses = self._misses + 1 if progress == self._paid[0] else 1
+        self._paid = (progress, self._paid[1])
+        if self._misses >= _PATIENCE * (self._options.warmup_steps + 3):
+            self._turn_others_away(f"{self._misses} new ones came in a row, and none of them again")
+
+    def _turn_others_away(self, why: str) -> None:
+        """Serve the signatures that have programs, and no others."""
+        served = self._captured()
+        if served and self._served is None:
+            self._served = served
+            self._stats.note(f"calls of further signatures are eager: {why}")
+
+    def _captured(self) -> set[Hashable]:
+        return {key for key, program in self._latest.items() if isinstance(program, Program) and program.is_open}
+
+    def turn_away(self, geometry: Hashable, error: RefusalError) -> bool:
+        """Have calls with such a feed be eager because of ``error``; whether others have programs."""
+        captured = self._captured()
+        if captured and geometry not in captured:
+            self._refused[geometry] = error.reason, str(error)
+        return bool(captured)
+
+    def turns_away(self, geometry: Hashable) -> tuple[SkipReason, str] | None:
+        """Why calls with such a feed are eager, without a look at anything else; None if they need not be."""
+        if self._served is not None and geometry not in self._served:
+            return SkipReason.MAX_GRAPHS, ""
+        return self._refused.get(geometry)
 
     def check_churn(self) -> None:
         """Whether one more capture is in order.

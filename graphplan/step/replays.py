@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from graphplan.backend import first_line
-from graphplan.errors import CheckMemoryError, PeerError, SlowerError, VerifyError
+from graphplan.errors import CheckMemoryError, PeerError, VerifyError
 from graphplan.fed import Fed
 from graphplan.program import NO_CHECK, Program, settle_companions
 from graphplan.signature import Feed
@@ -19,7 +19,7 @@ from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
-from graphplan.verify import Noise, Timetable, Trials, Verdict, check_replay, detached, find_room
+from graphplan.verify import Noise, Timetable, Verdict, check_replay, detached, find_room
 
 
 class Replays:
@@ -31,7 +31,6 @@ class Replays:
         self._options = options
         self._stats = runner.stats
         self._asked = 0
-        self._trials: WeakKeyDictionary[Program, Trials] = WeakKeyDictionary()
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
         self._timetables: WeakKeyDictionary[Program, Timetable] = WeakKeyDictionary()
 
@@ -67,10 +66,6 @@ class Replays:
             reason = self._ask_peers(reason)
         if room is None or reason:
             return self._unchecked(program, feed, reason)
-        trials = self._trials.setdefault(program, Trials())
-        bound = self._options.least_speedup(device)
-        # On the CPU nothing is queued.
-        alone = device.type != "cuda" or trials.want_alone(bound)
         self._asked = 0
         timetable = self._timetable(program)
         timetable.begin(number)
@@ -84,8 +79,6 @@ class Replays:
                     allow=self._options.allow,
                     device=room,
                     on_any=self._on_any if program.plan.communicates else bool,
-                    is_timed=trials.want_more(bound),
-                    alone=alone,
                     noise=self._noises.setdefault(program, Noise()),
                 )
         except (torch.OutOfMemoryError, PeerError) as error:
@@ -98,8 +91,6 @@ class Replays:
             text = f"replay {number} of {program.plan.name} is not what the eager step does: {change}"
             return verdict.result, VerifyError(text, result=verdict.result)
         program.next_check = timetable.end(number)
-        if verdict.seconds is not None:
-            trials.add(*verdict.seconds, alone=alone)
         program.replays += 1
         self._stats.replayed += 1
         self._stats.launches_replayed += 1
@@ -123,20 +114,6 @@ class Replays:
     def _agree_on(self, following: int) -> int:
         assert self._peers is not None
         return self._peers.settle(f"after check {self._stats.calls}", following)
-
-    def loss(self, program: Program) -> SlowerError | None:
-        """What is to be said if replays surely do not pay, on every rank if they communicate."""
-        trials = self._trials.get(program, Trials())
-        lost = trials.surely_below(self._options.least_speedup(program.plan.device))
-        if self._peers is not None and program.plan.communicates and trials.are_enough:
-            lost = self._peers.vote(f"speed {self._stats.calls}", lost) is True
-        if not lost:
-            return None
-        return SlowerError(
-            f"replays of {program.plan.name} were measured to take {1 / trials.speedup:.2f} times as long as eager "
-            "steps: the device is busy all the time, or the recording lost something that eager kernels have. "
-            "min_speedup=0 keeps the program all the same"
-        )
 
     def _ask_peers(self, reason: str) -> str:
         """Why this check cannot be, if so: it communicates twice, and every rank has to do that in the same step."""

@@ -92,15 +92,15 @@ class Runner:
         self.count_eager(SkipReason.BACKEND_EAGER)
         return result
 
-    def plain(self, fed: Fed, error: RefusalError) -> Any:
-        """An eager step because of ``error``, on arguments of any kind.
+    def plain(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
+        """An eager step for that reason, on arguments of any kind.
 
         No program will be compared with it, so learning rates are numbers, for whoever reads them in the step. The
         kernels are those of the steps before it: the run as a whole is an eager one with prepared optimizers.
         """
         with self._managed.rates.kernels():
             result = self.call(fed)
-        self.count_eager(error.reason, str(error))
+        self.count_eager(reason, detail)
         return result
 
     def outside(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
@@ -115,14 +115,9 @@ class Runner:
         kwargs: Mapping[str, Any],
         what: str,
         options: Options,
-        error: RefusalError | None,
     ) -> Any:
-        """An eager call, of which nothing is learnt, since ``what`` is active around it; ``error`` if the step is
-        eager anyhow.
-        """
+        """An eager call, of which nothing is learnt, since ``what`` is active around it."""
         fed = brought_to(options.feed_device, args, kwargs)
-        if error is not None:
-            return self.plain(fed, error)
         if options.autograd:
             return self.outside(fed, SkipReason.SURROUNDINGS, what)
         result = self.run(lambda: self.call(fed))
@@ -131,13 +126,14 @@ class Runner:
 
     def refused(self, feed: Feed, error: RefusalError) -> Any:
         """:meth:`plain` on a feed."""
-        return self.plain(Fed.of(feed), error)
+        return self.plain(Fed.of(feed), error.reason, str(error))
 
-    def count_eager(self, reason: SkipReason, detail: str = "") -> None:
+    def count_eager(self, reason: SkipReason | None, detail: str = "") -> None:
         """Count an eager call that has returned."""
         self.stats.eager += 1
         self.stats.end_call("eager")
-        self.stats.skip(reason, detail)
+        if reason is not None:
+            self.stats.skip(reason, detail)
         if self.plan is not None:
             self.stats.launches_eager += self.plan.launches
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import is_not
+from time import perf_counter
 from typing import Any
 
 from torch import Tensor
@@ -199,6 +200,16 @@ class ShortWay:
             self._latest = call
             if len(self._known) > _SHAPES:
                 del self._known[next(iter(self._known))]
+
+    def seconds(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> float | None:
+        """How long :meth:`find` is going to take for calls like this one; None if it will not find them."""
+        self.remember(args, feed, entry, program)
+        start = perf_counter()
+        found = self.find(args)
+        taken = perf_counter() - start
+        self._latest = None
+        self._known.pop(_shapes(args), None)
+        return None if found is None else taken
 
     def forget(self) -> None:
         """Let go of programs that were closed."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from graphplan import native
+from graphplan.errors import SkipReason
 from graphplan.native.comparing import Tensors
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.report import Reports, describe, describe_data
 from graphplan.stats import Stats
 from graphplan.step.compiling import CompiledModules
+from graphplan.step.gate import Stock
 from graphplan.step.managed import Managed
 from graphplan.step.programs import Programs
 from graphplan.step.runner import Runner
@@ -23,6 +25,10 @@ class Told(Reports):
     _managed: Managed
     _programs: Programs
     _compiled: CompiledModules
+    stock: Stock | None = None
+    """What makes calls of the step's function alone, before a step begins and once it stands down."""
+    _stock_reason: SkipReason | None = None
+    _stock_detail = ""
 
     @property
     def plan(self) -> Plan | None:
@@ -32,7 +38,17 @@ class Told(Reports):
     @property
     def stats(self) -> Stats:
         """What the calls so far were."""
+        self._take_counts()
         return self._runner.stats
+
+    def _take_counts(self) -> None:
+        """Count calls of the step's own function."""
+        count = 0 if self.stock is None else self.stock.take_count()
+        if count:
+            stats = self._runner.stats
+            stats.eager += count
+            if self._stock_reason is not None:
+                stats.skip(self._stock_reason, self._stock_detail, count)
 
     def text(self) -> str:
         """The report as text."""

@@ -8,4 +8,3 @@ from graphplan.verify.memory import free_bytes as free_bytes
 from graphplan.verify.noise import Noise as Noise
 from graphplan.verify.schedule import Schedule as Schedule
 from graphplan.verify.schedule import Timetable as Timetable
-from graphplan.verify.speed import Trials as Trials

@@ -26,7 +26,6 @@ from graphplan.trees import flatten_result, map_result
 from graphplan.verify.compare import Difference, Differing, differing_values
 from graphplan.verify.noise import Beyond, Moves, Noise
 from graphplan.verify.rounding import nudged
-from graphplan.verify.speed import Seconds, timed
 from graphplan.verify.spread import beyond_spread
 from graphplan.verify.state import Leaves, State, are_same, collect_tensors, collect_values, tensors_of
 
@@ -37,14 +36,12 @@ Result = TypeVar("Result")
 class Verdict:
     """Outcome of a check: the eager step's ``result``, and where the replay was otherwise (nowhere, one hopes).
 
-    ``open`` says why that could not be found out, if so. ``seconds`` are what the replay and the eager step took, if
-    they were timed.
+    ``open`` says why that could not be found out, if so.
     """
 
     result: Any
     differences: list[Difference]
     open: str = ""
-    seconds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +63,9 @@ class _Check:
         allow: Sequence[str],
         device: torch.device,
         on_any: Callable[[bool], bool],
-        is_timed: bool,
         noise: Noise,
     ) -> None:
         self._program = program
-        self._is_timed = is_timed
         self._noise = noise
         self._on_any = on_any
         self._feed = feed
@@ -126,18 +121,14 @@ class _Check:
         """Whether replays may leave out what is at ``path``."""
         return is_allowed(path, self._allow)
 
-    def run(self, call: Callable[[], Result], *, alone: bool = False) -> tuple[Result, Seconds]:
-        """The result of ``call``, and what tells the seconds that it took, if somebody wants to know."""
-        return timed(call, self._program.plan.device, alone=alone) if self._is_timed else (call(), float)
-
-    def replay(self, walk: Walk) -> tuple[State, Seconds]:
-        """What a replay leaves, and what tells the seconds that it took. ``walk`` is from before it."""
-        result, seconds = self.run(lambda: self._program.run(self._feed))
+    def replay(self, walk: Walk) -> State:
+        """What a replay leaves. ``walk`` is from before it."""
+        result = self._program.run(self._feed)
         walk = walk if self._program.keeps_places(walk) else self.walk()
         leaves, _ = flatten_result(result)
         left = self.left(walk, leaves)
         copies = dict(zip(left, copy_all(list(left.values()), self._device), strict=True))
-        return State(copies, collect_values(walk, leaves, self.is_allowed)), seconds
+        return State(copies, collect_values(walk, leaves, self.is_allowed))
 
     def moves(self, start: _Start, replayed: State) -> Moves | None:
         """How far the replay has moved everything, where that tells noise; while the eager step is launched, the device
@@ -224,7 +215,7 @@ class _Check:
         if not self._program.fits():
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
-        replay = lambda: self.replay(start.walk)[0].tensors  # noqa: E731
+        replay = lambda: self.replay(start.walk).tensors  # noqa: E731
         if not nudge:
             return replay()
         params = {path: local(param) for path, param in start.walk.parameters.values()}
@@ -244,8 +235,6 @@ def check_replay(
     allow: Sequence[str],
     device: torch.device,
     on_any: Callable[[bool], bool] = bool,
-    is_timed: bool = True,
-    alone: bool = True,
     noise: Noise | None = None,
 ) -> Verdict:
     """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
@@ -258,8 +247,6 @@ def check_replay(
         device: where copies go.
         on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
             step, all of them have to run it as often. A PeerError from it ends the check.
-        is_timed: whether the device's clock is read, to tell what the replay and the eager step take.
-        alone: whether the device is waited for before the eager step, if that is timed.
         noise: what earlier checks of ``program`` have shown of it, to which this one adds.
 
     Raises:
@@ -267,18 +254,18 @@ def check_replay(
             program, or on another rank for a copy.
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
-    check = _Check(program, leaves, allow, device, on_any, is_timed, noise or Noise())
+    check = _Check(program, leaves, allow, device, on_any, noise or Noise())
     # Device learning rates are among what is put back: they have to be up to date first.
     program.plan.rates.push()
     start = check.start()
     hosts = host_generators()
     try:
-        replayed, taken = check.replay(start.walk)
+        replayed = check.replay(start.walk)
         moves = check.moves(start, replayed)
     finally:
         check.undo(start.snapshot)
     try:
-        result, needed = check.run(eager, alone=alone)
+        result = eager()
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
         check.undo(start.snapshot)
@@ -294,4 +281,4 @@ def check_replay(
     except (torch.OutOfMemoryError, PeerError) as error:
         # The batch has been trained on: the caller must not go on as if it had not.
         reason = first_line(error)
-    return Verdict(detached(result), found, reason, (taken(), needed()) if is_timed else None)
+    return Verdict(detached(result), found, reason)

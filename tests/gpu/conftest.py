@@ -42,14 +42,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the mark known."""
-    config.addinivalue_line("markers", "paced: steps wait with their programs while the device is busy")
+    config.addinivalue_line("markers", "gated: replays have to be faster than eager steps, or the step stands down")
 
 
 @pytest.fixture(autouse=True)
-def unpaced(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep steps from waiting: what keeps the device busy may be other tests, in other processes."""
-    if request.node.get_closest_marker("paced") is None:
-        monkeypatch.setattr(Options, "is_paced", lambda options, device: False)
+def ungated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test says otherwise, ``min_speedup`` is 0: the first steps are not timed, and programs are kept, however
+    busy the device is with other tests.
+    """
+    if request.node.get_closest_marker("gated") is None:
+        monkeypatch.setattr(Options, "least_speedup", lambda options, device: options.min_speedup or 0.0)
 
 
 @pytest.fixture(autouse=True)

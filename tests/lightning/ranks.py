@@ -75,7 +75,7 @@ def trainer_of(
 
 
 def callback_of(**options: Any) -> GraphPlanCallback:
-    """The callback; its steps do not wait while the device is busy: other tests may be what keeps it so."""
+    """The callback, without a gate: other tests may be what takes time."""
     return GraphPlanCallback(**{"backend": BACKEND, "min_speedup": 0, **options})
 
 
@@ -281,8 +281,10 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "clipped": lambda: compare(gradient_clip_val=0.1),
     "accumulated": lambda: compare(accumulate_grad_batches=2),
     "evaluated": lambda: compare(callback={"eval": True}),
-    "slower": lambda: compare(callback={"min_speedup": 1e6, "verify": 1}),
-    "slower on one": lambda: compare(callback={"min_speedup": 1e6 * int(os.environ["RANK"]), "verify": 1}),
+    "slower": lambda: compare(callback={"min_speedup": 1e6}, max_epochs=12),
+    "slower on one": lambda: compare(
+        callback={"min_speedup": 1e6 if os.environ["RANK"] == "1" else 1e-6}, max_epochs=12
+    ),
     "fsdp": sharded,
     "fsdp clipped": lambda: sharded(gradient_clip_val=0.1),
     "fsdp accumulated": lambda: sharded(accumulate_grad_batches=2),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,20 +49,6 @@ def test_sides_that_are_named_are_captured(sides: tuple[str, ...], options: dict
     )
 
 
-def test_the_optimizer_alone_where_forward_cannot_be_captured(tmp_path: Path) -> None:
-    """Chosen by itself under on_failure='eager', with one warning; one program serves batches of all sizes."""
-    callback = tape(on_failure="eager")
-    expected = fit(Branching, tmp_path / "eager")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = fit(Branching, tmp_path / "graphed", callback)
-    assert_same_fits(expected, found)
-    told = [str(warning.message) for warning in caught if "graphplan" in str(warning.message)]
-    assert len(told) == 1 and told[0].startswith("graphplan runs this step eagerly: ")
-    assert callback.stats.captured == 1 and callback.stats.replayed > 15, callback.report()
-    assert "forward and backward run eagerly before the replay of the optimizer's step" in callback.report()
-
-
 def test_the_optimizer_alone_with_a_scaler(tmp_path: Path) -> None:
     """Unscaling, the decision to skip and the update of the scale are in the replay; skipped steps too."""
     scaler = partial(torch.amp.GradScaler, "cpu", init_scale=2.0**40, growth_interval=5)
@@ -89,13 +74,14 @@ def test_a_step_without_a_loss(tmp_path: Path) -> None:
 
 
 def test_nothing_is_split_unasked(tmp_path: Path) -> None:
-    """Under on_failure='raise' what cannot be captured is told; and so it is where both sides are asked for."""
+    """Under on_failure='raise' what cannot be captured is told; under 'eager' the fit goes on without graphplan."""
     with pytest.raises((HostScalarError, HostSyncError), match=r"test_components\.py"):
         fit(Branching, tmp_path / "auto", tape())
-    callback = tape(components=("forward_backward", "optimizer"), on_failure="eager")
-    with pytest.warns(UserWarning, match="runs this step eagerly"):
-        fit(Branching, tmp_path / "both", callback)
-    assert callback.stats.captured == 0
+    for components in ("auto", ("forward_backward", "optimizer")):
+        callback = tape(components=components, on_failure="eager")
+        with pytest.warns(UserWarning, match="runs this step eagerly"):
+            fit(Branching, tmp_path / "both", callback)
+        assert callback.stats.captured == 0
 
 
 @pytest.mark.parametrize("value", [(), ("forward",), "optimiser", 3, ("optimizer", "forward")])

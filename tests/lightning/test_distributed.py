@@ -72,12 +72,12 @@ def test_accumulated_gradients_are_the_same_on_every_rank(ranks: list[dict[str, 
 
 
 @pytest.mark.parametrize("row", ["slower", "slower on one"])
-def test_ranks_drop_a_program_together(ranks: list[dict[str, Any]], row: str) -> None:
-    """Where it does not pay on any of them: after as many checks as say something."""
+def test_ranks_stand_down_together(ranks: list[dict[str, Any]], row: str) -> None:
+    """Where replays pay on none of them, in the same step."""
     for found in ranks:
-        checks = 7 if row == "slower" else found[row]["replayed"]
-        assert found[row]["verified"] == found[row]["replayed"] == checks, found[row]["report"]
-        assert ("dropped: replays of" in found[row]["report"]) is (row == "slower")
+        assert found[row]["captured"] >= 1, found[row]["report"]
+        assert ("stood down: the rest of the fit ran without it" in found[row]["report"]) is (row == "slower")
+        assert ("µs per step eagerly and" in found[row]["report"]) is (row == "slower")
     assert ranks[0][row]["replayed"] == ranks[1][row]["replayed"]
 
 
