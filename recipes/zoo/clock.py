@@ -1,0 +1,124 @@
+"""The zoo's clock: a loader that times the consumer of its batches, alone on the machine while it does so."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+BLOCK = 5
+"""Steps between two looks at the clock in the timed half."""
+
+
+class Turns:
+    """Timed work excludes all other work on the device, in every process that was given the same folder.
+
+    Work that is not timed shares the device. Whoever waits for it alone is not overtaken, since all pass the gate.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    @contextmanager
+    def taken(self, *, alone: bool) -> Iterator[None]:
+        """Hold the device, ``alone`` or beside others."""
+        with ExitStack() as held:
+            if self._folder is not None:
+                with self._locked("gate", fcntl.LOCK_EX):
+                    held.enter_context(self._locked("device", fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+            yield
+
+    @contextmanager
+    def _locked(self, name: str, kind: int) -> Iterator[None]:
+        assert self._folder is not None
+        handle = os.open(self._folder / name, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(handle, kind)
+            yield
+        finally:
+            os.close(handle)
+
+
+def now(*, gpu: bool) -> float:
+    """Seconds of the wall once the device is idle; on the CPU, of this process's own CPU time."""
+    if not gpu:
+        return process_time()
+    torch.cuda.synchronize()
+    return perf_counter()
+
+
+@dataclass
+class Feed:
+    """Batches for ``warm`` steps that do not count and ``steps`` that are timed, and one that nothing is asked after.
+
+    ``replays`` says how many replays there have been, for the first one's time and the share of the timed steps.
+    """
+
+    batches: Sequence[Any]
+    warm: int
+    steps: int
+    gpu: bool
+    turns: Turns
+    replays: Callable[[], int] = lambda: 0
+    marks: list[float] = field(default_factory=list)
+    first: tuple[int, float] | None = None
+    seen: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.warm + self.steps + 1
+
+    def __iter__(self) -> Iterator[Any]:
+        self._busy = 0.0
+        for index in range(self.warm):
+            with self.turns.taken(alone=False):
+                start = now(gpu=self.gpu)
+                yield self._batch(index)
+                self._busy += now(gpu=self.gpu) - start
+            self._note_first(index)
+        if self.steps:
+            yield from self._timed()
+        yield self._batch(len(self) - 1)
+
+    def _timed(self) -> Iterator[Any]:
+        with self.turns.taken(alone=True):
+            self.seen.append(self.replays())
+            self.marks.append(now(gpu=self.gpu))
+            for index in range(self.steps):
+                yield self._batch(self.warm + index)
+                if (index + 1) % BLOCK == 0:
+                    self.marks.append(now(gpu=self.gpu))
+            self.seen.append(self.replays())
+
+    def _batch(self, index: int) -> Any:
+        batch = self.batches[index % len(self.batches)]
+        # A loader makes new containers for each batch.
+        return batch if isinstance(batch, torch.Tensor) else copy.copy(batch)
+
+    def _note_first(self, index: int) -> None:
+        if self.first is None and self.replays():
+            self.first = index, self._busy
+
+    def facts(self) -> dict[str, Any]:
+        """Microseconds from end to end of a step (the median over blocks), the share of replays, the first replay."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if not pairs:
+            return {}
+        facts: dict[str, Any] = {
+            "us": median((end - start) / BLOCK * 1e6 for start, end in pairs),
+            "us_mean": (self.marks[-1] - self.marks[0]) / (BLOCK * len(pairs)) * 1e6,
+            "warm_s": self._busy,
+        }
+        if self.seen:
+            facts["share"] = (self.seen[1] - self.seen[0]) / self.steps
+        if self.first is not None:
+            facts["first_replay_step"], facts["first_replay_s"] = self.first
+        return facts
