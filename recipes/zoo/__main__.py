@@ -1,10 +1,12 @@
-"""Real models with their own libraries, with and without graphplan: ``python -m recipes.zoo [--set core] [--json PATH]``.
+"""Real models with their own libraries, with and without graphplan.
+
+    python -m recipes.zoo [--set core] [--json PATH]
 
 Each entry is measured in a process of its own: in a Trainer without and with ``GraphPlanCallback(on_failure="eager")``,
-in a plain loop without and with ``graph_step``, in inference without and with ``graphed`` where the entry predicts, and,
-for the core entries on CUDA, as a graph captured by hand (the floor). Times are from end to end of a step, all host work
-included: CPU time on the CPU, wall time on CUDA, where timed steps have the device to themselves. What is replayed is
-held to eager runs of the same steps, bit by bit, else to the spread of eager runs among themselves.
+in a plain loop without and with ``graph_step``, in inference without and with ``graphed`` where the entry predicts, and
+on CUDA, for the core entries, as a graph captured by hand (the floor). Times are from end to end of a step, all host
+work included: CPU time on the CPU, wall time on CUDA, where timed steps have the device to themselves. What is replayed
+is held to eager runs of the same steps, bit by bit, else to the spread of eager runs among themselves.
 
 An entry that fails, crashes or takes too long is a row with its error; one whose library is missing names it.
 """
@@ -24,6 +26,7 @@ from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from time import monotonic
 
 import torch
 
@@ -33,17 +36,24 @@ from recipes.zoo.table import Row, markdown, summary
 
 ROOT = Path(__file__).parents[2]
 WARM = {False: 25, True: 40}
-TIMED = {False: 40, True: 60}
+TIMED = {False: 40, True: 40}
 """Steps on the CPU and on CUDA."""
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.zoo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--set", choices=("cpu", "gpu", "core"), help="all on the CPU, all on CUDA, or the core (default: all, here)")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="names of entries, such as 'vision/*'")
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m recipes.zoo", description=__doc__, formatter_class=form)
+    parser.add_argument(
+        "--set", choices=("cpu", "gpu", "core"), help="all on the CPU, all on CUDA, or the core (default: all, here)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of entries, such as 'vision/*'"
+    )
     parser.add_argument("--workers", type=int, default=1, help="entries at a time")
-    parser.add_argument("--steps", type=int, help=f"timed steps, a multiple of {BLOCK} (default: {TIMED[False]}, on CUDA {TIMED[True]})")
+    parser.add_argument(
+        "--steps", type=int, help=f"timed steps, a multiple of {BLOCK} (default: {TIMED[False]}, on CUDA {TIMED[True]})"
+    )
     parser.add_argument("--warm", type=int, help=f"steps before those (default: {WARM[False]}, on CUDA {WARM[True]})")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one entry")
     parser.add_argument("--budget", type=float, help="seconds for all: entries that would start later are left out")
@@ -130,8 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list:
         print(*(entry.name for entry in entries), sep="\n")
         return 0
-    from time import monotonic
-
     start = monotonic()
 
     def job(entry: Entry) -> Row:

@@ -1,4 +1,4 @@
-"""Generated batches, shaped like those of real data: padded sentences, images with labels, file names beside tensors."""
+"""Generated batches, shaped like those of real data: padded sentences, labels, file names beside tensors."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ import torch
 
 BLOCK = 5
 """Steps between two looks at the clock in the timed half."""
+CHUNK = 10
+"""Steps before that for which the device is shared without a break: nothing waits for it in between."""
 
 
 class Turns:
@@ -72,18 +74,20 @@ class Feed:
     marks: list[float] = field(default_factory=list)
     first: tuple[int, float] | None = None
     seen: list[int] = field(default_factory=list)
+    spent: float = 0.0
 
     def __len__(self) -> int:
         return self.warm + self.steps + 1
 
     def __iter__(self) -> Iterator[Any]:
-        self._busy = 0.0
-        for index in range(self.warm):
+        for start in range(0, self.warm, CHUNK):
             with self.turns.taken(alone=False):
-                start = now(gpu=self.gpu)
-                yield self._batch(index)
-                self._busy += now(gpu=self.gpu) - start
-            self._note_first(index)
+                before = now(gpu=self.gpu) - self.spent
+                for index in range(start, min(start + CHUNK, self.warm)):
+                    yield self._batch(index)
+                    if self.first is None and self.replays():
+                        self.first = index, now(gpu=self.gpu) - before
+                self.spent = now(gpu=self.gpu) - before
         if self.steps:
             yield from self._timed()
         yield self._batch(len(self) - 1)
@@ -103,10 +107,6 @@ class Feed:
         # A loader makes new containers for each batch.
         return batch if isinstance(batch, torch.Tensor) else copy.copy(batch)
 
-    def _note_first(self, index: int) -> None:
-        if self.first is None and self.replays():
-            self.first = index, self._busy
-
     def facts(self) -> dict[str, Any]:
         """Microseconds from end to end of a step (the median over blocks), the share of replays, the first replay."""
         pairs = list(zip(self.marks, self.marks[1:], strict=False))
@@ -115,7 +115,7 @@ class Feed:
         facts: dict[str, Any] = {
             "us": median((end - start) / BLOCK * 1e6 for start, end in pairs),
             "us_mean": (self.marks[-1] - self.marks[0]) / (BLOCK * len(pairs)) * 1e6,
-            "warm_s": self._busy,
+            "warm_s": self.spent,
         }
         if self.seen:
             facts["share"] = (self.seen[1] - self.seen[0]) / self.steps

@@ -18,6 +18,7 @@ from recipes.zoo.training import Prepared, Run, State, answering_captured, fit, 
 
 Row = dict[str, Any]
 Oracle = tuple[str, Callable[[], State]]
+Stage = Callable[[Run, Row], None]
 _SPREAD = 3
 """How many times as far from eager as eager is from itself a run may be."""
 
@@ -60,49 +61,54 @@ def oracles_of(run: Run, eager: State, train: Callable[[Run, bool], State]) -> l
     """Eager runs: with prepared optimizers and captured paths, with either alone, and once more for eager's spread."""
     untimed = replace(run, warm=run.warm + run.steps, steps=0)
 
-    def captured(prepare: bool) -> State:
+    def captured() -> State:
         with answering_captured():
-            return train(untimed, prepare)
+            return train(untimed, True)
 
-    again: list[Oracle] = [("prepared, again", lambda: captured(True))] if run.gpu else []
+    again: list[Oracle] = [("prepared, again", captured)] if run.gpu else []
     return [
-        ("prepared", lambda: captured(True)),
+        ("prepared", captured),
         ("as it is", lambda: eager),
         ("prepared, not captured", lambda: train(untimed, True)),
         *again,
     ]
 
 
-def in_trainer(run: Run) -> Row:
+def in_trainer(run: Run, row: Row) -> None:
     """A Trainer without and with the callback."""
     eager, state = fit(run)
-    callback = GraphPlanCallback(on_failure="eager")
-    row, found = fit(run, callback)
-    train = lambda untimed, prepare: fit(untimed, *[Prepared()][: prepare])[1]  # noqa: E731
-    return {"eager_us": eager["us"], **row, **compare(found, oracles_of(run, state, train))}
+    row["eager_us"] = eager["us"]
+    facts, found = fit(run, GraphPlanCallback(on_failure="eager"))
+    row |= facts
+    train = lambda untimed, prepared: fit(untimed, *[Prepared()][:prepared])[1]  # noqa: E731
+    row |= compare(found, oracles_of(run, state, train))
 
 
-def in_loop(run: Run) -> Row:
+def in_loop(run: Run, row: Row) -> None:
     """A plain loop without and with ``graph_step``."""
     eager, state = loop(run, manage=False)
-    row, found = loop(run, manage=True)
-    train = lambda untimed, prepare: loop(untimed, manage=False, prepare=prepare)[1]  # noqa: E731
-    return {"eager_us": eager["us"], **row, **compare(found, oracles_of(run, state, train))}
+    row["eager_us"] = eager["us"]
+    facts, found = loop(run, manage=True)
+    row |= facts
+    train = lambda untimed, prepared: loop(untimed, manage=False, prepared=prepared)[1]  # noqa: E731
+    row |= compare(found, oracles_of(run, state, train))
 
 
-def in_service(run: Run) -> Row:
+def in_service(run: Run, row: Row) -> None:
     """Predictions without and with ``graphed``."""
     eager, state = infer(run, manage=False)
-    row, found = infer(run, manage=True)
-    return {"eager_us": eager["us"], **row, **compare(found, [("eager", lambda: state)])}
+    row["eager_us"] = eager["us"]
+    facts, found = infer(run, manage=True)
+    row |= facts
+    row |= compare(found, [("eager", lambda: state)])
 
 
-def by_hand(run: Run) -> Row:
+def by_hand(run: Run, row: Row) -> None:
     """The floor."""
-    return floor(run)
+    row |= floor(run)
 
 
-def stages_of(run: Run) -> Iterator[tuple[str, Callable[[Run], Row]]]:
+def stages_of(run: Run) -> Iterator[tuple[str, Stage]]:
     """What is measured of an entry: a library's own LightningModule has no plain loop."""
     case = run.make()
     yield "fit", in_trainer
@@ -139,11 +145,13 @@ def measure(run: Run, path: Path) -> None:
     keep()
 
 
-def _caught(stage: Callable[[Run], Row], run: Run) -> Row:
+def _caught(stage: Stage, run: Run) -> Row:
+    row: Row = {}
     try:
-        return stage(run)
+        stage(run, row)
     except Exception as error:  # noqa: BLE001
-        return _described(error)
+        row |= _described(error)
+    return row
 
 
 def _described(error: BaseException) -> Row:

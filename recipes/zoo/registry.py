@@ -14,6 +14,9 @@ from torch import Tensor, nn
 Update = Callable[[nn.Module, list[Any], Any, Callable[[Tensor], Any]], Tensor]
 """Several optimizers' turn, as in manual optimization: ``(model, optimizers, batch, backward) -> loss``."""
 
+Parts = Callable[[Any], Sequence[nn.Module]]
+"""The modules that a model's optimizers train, one each."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -25,7 +28,7 @@ class Case:
         loss: ``(model, batch) -> loss``, for an ``nn.Module``.
         update: Instead of ``loss``, the step of manual optimization.
         parts: The modules that ``update``'s optimizers train, one each.
-        predict: ``(model, batch) -> result``, measured as inference where it is given.
+        predict: ``(model, batch) -> tensor``, measured as inference where it is given.
         options: Further arguments of the Trainer.
     """
 
@@ -33,8 +36,8 @@ class Case:
     batches: Sequence[Any]
     loss: Callable[[Any, Any], Tensor] | None = None
     update: Update | None = None
-    parts: Callable[[Any], Sequence[nn.Module]] = lambda model: [model]
-    predict: Callable[[Any, Any], Any] | None = None
+    parts: Parts = lambda model: [model]
+    predict: Callable[[Any, Any], Tensor] | None = None
     clip: float | None = 1.0
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -57,7 +60,7 @@ class Entry:
     Args:
         name: ``field/model``.
         make: Builds the case anew.
-        needs: Distributions (pip's names) and what they are imported as, if that differs: ``"torch-geometric:torch_geometric"``.
+        needs: Distributions by pip's names, each with what it is imported as if that differs: ``"opencv-python:cv2"``.
         core: Whether it is in ``--set core``.
         refused: Why a step that is not replayed is right, or an empty string if it should be replayed.
     """
@@ -70,7 +73,7 @@ class Entry:
 
     @property
     def missing(self) -> list[str]:
-        """pip's names of what is not installed."""
+        """Pip's names of what is not installed."""
         pairs = [need.partition(":") for need in self.needs]
         return [pip for pip, _, module in pairs if importlib.util.find_spec(module or pip.replace("-", "_")) is None]
 

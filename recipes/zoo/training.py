@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +19,15 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils._pytree import tree_flatten
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from graphplan import GraphPlanCallback, graph_step, graphed, prepare_optimizer
+from graphplan.optimizers.rates import shadow_dtype
 from recipes.workloads import cosine
-from recipes.zoo.clock import Feed, Turns, now
-from recipes.zoo.registry import Case, Entry, Scale
+from recipes.zoo.batches import COUNT
+from recipes.zoo.clock import Feed, Turns
+from recipes.zoo.registry import Case, Entry, Parts, Scale
 
 LR, WARM_CAPTURE = 1e-3, 3
 State = dict[str, Tensor]
@@ -57,9 +60,10 @@ class Run:
         batches = [pin_memory(batch) for batch in case.batches] if self.gpu else case.batches
         return Feed(batches, self.warm, self.steps, self.gpu, self.turns, replays)
 
-    def autocast(self) -> Any:
+    @property
+    def autocast(self) -> Callable[[], Any]:
         """Mixed precision on CUDA."""
-        return torch.autocast("cuda", torch.bfloat16) if self.gpu else nullcontext()
+        return partial(torch.autocast, "cuda", torch.bfloat16) if self.gpu else nullcontext
 
 
 @contextmanager
@@ -76,19 +80,19 @@ class Wrapped(pl.LightningModule):
         super().__init__()
         self.model = case.model
         self.automatic_optimization = case.update is None
-        self._case = case
+        # Not the case itself, which has the batches.
+        self._loss, self._update, self._make = case.loss, case.update, partial(make_optimizers, case.parts)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of one batch."""
-        case = self._case
-        if case.update is None:
-            assert case.loss is not None
-            loss = case.loss(self.model, batch)
+        if self._update is None:
+            assert self._loss is not None
+            loss = self._loss(self.model, batch)
         else:
             optimizers: Any = self.optimizers()
-            loss = case.update(self.model, optimizers if isinstance(optimizers, list) else [optimizers], batch, self.manual_backward)
             schedulers: Any = self.lr_schedulers()
-            for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            loss = self._update(self.model, optimizers, batch, self.manual_backward)
+            for scheduler in schedulers:
                 scheduler.step()
         shown = loss.detach()
         self.log("train/loss", shown, prog_bar=True)
@@ -98,13 +102,33 @@ class Wrapped(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Stock AdamW, and a cosine."""
-        optimizers = make_optimizers(self._case, self.model)
+        optimizers = self._make(self.model)
         return optimizers, [{"scheduler": LambdaLR(each, cosine), "interval": "step"} for each in optimizers]
 
 
-def make_optimizers(case: Case, model: nn.Module, lr: Any = LR, **options: Any) -> list[Optimizer]:
+def make_optimizers(parts: Parts, model: nn.Module, lr: Any = LR, **options: Any) -> list[Optimizer]:
     """One for each part that is trained."""
-    return [AdamW([p for p in part.parameters() if p.requires_grad], lr=lr, **options) for part in case.parts(model)]
+    return [AdamW([p for p in part.parameters() if p.requires_grad], lr=lr, **options) for part in parts(model)]
+
+
+def prepare(optimizer: Optimizer) -> None:
+    """Have an optimizer step as it does under graphplan: flags set, the learning rate in device memory meanwhile."""
+    prepare_optimizer(optimizer)
+    numbers: list[float] = []
+
+    def lend(*_: Any) -> None:
+        numbers[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            dtype, (first, *_others) = shadow_dtype(group), group["params"]
+            if dtype is not None and first.is_cuda:
+                group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=first.device)
+
+    def take_back(*_: Any) -> None:
+        for group, number in zip(optimizer.param_groups, numbers, strict=True):
+            group["lr"] = number
+
+    optimizer.register_step_pre_hook(lend)
+    optimizer.register_step_post_hook(take_back)
 
 
 class Prepared(pl.Callback):
@@ -113,7 +137,7 @@ class Prepared(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Prepare them for good."""
         for optimizer in trainer.optimizers:
-            prepare_optimizer(optimizer)
+            prepare(optimizer)
 
 
 def state_of(model: nn.Module, metrics: Mapping[str, Any]) -> State:
@@ -161,22 +185,22 @@ def outcome(stats: Any, report: str) -> dict[str, Any]:
     }
 
 
-def plain_step(run: Run, case: Case, optimizers: list[Optimizer]) -> Callable[[Any], Tensor]:
+def plain_step(autocast: Callable[[], Any], case: Case, optimizers: list[Optimizer]) -> Callable[[Any], Tensor]:
     """The step of a plain loop, on a batch on the device."""
-    model = case.model
+    model, loss_of, update, clip = case.model, case.loss, case.update, case.clip
 
     def step(batch: Any) -> Tensor:
-        if case.update is not None:
-            with run.autocast():
-                return case.update(model, optimizers, batch, lambda loss: loss.backward())
-        assert case.loss is not None
+        if update is not None:
+            with autocast():
+                return update(model, optimizers, batch, lambda loss: loss.backward())
+        assert loss_of is not None
         for optimizer in optimizers:
             optimizer.zero_grad()
-        with run.autocast():
-            loss = case.loss(model, batch)
+        with autocast():
+            loss = loss_of(model, batch)
         loss.backward()
-        if case.clip is not None:
-            clip_grad_norm_(model.parameters(), case.clip)
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
         for optimizer in optimizers:
             optimizer.step()
         return loss.detach()
@@ -184,15 +208,15 @@ def plain_step(run: Run, case: Case, optimizers: list[Optimizer]) -> Callable[[A
     return step
 
 
-def loop(run: Run, *, manage: bool, prepare: bool = False) -> tuple[dict[str, Any], State]:
+def loop(run: Run, *, manage: bool, prepared: bool = False) -> tuple[dict[str, Any], State]:
     """Train in a plain loop, with ``graph_step`` if ``manage``."""
     case = run.make()
     model = case.model.to(run.device).train()
-    optimizers = make_optimizers(case, model)
-    for optimizer in optimizers if prepare else ():
-        prepare_optimizer(optimizer)
+    optimizers = make_optimizers(case.parts, model)
+    for optimizer in optimizers if prepared else ():
+        prepare(optimizer)
     schedules = [LambdaLR(optimizer, cosine) for optimizer in optimizers]
-    step: Any = plain_step(run, case, optimizers)
+    step: Any = plain_step(run.autocast, case, optimizers)
     if manage:
         owners = {"model": model, **{f"optimizer{index}": each for index, each in enumerate(optimizers)}}
         step = graph_step(step, owners=owners, on_failure="eager")
@@ -214,7 +238,7 @@ def floor(run: Run) -> dict[str, Any]:
     case = run.make()
     model = case.model.to(run.device).train()
     lr = torch.tensor(LR, dtype=torch.float64, device=run.device)
-    step = plain_step(run, case, make_optimizers(case, model, lr, capturable=True))
+    step = plain_step(run.autocast, case, make_optimizers(case.parts, model, lr, capturable=True))
     feed = run.feed(case)
     static = move_data_to_device(case.batches[0], run.device)
     targets = [leaf for leaf in tree_flatten(static)[0] if isinstance(leaf, Tensor)]
@@ -250,8 +274,7 @@ def infer(run: Run, *, manage: bool) -> tuple[dict[str, Any], State]:
     with torch.inference_mode(), run.autocast(), answering_captured() if not manage else nullcontext():
         for index, batch in enumerate(feed):
             result = predict(move_data_to_device(batch, run.device))
-            leaves = [leaf for leaf in tree_flatten(dict(result) if isinstance(result, Mapping) else result)[0]]
-            found |= {f"{index % 8} {number}": leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+            found[f"result {index % COUNT}"] = result
     facts = feed.facts()
     if manage:
         facts |= outcome(predict.stats, predict.report())
@@ -263,9 +286,6 @@ def recording_warnings() -> Iterator[list[str]]:
     """Warnings of the block, each text once."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+        warnings.simplefilter("default")
         yield texts
     texts += dict.fromkeys(f"{each.category.__name__}: {each.message}"[:400] for each in caught)
-
-
-__all__ = ["Run", "State", "answering_captured", "fit", "floor", "infer", "loop", "now", "recording_warnings"]

@@ -65,7 +65,9 @@ def _players(model: Any) -> list[nn.Module]:
     return [model.generator, model.critic]
 
 
-def _adversarial(model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
+def _adversarial(
+    model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]
+) -> Tensor:
     x, _ = batch
     generator, critic = optimizers
     noise = torch.randn(len(x), 16, device=x.device)
@@ -93,14 +95,18 @@ def gan(scale: Scale) -> Case:
 def wgan(scale: Scale) -> Case:
     """A Wasserstein GAN whose gradient penalty is differentiated twice."""
 
-    def update(model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
+    def update(
+        model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]
+    ) -> Tensor:
         x, _ = batch
         generator, critic = optimizers
         made = model.generator(torch.randn(len(x), 16, device=x.device)).sigmoid()
         mix = torch.rand(len(x), 1, device=x.device)
         between = (mix * x + (1 - mix) * made.detach()).requires_grad_()
         (slope,) = torch.autograd.grad(model.critic(between).sum(), between, create_graph=True)
-        told = model.critic(made.detach()).mean() - model.critic(x).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        told = (
+            model.critic(made.detach()).mean() - model.critic(x).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+        )
         critic.zero_grad()
         backward(told)
         critic.step()
@@ -116,7 +122,7 @@ def wgan(scale: Scale) -> Case:
 
 @entry("generative/diffusion_unet", "diffusers")
 def diffusion(scale: Scale) -> Case:
-    """diffusers' U-Net, trained to predict the noise that its scheduler adds at drawn steps."""
+    """Diffusers' U-Net, trained to predict the noise that its scheduler adds at drawn steps."""
     from diffusers import DDPMScheduler, UNet2DModel
 
     channels = scale.pick((8, 16), (64, 128))
@@ -142,7 +148,8 @@ def conditional(scale: Scale) -> Case:
 
     channels = scale.pick((8, 16), (64, 128))
     model = UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=channels, norm_num_groups=4,
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=channels,
+        norm_num_groups=4,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=16, attention_head_dim=4,
     )  # fmt: skip
@@ -162,7 +169,7 @@ def conditional(scale: Scale) -> Case:
 
 @entry("generative/autoencoder_kl", "diffusers")
 def autoencoder_kl(scale: Scale) -> Case:
-    """diffusers' autoencoder, sampled, with its divergence."""
+    """Diffusers' autoencoder, sampled, with its divergence."""
     from diffusers import AutoencoderKL
 
     channels = scale.pick((8, 16), (32, 64))
@@ -178,6 +185,8 @@ def autoencoder_kl(scale: Scale) -> Case:
 
 
 class _NeRF(nn.Module):
+    bands: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.register_buffer("bands", 2.0 ** torch.arange(6))

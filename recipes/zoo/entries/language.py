@@ -20,10 +20,10 @@ def own_loss(model: Any, batch: dict[str, Any]) -> Tensor:
     return loss
 
 
-def own_output(model: Any, batch: dict[str, Any]) -> Any:
-    """What such a model predicts, with no cache and no labels."""
-    given = {key: value for key, value in batch.items() if key not in ("labels", "start_positions", "end_positions")}
-    return model(**given).logits
+def own_output(model: Any, batch: dict[str, Any]) -> Tensor:
+    """What such a model predicts without labels."""
+    found: Tensor = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
+    return found
 
 
 def widths(scale: Scale) -> dict[str, int]:
@@ -69,19 +69,29 @@ _T5 = {
     "hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads",
     "intermediate_size": "d_ff", "max_position_embeddings": "",
 }  # fmt: skip
-_BART = {"hidden_size": "d_model", "num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads",
-         "intermediate_size": "encoder_ffn_dim"}  # fmt: skip
-_DISTIL = {"hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "intermediate_size": "hidden_dim"}  # fmt: skip
+_BART = {
+    "hidden_size": "d_model", "num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads",
+    "intermediate_size": "encoder_ffn_dim",
+}  # fmt: skip
+_DISTIL = {
+    "hidden_size": "dim", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "intermediate_size": "hidden_dim",
+}  # fmt: skip
 _CLASSES: dict[str, Any] = {"num_labels": 4}
+_SMALL: dict[str, Any] = {**_CLASSES, "embedding_size": 32}
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def _half(scale: Scale) -> int:
-    return scale.pick(2, 6)  # type: ignore[no-any-return]
+    return scale.pick(2, 6)
+
+
+_HEADS: dict[str, Any] = {**_GROUPED, "head_dim": lambda scale: scale.pick(8, 64)}
 
 
 _SEQ2SEQ: dict[str, Any] = {
     "encoder_layers": _half, "decoder_layers": _half, "decoder_attention_heads": 4, "use_cache": False,
-    "decoder_ffn_dim": lambda scale: scale.pick(128, 1024), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_ffn_dim": lambda scale: scale.pick(128, 1024), **_SPECIAL,
     "decoder_start_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
 
@@ -96,12 +106,12 @@ TEXTS = {
     "distilbert": Text(
         "DistilBertConfig", "DistilBertForSequenceClassification", "class", _DISTIL, {"num_labels": 4}, core=True
     ),
-    "albert": Text("AlbertConfig", "AlbertForSequenceClassification", "class", extra={**_CLASSES, "embedding_size": 32}),
-    "electra": Text("ElectraConfig", "ElectraForSequenceClassification", "class", extra={**_CLASSES, "embedding_size": 32}),
+    "albert": Text("AlbertConfig", "AlbertForSequenceClassification", "class", extra=_SMALL),
+    "electra": Text("ElectraConfig", "ElectraForSequenceClassification", "class", extra=_SMALL),
     "deberta": Text("DebertaV2Config", "DebertaV2ForSequenceClassification", "class", extra=_CLASSES),
     "modernbert": Text(
         "ModernBertConfig", "ModernBertForSequenceClassification", "class",
-        extra={**_CLASSES, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
+        extra={**_CLASSES, **_SPECIAL, "cls_token_id": 1, "sep_token_id": 2},
         core=True,
     ),
     "gpt2": Text("GPT2Config", "GPT2LMHeadModel", "next", _GPT2, {"use_cache": False}, core=True),
@@ -112,12 +122,8 @@ TEXTS = {
     "llama_classes": Text("LlamaConfig", "LlamaForSequenceClassification", "class", extra={**_GROUPED, **_CLASSES}),
     "mistral": Text("MistralConfig", "MistralForCausalLM", "next", extra={**_GROUPED, "sliding_window": 16}, core=True),
     "qwen2": Text("Qwen2Config", "Qwen2ForCausalLM", "next", extra=_GROUPED),
-    "qwen3": Text(
-        "Qwen3Config", "Qwen3ForCausalLM", "next", extra={**_GROUPED, "head_dim": lambda scale: scale.pick(8, 64)}, core=True
-    ),
-    "gemma": Text(
-        "GemmaConfig", "GemmaForCausalLM", "next", extra={**_GROUPED, "head_dim": lambda scale: scale.pick(8, 64)}, core=True
-    ),
+    "qwen3": Text("Qwen3Config", "Qwen3ForCausalLM", "next", extra=_HEADS, core=True),
+    "gemma": Text("GemmaConfig", "GemmaForCausalLM", "next", extra=_HEADS, core=True),
     "phi3": Text("Phi3Config", "Phi3ForCausalLM", "next", extra=_GROUPED),
     "mixtral": Text(
         "MixtralConfig", "MixtralForCausalLM", "next", extra={**_GROUPED, "num_local_experts": 4}, core=True
@@ -126,7 +132,8 @@ TEXTS = {
         "num_attention_heads": "", "max_position_embeddings": ""}, {
         "use_cache": False, "state_size": 8, "num_hidden_layers": _half}, core=True),
     "t5": Text("T5Config", "T5ForConditionalGeneration", "pair", _T5, {
-        "use_cache": False, "d_kv": lambda scale: scale.pick(8, 64), "decoder_start_token_id": 0, "num_layers": _half}, core=True),
+        "use_cache": False, "d_kv": lambda scale: scale.pick(8, 64), "decoder_start_token_id": 0,
+        "num_layers": _half}, core=True),
     "bart": Text("BartConfig", "BartForConditionalGeneration", "pair", _BART, _SEQ2SEQ, core=True),
     "marian": Text("MarianConfig", "MarianMTModel", "pair", _BART, _SEQ2SEQ),
 }  # fmt: skip
@@ -158,7 +165,7 @@ def lora_llama(scale: Scale) -> Case:
 @entry("language/sentence_encoder", "transformers", "sentence-transformers", core=True)
 def sentence_encoder(scale: Scale) -> Case:
     """Sentence pairs, mean pooling over what is not padding, and in-batch negatives."""
-    from sentence_transformers.sentence_transformer.modules import Pooling
+    from sentence_transformers.models import Pooling
     from transformers import BertConfig, BertModel
 
     encoder = BertModel(BertConfig(**widths(scale)), add_pooling_layer=False)
@@ -166,7 +173,9 @@ def sentence_encoder(scale: Scale) -> Case:
 
     def embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
         tokens = model[0](**batch).last_hidden_state
-        pooled: Tensor = model[1]({"token_embeddings": tokens, "attention_mask": batch["attention_mask"]})["sentence_embedding"]
+        pooled: Tensor = model[1]({"token_embeddings": tokens, "attention_mask": batch["attention_mask"]})[
+            "sentence_embedding"
+        ]
         return F.normalize(pooled, dim=-1)
 
     def loss(model: Any, batch: dict[str, dict[str, Tensor]]) -> Tensor:
@@ -176,7 +185,9 @@ def sentence_encoder(scale: Scale) -> Case:
 
     side = partial(sentences, scale, "none")
     batches = many(lambda: {"anchor": side(), "positive": side()})
-    return Case(nn.ModuleList([encoder, pooling]), batches, loss, predict=lambda model, batch: embed(model, batch["anchor"]))
+    return Case(
+        nn.ModuleList([encoder, pooling]), batches, loss, predict=lambda model, batch: embed(model, batch["anchor"])
+    )
 
 
 @entry("language/x_transformers", "x-transformers")
@@ -238,19 +249,21 @@ def _encode(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @entry("language/torch_encoder")
 def torch_encoder(scale: Scale) -> Case:
-    """torch's own encoder with a padding mask."""
-    return Case(_Encoder(*scale.pick((16, 2), (256, 6)), causal=False), many(lambda: sentences(scale, "token")), _encode)
+    """Torch's own encoder with a padding mask."""
+    return Case(
+        _Encoder(*scale.pick((16, 2), (256, 6)), causal=False), many(lambda: sentences(scale, "token")), _encode
+    )
 
 
 @entry("language/torch_encoder_causal")
 def torch_encoder_causal(scale: Scale) -> Case:
-    """torch's own encoder with a causal mask, which it looks at on the host."""
+    """Torch's own encoder with a causal mask, which it looks at on the host."""
     return Case(_Encoder(*scale.pick((16, 2), (256, 6)), causal=True), many(lambda: sentences(scale, "token")), _encode)
 
 
 @entry("language/torch_seq2seq")
 def torch_seq2seq(scale: Scale) -> Case:
-    """torch's own nn.Transformer, causal by flag."""
+    """Torch's own nn.Transformer, causal by flag."""
     width = scale.pick(16, 128)
     model = nn.ModuleDict({
         "embed": nn.Embedding(VOCABULARY, width),

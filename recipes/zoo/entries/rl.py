@@ -91,7 +91,9 @@ def sac(scale: Scale) -> Case:
     generator = torch.Generator().manual_seed(0)
     batches = many(lambda: transitions(generator, size=scale.pick(32, 256), observed=8, acted=2))
 
-    def update(model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]) -> Tensor:
+    def update(
+        model: Any, optimizers: list[Any], batch: tuple[Tensor, Tensor], backward: Callable[[Tensor], Any]
+    ) -> Tensor:
         return soft_actor_critic(model.agent, optimizers, *batch, backward)
 
     class Agent(nn.Module):

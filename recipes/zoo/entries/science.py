@@ -118,7 +118,7 @@ def ensemble(scale: Scale) -> Case:
     from torch.func import functional_call, stack_module_state
 
     members = [perceptron(8, 32, 1, 2, nn.ReLU) for _ in range(4)]
-    stacked, _ = stack_module_state(members)  # type: ignore[arg-type]
+    stacked, _ = stack_module_state(members)
     base = members[0]
     names = {name.replace(".", "_"): name for name in stacked}
     model = nn.ParameterDict({flat: nn.Parameter(stacked[name].detach().clone()) for flat, name in names.items()})

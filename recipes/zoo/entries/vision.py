@@ -31,7 +31,6 @@ TIMM: dict[str, tuple[dict[str, Any], int, bool]] = {
     "regnety_002": ({}, 64, False),
     "deit_tiny_patch16_224": ({"img_size": 64}, 64, False),
     "maxvit_rmlp_pico_rw_256": ({"img_size": 64}, 64, False),
-    "resmlp_12_224": ({"img_size": 64}, 64, False),
 }
 """Name, arguments, side of the image, whether it is in the core."""
 
@@ -50,7 +49,7 @@ for _name, (_options, _side, _core) in TIMM.items():
     entry(f"vision/timm_{_name}", "timm", core=_core)(_timm(_name, _options, _side))
 
 
-TORCHVISION = {"mobilenet_v3_small": True, "densenet121": True, "vgg11_bn": False, "shufflenet_v2_x0_5": False}
+TORCHVISION = {"mobilenet_v3_small": True, "densenet121": True, "squeezenet1_1": False, "shufflenet_v2_x0_5": False}
 
 
 def _torchvision(name: str) -> Callable[[Scale], Case]:
@@ -73,7 +72,9 @@ def deeplab(scale: Scale) -> Case:
     from torchvision.models.segmentation import deeplabv3_mobilenet_v3_large
 
     model = deeplabv3_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=5, aux_loss=True)
-    return Case(model, many(lambda: masks(scale, 5), 4), lambda model, batch: _with_auxiliary(model(batch["image"]), batch))
+    return Case(
+        model, many(lambda: masks(scale, 5), 4), lambda model, batch: _with_auxiliary(model(batch["image"]), batch)
+    )
 
 
 def _with_auxiliary(out: dict[str, Tensor], batch: dict[str, Any]) -> Tensor:
@@ -101,7 +102,9 @@ def faster_rcnn(scale: Scale) -> Case:
         targets = [{"boxes": torch.cat([c, c + 10], 1), "labels": torch.randint(1, 5, (3,))} for c in corners]
         return [torch.rand(3, 64, 64) for _ in range(2)], targets
 
-    model = fasterrcnn_mobilenet_v3_large_320_fpn(weights=None, weights_backbone=None, num_classes=5, min_size=64, max_size=64)
+    model = fasterrcnn_mobilenet_v3_large_320_fpn(
+        weights=None, weights_backbone=None, num_classes=5, min_size=64, max_size=64
+    )
     return Case(model, many(batch, 4), lambda model, batch: sum(model(*batch).values()))
 
 
@@ -187,15 +190,16 @@ def vit_pytorch(scale: Scale) -> Case:
     return Case(model, many(lambda: images(scale, side=64)), classify)
 
 
-@entry("vision/vit_pytorch_mae", "vit-pytorch")
-def masked_autoencoder(scale: Scale) -> Case:
-    """A masked autoencoder around it: random patches are gathered."""
-    from vit_pytorch import MAE, ViT
+@entry("vision/vit_pytorch_cait", "vit-pytorch", refused="whole layers are dropped by a draw that the host reads")
+def cait(scale: Scale) -> Case:
+    """A deeper one whose layers are dropped by chance."""
+    from vit_pytorch.cait import CaiT
 
-    width, depth = scale.pick((32, 2), (192, 6))
-    vit = ViT(image_size=64, patch_size=16, num_classes=10, dim=width, depth=depth, heads=4, mlp_dim=64, dim_head=8)
-    model = MAE(encoder=vit, masking_ratio=0.75, decoder_dim=width, decoder_depth=2)
-    return Case(model, many(lambda: images(scale, side=64)), lambda model, batch: model(batch[0]))
+    model = CaiT(
+        image_size=64, patch_size=16, num_classes=10, dim=32, depth=4, cls_depth=2, heads=4, mlp_dim=64, dim_head=8,
+        layer_dropout=0.05,
+    )  # fmt: skip
+    return Case(model, many(lambda: images(scale, side=64)), classify)
 
 
 def _hf_images(scale: Scale) -> dict[str, Tensor]:
@@ -207,7 +211,9 @@ def _hf_vision(config: str, model: str, options: Callable[[Scale], dict[str, Any
     def make(scale: Scale) -> Case:
         import transformers
 
-        made = getattr(transformers, model)(getattr(transformers, config)(num_labels=10, image_size=64, **options(scale)))
+        made = getattr(transformers, model)(
+            getattr(transformers, config)(num_labels=10, image_size=64, **options(scale))
+        )
         predict = lambda model, batch: model(batch["pixel_values"]).logits  # noqa: E731
         return Case(made, many(lambda: _hf_images(scale)), lambda model, batch: model(**batch).loss, predict=predict)
 
@@ -216,7 +222,8 @@ def _hf_vision(config: str, model: str, options: Callable[[Scale], dict[str, Any
 
 def _sizes(scale: Scale) -> dict[str, Any]:
     hidden, layers = scale.pick((32, 2), (192, 12))
-    return {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 4 * hidden, "patch_size": 16}  # fmt: skip
+    heads = {"num_attention_heads": 4, "patch_size": 16}
+    return {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 4 * hidden, **heads}
 
 
 def _swin(scale: Scale) -> dict[str, Any]:
@@ -237,8 +244,20 @@ def clip(scale: Scale) -> Case:
     from recipes.zoo.batches import VOCABULARY, sentences
 
     hidden, layers = scale.pick((32, 2), (256, 8))
-    same = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 4 * hidden}
-    text = {**same, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "eos_token_id": 3, "bos_token_id": 1, "pad_token_id": 0}
+    same = {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * hidden,
+    }
+    text = {
+        **same,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 128,
+        "eos_token_id": 3,
+        "bos_token_id": 1,
+        "pad_token_id": 0,
+    }
     config = CLIPConfig(text_config=text, vision_config={**same, "image_size": 64, "patch_size": 16}, projection_dim=32)
 
     def batch() -> dict[str, Tensor]:
@@ -248,7 +267,9 @@ def clip(scale: Scale) -> Case:
     def predict(model: Any, batch: dict[str, Tensor]) -> Any:
         return model(**batch).logits_per_image
 
-    return Case(CLIPModel(config), many(batch), lambda model, batch: model(**batch, return_loss=True).loss, predict=predict)
+    return Case(
+        CLIPModel(config), many(batch), lambda model, batch: model(**batch, return_loss=True).loss, predict=predict
+    )
 
 
 @entry("vision/torchmetrics", "torchmetrics")
@@ -288,7 +309,7 @@ def with_metrics(scale: Scale) -> Case:
 
 @entry("vision/lightly_simclr", "lightly", "torchvision")
 def simclr(scale: Scale) -> Case:
-    """lightly's SimCLR: two views, its projection head and its NT-Xent loss."""
+    """Lightly's SimCLR: two views, its projection head and its NT-Xent loss."""
     import torchvision
     from lightly.loss import NTXentLoss
     from lightly.models.modules import SimCLRProjectionHead
@@ -311,7 +332,7 @@ def simclr(scale: Scale) -> Case:
 
 @entry("vision/lightly_byol", "lightly", "torchvision")
 def byol(scale: Scale) -> Case:
-    """lightly's BYOL: a momentum encoder that is updated in the step, on a schedule of Python floats."""
+    """Lightly's BYOL: a momentum encoder that is updated in the step, on a schedule of Python floats."""
     import copy
 
     import lightning.pytorch as pl
