@@ -58,6 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one entry")
     parser.add_argument("--budget", type=float, help="seconds for all: entries that would start later are left out")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the table, and a .md beside it")
+    parser.add_argument("--merge", type=Path, metavar="PATH", help="keep the rows of an earlier table that are not new")
     parser.add_argument("--list", action="store_true", help="print the entries' names")
     parser.add_argument("--child", nargs=2, type=str, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
@@ -147,15 +148,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             return {"name": entry.name, "error": f"not started within {args.budget:.0f} s"}
         return run_child(entry, args, Path(folder))
 
-    rows: list[Row] = []
+    names = {entry.name for entry in entries}
+    earlier = json.loads(args.merge.read_text())["rows"] if args.merge else []
+    rows: list[Row] = [row for row in earlier if row["name"] not in names]
     with TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as pool, progress(len(entries)) as show:
         for future in as_completed([pool.submit(job, entry) for entry in entries]):
             rows.append(future.result())
             show(rows[-1])
             if args.json is not None:
-                write(args, sorted(rows, key=lambda row: str(row["name"])))
-    print(markdown(sorted(rows, key=lambda row: str(row["name"]))))
+                write(args, _sorted(rows))
+    print(markdown(_sorted(rows)))
     return 0
+
+
+def _sorted(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: str(row["name"]))
 
 
 def write(args: argparse.Namespace, rows: list[Row]) -> None:

@@ -84,10 +84,15 @@ ENTRIES: dict[str, Entry] = {}
 def entry(
     name: str, *needs: str, core: bool = False, refused: str = ""
 ) -> Callable[[Callable[[Scale], Case]], Callable[[Scale], Case]]:
-    """Declare the decorated function as the entry ``name``."""
+    """Declare the decorated function as the entry ``name``.
+
+    Raises:
+        ValueError: if there is one of that name already.
+    """
 
     def declare(make: Callable[[Scale], Case]) -> Callable[[Scale], Case]:
-        assert name not in ENTRIES, name
+        if name in ENTRIES:
+            raise ValueError(f"two entries are called {name!r}; expected names of their own")
         ENTRIES[name] = Entry(name, make, needs, core, refused)
         return make
 

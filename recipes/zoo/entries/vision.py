@@ -275,6 +275,18 @@ def clip(scale: Scale) -> Case:
 @entry("vision/torchmetrics", "torchmetrics")
 def with_metrics(scale: Scale) -> Case:
     """A small network whose step updates and logs torchmetrics."""
+    return _measured(scale, confusion=False)
+
+
+@entry(
+    "vision/torchmetrics_confusion", "torchmetrics", refused="torch.bincount's result is as long as its largest value"
+)
+def with_confusion(scale: Scale) -> Case:
+    """The same with a confusion matrix."""
+    return _measured(scale, confusion=True)
+
+
+def _measured(scale: Scale, *, confusion: bool) -> Case:
     import lightning.pytorch as pl
     from torchmetrics import MetricCollection
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
@@ -287,13 +299,14 @@ def with_metrics(scale: Scale) -> Case:
                 nn.Dropout(0.1), nn.Linear(256, 10),
             )  # fmt: skip
             self.metrics = MetricCollection([MulticlassAccuracy(10), MulticlassF1Score(10)], prefix="train/")
-            self.confusion = MulticlassConfusionMatrix(10)
+            self.confusion = MulticlassConfusionMatrix(10) if confusion else None
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             x, y = batch
             scores = self.body(x)
             loss = F.cross_entropy(scores, y)
-            self.confusion.update(scores, y)
+            if self.confusion is not None:
+                self.confusion.update(scores, y)
             self.log("train/loss", loss, prog_bar=True)
             self.metrics(scores, y)
             self.log_dict(self.metrics, on_step=True, on_epoch=True)
