@@ -67,11 +67,30 @@ def _short(text: str, width: int = 220) -> str:
     return flat if len(flat) <= width else flat[: width - 1] + "…"
 
 
+def headline(rows: list[Row]) -> str:
+    """How many entries there are of each kind, by where they ran."""
+    lines = []
+    for name in STAGES:
+        stages = [row[name] for row in rows if name in row]
+        gains = [gain for gain in map(speedup, stages) if gain is not None]
+        whole = sum(stage.get("share", 0) > 0.5 and stage.get("form") == "whole" for stage in stages)
+        different = sum(stage.get("equal") == "different" for stage in stages)
+        failed = sum("error" in stage for stage in stages)
+        faster, slower = sum(gain > 1.05 for gain in gains), sum(gain < 0.95 for gain in gains)
+        lines.append(
+            f"- {name}: {len(stages)} entries, {whole} replayed as a whole, {faster} faster, {slower} slower, "
+            f"{different} different from eager, {failed} failed"
+        )
+    missing, broken = (sum(key in row for row in rows) for key in ("missing", "error"))
+    return "\n".join([*lines, f"- not installed: {missing}; not finished: {broken}"]) + "\n"
+
+
 def markdown(rows: list[Row]) -> str:
-    """The table."""
+    """The counts and the table."""
     lines = [cell for row in rows for cell in cells(row)]
     rule = ["---", "---", *["---:"] * 4, "---", "---", "---:", "---"]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [list(COLUMNS), rule, *lines]) + "\n"
+    table = "\n".join("| " + " | ".join(line) + " |" for line in [list(COLUMNS), rule, *lines])
+    return f"{headline(rows)}\n{table}\n"
 
 
 def summary(row: Row) -> str:

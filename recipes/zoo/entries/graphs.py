@@ -25,23 +25,29 @@ def _whole(scale: Scale) -> Any:
     return data
 
 
-def _nodes(layer: str, **options: Any) -> Callable[[Scale], Case]:
+def _nodes(layer: str, *, weighted: bool = False, **options: Any) -> Callable[[Scale], Case]:
     def make(scale: Scale) -> Case:
         from torch_geometric import nn as geometric
+        from torch_geometric.transforms import GCNNorm
 
         model = getattr(geometric, layer)(16, scale.pick(16, 64), 2, CLASSES, dropout=0.1, **options)
+        ready = GCNNorm() if weighted else lambda data: data
 
         def loss(model: Any, data: Any) -> Tensor:
-            found = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
+            given = {"edge_weight": data.edge_weight} if weighted else {}
+            found = F.cross_entropy(model(data.x, data.edge_index, **given), data.y, reduction="none")
             return (found * data.train_mask).sum() / data.train_mask.sum()
 
-        return Case(model, many(lambda: _whole(scale)), loss)
+        return Case(model, many(lambda: ready(_whole(scale))), loss)
 
     return make
 
 
-entry("graphs/gcn", "torch-geometric", core=True)(_nodes("GCN"))
-entry("graphs/gat", "torch-geometric", core=True)(_nodes("GAT", heads=2))
+_LOOPS = "the layers look for self-loops with a boolean mask, whose number of rows is read on the host"
+entry("graphs/gcn", "torch-geometric", core=True, refused=_LOOPS)(_nodes("GCN"))
+entry("graphs/gcn_normalized", "torch-geometric", core=True)(_nodes("GCN", weighted=True, normalize=False))
+entry("graphs/gat", "torch-geometric", core=True, refused=_LOOPS)(_nodes("GAT", heads=2))
+entry("graphs/gat_bare", "torch-geometric", core=True)(_nodes("GAT", heads=2, add_self_loops=False))
 entry("graphs/sage", "torch-geometric")(_nodes("GraphSAGE"))
 
 

@@ -130,7 +130,7 @@ TEXTS = {
     ),
     "mamba": Text("MambaConfig", "MambaForCausalLM", "next", {
         "num_attention_heads": "", "max_position_embeddings": ""}, {
-        "use_cache": False, "state_size": 8, "num_hidden_layers": _half}, core=True),
+        "use_cache": False, "state_size": 8, "num_hidden_layers": 2}, core=True),
     "t5": Text("T5Config", "T5ForConditionalGeneration", "pair", _T5, {
         "use_cache": False, "d_kv": lambda scale: scale.pick(8, 64), "decoder_start_token_id": 0,
         "num_layers": _half}, core=True),

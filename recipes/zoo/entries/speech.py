@@ -98,7 +98,7 @@ class _Recogniser(nn.Module):
         return scores
 
 
-@entry("speech/ctc_gru")
+@entry("speech/ctc_gru", refused=_CTC)
 def ctc(scale: Scale) -> Case:
     """A GRU recogniser with torch's CTC loss, its lengths as tensors."""
 

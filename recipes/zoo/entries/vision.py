@@ -289,7 +289,7 @@ def _measured(scale: Scale, *, macro: bool) -> Case:
     from torchmetrics import MetricCollection
     from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
 
-    average = "macro" if macro else "micro"
+    average: Any = "macro" if macro else "micro"
 
     class Classifier(pl.LightningModule):
         def __init__(self) -> None:
