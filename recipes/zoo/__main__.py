@@ -56,7 +56,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--warm", type=int, help=f"steps before those (default: {WARM[False]}, on CUDA {WARM[True]})")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one entry")
-    parser.add_argument("--budget", type=float, help="seconds for all: entries that would start later are left out")
+    parser.add_argument(
+        "--budget", type=float, help="seconds for all: what is running then is ended, its stages so far kept"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the table, and a .md beside it")
     parser.add_argument("--merge", type=Path, metavar="PATH", help="keep the rows of an earlier table that are not new")
     parser.add_argument("--list", action="store_true", help="print the entries' names")
@@ -88,7 +90,7 @@ def child(args: argparse.Namespace) -> None:
     measure(run, Path(path))
 
 
-def run_child(entry: Entry, args: argparse.Namespace, folder: Path) -> Row:
+def run_child(entry: Entry, args: argparse.Namespace, folder: Path, timeout: float) -> Row:
     """Measure one entry in a process of its own, whatever becomes of that."""
     base: Row = {"name": entry.name, "core": entry.core, "justified": entry.refused}
     if entry.missing:
@@ -101,12 +103,12 @@ def run_child(entry: Entry, args: argparse.Namespace, folder: Path) -> Row:
     said = ""
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=args.timeout, check=False
+            command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=timeout, check=False
         )
         if done.returncode:
             said = f"exit status {done.returncode}: {done.stderr[-1500:]}"
     except subprocess.TimeoutExpired:
-        said = f"not finished after {args.timeout:.0f} s"
+        said = f"not finished after {timeout:.0f} s"
     row = {**base, **(json.loads(path.read_text()) if path.exists() else {})}
     if said:
         row.setdefault("error", f"{said} (in {row.get('at', 'the beginning')})")
@@ -144,9 +146,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = monotonic()
 
     def job(entry: Entry) -> Row:
-        if args.budget is not None and monotonic() - start > args.budget:
+        left = args.timeout if args.budget is None else min(args.timeout, args.budget - monotonic() + start)
+        if left <= 0:
             return {"name": entry.name, "error": f"not started within {args.budget:.0f} s"}
-        return run_child(entry, args, Path(folder))
+        return run_child(entry, args, Path(folder), left)
 
     names = {entry.name for entry in entries}
     earlier = json.loads(args.merge.read_text())["rows"] if args.merge else []

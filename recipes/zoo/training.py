@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from graphplan import GraphPlanCallback, graph_step, graphed, prepare_optimizer
+from graphplan.optimizers.preparation import device_of
 from graphplan.optimizers.rates import shadow_dtype
 from recipes.workloads import cosine
 from recipes.zoo.batches import COUNT
@@ -119,9 +120,9 @@ def prepare(optimizer: Optimizer) -> None:
     def lend(*_: Any) -> None:
         numbers[:] = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            dtype, (first, *_others) = shadow_dtype(group), group["params"]
-            if dtype is not None and first.is_cuda:
-                group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=first.device)
+            dtype, device = shadow_dtype(group), device_of(group)
+            if dtype is not None and device.type == "cuda":
+                group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=device)
 
     def take_back(*_: Any) -> None:
         for group, number in zip(optimizer.param_groups, numbers, strict=True):

@@ -164,9 +164,8 @@ def test_an_entry_that_cannot_be_made_is_a_row(tmp_path: Path) -> None:
 def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
     args = command.parse(["--set", "cpu"])
     lost = Entry("test/unknown", _linear)
-    assert "KeyError: 'test/unknown'" in command.run_child(lost, args, tmp_path)["error"]
-    args.timeout = 0.01
-    assert command.run_child(lost, args, tmp_path)["error"] == "not finished after 0 s (in the beginning)"
+    assert "KeyError: 'test/unknown'" in command.run_child(lost, args, tmp_path, 60)["error"]
+    assert command.run_child(lost, args, tmp_path, 0.01)["error"] == "not finished after 0 s (in the beginning)"
 
 
 def test_one_entry_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,6 +210,6 @@ def test_entries_beyond_the_budget_are_not_started(tmp_path: Path, capsys: pytes
 
 
 def test_a_missing_library_is_a_row() -> None:
-    row = command.run_child(Entry("a/b", _linear, ("no-such-library",)), command.parse([]), Path())
+    row = command.run_child(Entry("a/b", _linear, ("no-such-library",)), command.parse([]), Path(), 60)
     assert "not installed: pip install no-such-library" in summary(row)
     assert "not installed: pip install no-such-library" in markdown([row])
