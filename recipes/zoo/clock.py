@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -29,6 +28,12 @@ class Turns:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._held: set[IO[str]] = set()
+
+    def drop(self) -> None:
+        """Let go of what a loop holds that an error has ended: its feed may live on."""
+        while self._held:
+            self._held.pop().close()
 
     @contextmanager
     def taken(self, *, alone: bool) -> Iterator[None]:
@@ -42,12 +47,11 @@ class Turns:
     @contextmanager
     def _locked(self, name: str, kind: int) -> Iterator[None]:
         assert self._folder is not None
-        handle = os.open(self._folder / name, os.O_RDWR | os.O_CREAT)
-        try:
+        with (self._folder / name).open("a") as handle:
+            self._held.add(handle)
             fcntl.flock(handle, kind)
             yield
-        finally:
-            os.close(handle)
+            self._held.discard(handle)
 
 
 def now(*, gpu: bool) -> float:

@@ -151,6 +151,7 @@ def _caught(stage: Stage, run: Run) -> Row:
         stage(run, row)
     except Exception as error:  # noqa: BLE001
         row |= _described(error)
+    run.turns.drop()
     return row
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,16 @@ def test_whoever_is_timed_is_alone(tmp_path: Path) -> None:
     assert order == ["alone", "shared"]
     with turns.taken(alone=False), turns.taken(alone=False):
         pass
+
+
+def test_a_loop_that_an_error_ended_holds_nothing(tmp_path: Path) -> None:
+    turns = Turns(tmp_path)
+    given = iter(Feed([0], 3, 0, gpu=False, turns=turns))
+    assert isinstance(given, Generator)
+    next(given)
+    turns.drop()
+    with turns.taken(alone=True):
+        given.close()
 
 
 def test_a_run_is_held_to_eager_ones() -> None:
