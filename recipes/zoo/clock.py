@@ -13,6 +13,7 @@ from time import perf_counter, process_time
 from typing import IO, Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 BLOCK = 5
 """Steps between two looks at the clock in the timed half."""
@@ -107,8 +108,10 @@ class Feed:
             self.seen.append(self.replays())
 
     def _batch(self, index: int) -> Any:
+        """As a loader gives it: new containers, and where there are names of files, other ones each time."""
         batch = self.batches[index % len(self.batches)]
-        # A loader makes new containers for each batch.
+        if any(isinstance(leaf, str) for leaf in tree_leaves(batch)):
+            return tree_map_only(str, lambda text: f"{index}/{text}", batch)
         return batch if isinstance(batch, torch.Tensor) else copy.copy(batch)
 
     def facts(self) -> dict[str, Any]:

@@ -66,6 +66,8 @@ def test_nothing_is_timed_without_timed_steps() -> None:
     assert given[0] is not given[1]
     assert given[0][0] is given[1][0]
     assert feed.facts() == {}
+    named = Feed([{"x": torch.ones(1), "name": ["a", "b"]}], 2, 0, gpu=False, turns=Turns(None))
+    assert [batch["name"] for batch in named] == [["0/a", "0/b"], ["1/a", "1/b"], ["2/a", "2/b"]]
 
 
 def test_whoever_is_timed_is_alone(tmp_path: Path) -> None:
