@@ -108,7 +108,10 @@ TEXTS = {
     ),
     "albert": Text("AlbertConfig", "AlbertForSequenceClassification", "class", extra=_SMALL),
     "electra": Text("ElectraConfig", "ElectraForSequenceClassification", "class", extra=_SMALL),
-    "deberta": Text("DebertaV2Config", "DebertaV2ForSequenceClassification", "class", extra=_CLASSES),
+    "deberta": Text(
+        "DebertaV2Config", "DebertaV2ForSequenceClassification", "class", extra=_CLASSES,
+        refused="its loss looks for labelled rows with nonzero, whose number is read on the host",
+    ),
     "modernbert": Text(
         "ModernBertConfig", "ModernBertForSequenceClassification", "class",
         extra={**_CLASSES, **_SPECIAL, "cls_token_id": 1, "sep_token_id": 2},

@@ -71,8 +71,9 @@ def _forecaster(name: str) -> Callable[[Scale], Case]:
     return make
 
 
+_LENGTHS = "the library's step asks whether the batch's sequences differ in length, and packs them if they do"
 for _name in FORECASTERS:
-    entry(f"series/forecasting_{_name.lower()}", "pytorch-forecasting", "pandas")(_forecaster(_name))
+    entry(f"series/forecasting_{_name.lower()}", "pytorch-forecasting", "pandas", refused=_LENGTHS)(_forecaster(_name))
 
 
 def _estimator(name: str, **options: Any) -> Callable[[Scale], Case]:
