@@ -1,0 +1,180 @@
+"""Real models with their own libraries, with and without graphplan.
+
+    python -m recipes.zoo [--set core] [--json PATH]
+
+Each entry is measured in a process of its own: in a Trainer without and with ``GraphPlanCallback(on_failure="eager")``,
+in a plain loop without and with ``graph_step``, in inference without and with ``graphed`` where the entry predicts, and
+on CUDA, for the core entries, as a graph captured by hand (the floor). Times are from end to end of a step, all host
+work included: CPU time on the CPU, wall time on CUDA, where timed steps have the device to themselves. What is replayed
+is held to eager runs of the same steps, bit by bit, else to the spread of eager runs among themselves.
+
+An entry that fails, crashes or takes too long is a row with its error; one whose library is missing names it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from datetime import date
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import monotonic
+
+import torch
+
+from recipes.zoo.clock import BLOCK, Turns
+from recipes.zoo.registry import Entry, load_entries
+from recipes.zoo.table import Row, markdown, summary
+
+ROOT = Path(__file__).parents[2]
+WARM = {False: 25, True: 40}
+TIMED = {False: 40, True: 40}
+"""Steps on the CPU and on CUDA."""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m recipes.zoo", description=__doc__, formatter_class=form)
+    parser.add_argument(
+        "--set", choices=("cpu", "gpu", "core"), help="all on the CPU, all on CUDA, or the core (default: all, here)"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="names of entries, such as 'vision/*'"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="entries at a time")
+    parser.add_argument(
+        "--steps", type=int, help=f"timed steps, a multiple of {BLOCK} (default: {TIMED[False]}, on CUDA {TIMED[True]})"
+    )
+    parser.add_argument("--warm", type=int, help=f"steps before those (default: {WARM[False]}, on CUDA {WARM[True]})")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one entry")
+    parser.add_argument(
+        "--budget", type=float, help="seconds for all: what is running then is ended, its stages so far kept"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the table, and a .md beside it")
+    parser.add_argument("--merge", type=Path, metavar="PATH", help="keep the rows of an earlier table that are not new")
+    parser.add_argument("--list", action="store_true", help="print the entries' names")
+    parser.add_argument("--child", nargs=2, type=str, metavar=("NAME", "PATH"), help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    args.gpu = args.set == "gpu" or (args.set != "cpu" and torch.cuda.is_available())
+    args.warm = args.warm or WARM[args.gpu]
+    args.steps = (args.steps or TIMED[args.gpu]) // BLOCK * BLOCK
+    if args.steps < BLOCK:
+        parser.error(f"--steps is below {BLOCK}, the steps of one block of the clock")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Entry]:
+    """The entries that the command line names."""
+    entries = [entry for entry in load_entries().values() if entry.core or args.set != "core"]
+    return [entry for entry in entries if any(fnmatch(entry.name, pattern) for pattern in args.only)]
+
+
+def child(args: argparse.Namespace) -> None:
+    """Measure one entry in this process."""
+    from recipes.zoo.measuring import measure
+    from recipes.zoo.training import Run
+
+    torch.set_num_threads(1)
+    name, path = args.child
+    run = Run(load_entries()[name], args.gpu, args.warm, args.steps, Turns(args.turns))
+    measure(run, Path(path))
+
+
+def run_child(entry: Entry, args: argparse.Namespace, folder: Path, timeout: float) -> Row:
+    """Measure one entry in a process of its own, whatever becomes of that."""
+    base: Row = {"name": entry.name, "core": entry.core, "justified": entry.refused}
+    if entry.missing:
+        return {**base, "missing": entry.missing}
+    path = folder / f"{entry.name.replace('/', '_')}.json"
+    command = [sys.executable, "-m", "recipes.zoo", "--child", entry.name, str(path)]
+    command += ["--set", "gpu" if args.gpu else "cpu", "--warm", str(args.warm), "--steps", str(args.steps)]
+    command += ["--turns", str(folder)] if args.gpu else []
+    around = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **os.environ}
+    said = ""
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        if done.returncode:
+            said = f"exit status {done.returncode}: {done.stderr[-1500:]}"
+    except subprocess.TimeoutExpired:
+        said = f"not finished after {timeout:.0f} s"
+    row = {**base, **(json.loads(path.read_text()) if path.exists() else {})}
+    if said:
+        row.setdefault("error", f"{said} (in {row.get('at', 'the beginning')})")
+    return row
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[Row], None]]:
+    """Show what is done: a bar where rich is installed and somebody looks, else a line for each entry."""
+    if sys.stderr.isatty() and find_spec("rich"):
+        from rich.progress import Progress
+
+        with Progress() as bar:
+            task = bar.add_task("zoo", total=total)
+
+            def shown(row: Row) -> None:
+                bar.console.print(summary(row), highlight=False, markup=False)
+                bar.advance(task)
+
+            yield shown
+    else:
+        yield lambda row: print(summary(row), flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the chosen entries; return the exit status."""
+    args = parse(argv)
+    if args.child:
+        child(args)
+        return 0
+    entries = chosen(args)
+    if args.list:
+        print(*(entry.name for entry in entries), sep="\n")
+        return 0
+    start = monotonic()
+
+    def job(entry: Entry) -> Row:
+        left = args.timeout if args.budget is None else min(args.timeout, args.budget - monotonic() + start)
+        if left <= 0:
+            return {"name": entry.name, "error": f"not started within {args.budget:.0f} s"}
+        return run_child(entry, args, Path(folder), left)
+
+    names = {entry.name for entry in entries}
+    earlier = json.loads(args.merge.read_text())["rows"] if args.merge else []
+    rows: list[Row] = [row for row in earlier if row["name"] not in names]
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as pool, progress(len(entries)) as show:
+        for future in as_completed([pool.submit(job, entry) for entry in entries]):
+            rows.append(future.result())
+            show(rows[-1])
+            if args.json is not None:
+                write(args, _sorted(rows))
+    print(markdown(_sorted(rows)))
+    return 0
+
+
+def _sorted(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: str(row["name"]))
+
+
+def write(args: argparse.Namespace, rows: list[Row]) -> None:
+    """Write the rows so far as JSON and as markdown."""
+    facts = {"date": date.today().isoformat(), "torch": torch.__version__, "device": "cuda" if args.gpu else "cpu"}
+    facts |= {"warm": args.warm, "steps": args.steps}
+    args.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    args.json.with_suffix(".md").write_text(markdown(rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The zoo's entries, one module per field."""

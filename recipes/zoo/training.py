@@ -1,0 +1,292 @@
+"""The zoo's training loops: a Trainer, a plain loop, a graph captured by hand; and what each leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_flatten
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from graphplan import GraphPlanCallback, graph_step, graphed, prepare_optimizer
+from graphplan.optimizers.preparation import device_of
+from graphplan.optimizers.rates import shadow_dtype
+from recipes.workloads import cosine
+from recipes.zoo.batches import COUNT
+from recipes.zoo.clock import Feed, Turns
+from recipes.zoo.registry import Case, Entry, Parts, Scale
+
+LR, WARM_CAPTURE = 1e-3, 3
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How an entry is measured in this process."""
+
+    entry: Entry
+    gpu: bool
+    warm: int
+    steps: int
+    turns: Turns
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is trained."""
+        return torch.device("cuda:0" if self.gpu else "cpu")
+
+    def make(self) -> Case:
+        """The case, from the same seed each time."""
+        pl.seed_everything(0, verbose=False)
+        case = self.entry.make(Scale(self.gpu))
+        pl.seed_everything(1, verbose=False)
+        return case
+
+    def feed(self, case: Case, replays: Callable[[], int] = lambda: 0) -> Feed:
+        """The case's batches, and the clock."""
+        batches = [pin_memory(batch) for batch in case.batches] if self.gpu else case.batches
+        return Feed(batches, self.warm, self.steps, self.gpu, self.turns, replays)
+
+    @property
+    def autocast(self) -> Callable[[], Any]:
+        """Mixed precision on CUDA."""
+        return partial(torch.autocast, "cuda", torch.bfloat16) if self.gpu else nullcontext
+
+
+@contextmanager
+def answering_captured() -> Iterator[None]:
+    """Have Python code that asks whether it is being captured hear yes, as it does in a managed step."""
+    with patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+        yield
+
+
+class Wrapped(pl.LightningModule):
+    """What somebody writes around an ``nn.Module``: a loss, three logged values, AdamW, a schedule for each step."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.model = case.model
+        self.automatic_optimization = case.update is None
+        # Not the case itself, which has the batches.
+        self._loss, self._update, self._make = case.loss, case.update, partial(make_optimizers, case.parts)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss of one batch."""
+        if self._update is None:
+            assert self._loss is not None
+            loss = self._loss(self.model, batch)
+        else:
+            optimizers: Any = self.optimizers()
+            schedulers: Any = self.lr_schedulers()
+            loss = self._update(self.model, optimizers, batch, self.manual_backward)
+            for scheduler in schedulers:
+                scheduler.step()
+        shown = loss.detach()
+        self.log("train/loss", shown, prog_bar=True)
+        self.log("train/perplexity", shown.clamp(max=20).exp())
+        self.log("train/scaled", shown * 0.5, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Stock AdamW, and a cosine."""
+        optimizers = self._make(self.model)
+        return optimizers, [{"scheduler": LambdaLR(each, cosine), "interval": "step"} for each in optimizers]
+
+
+def make_optimizers(parts: Parts, model: nn.Module, lr: Any = LR, **options: Any) -> list[Optimizer]:
+    """One for each part that is trained."""
+    return [AdamW([p for p in part.parameters() if p.requires_grad], lr=lr, **options) for part in parts(model)]
+
+
+def prepare(optimizer: Optimizer) -> None:
+    """Have an optimizer step as it does under graphplan: flags set, the learning rate in device memory meanwhile."""
+    prepare_optimizer(optimizer)
+    numbers: list[float] = []
+
+    def lend(*_: Any) -> None:
+        numbers[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            dtype, device = shadow_dtype(group), device_of(group)
+            if dtype is not None and device.type == "cuda":
+                group["lr"] = torch.tensor(group["lr"], dtype=dtype, device=device)
+
+    def take_back(*_: Any) -> None:
+        for group, number in zip(optimizer.param_groups, numbers, strict=True):
+            group["lr"] = number
+
+    optimizer.register_step_pre_hook(lend)
+    optimizer.register_step_post_hook(take_back)
+
+
+class Prepared(pl.Callback):
+    """Trains with the optimizers as graphplan prepares them: what an eager run is compared with."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Prepare them for good."""
+        for optimizer in trainer.optimizers:
+            prepare(optimizer)
+
+
+def state_of(model: nn.Module, metrics: Mapping[str, Any]) -> State:
+    """Parameters, buffers and metrics after a run."""
+    tensors = {**model.state_dict(), **{f"metric {name}": value for name, value in metrics.items()}}
+    return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def fit(run: Run, *callbacks: pl.Callback) -> tuple[dict[str, Any], State]:
+    """Train in a ``Trainer``; what it took and what it left."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    case = run.make()
+    module = case.model if isinstance(case.model, pl.LightningModule) else Wrapped(case)
+    clip = case.clip if module.automatic_optimization else None
+    ours = [callback for callback in callbacks if isinstance(callback, GraphPlanCallback)]
+    feed = run.feed(case, lambda: sum(callback.stats.replayed for callback in ours))
+    with TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            **{
+                "accelerator": "gpu" if run.gpu else "cpu", "devices": 1, "max_epochs": 1,
+                "precision": "bf16-mixed" if run.gpu else "32-true", "gradient_clip_val": clip,
+                "logger": pl.loggers.CSVLogger(folder), "enable_progress_bar": False, "enable_checkpointing": False,
+                "enable_model_summary": False, "callbacks": list(callbacks), **dict(case.options),
+            }
+        )  # fmt: skip
+        trainer.fit(module, feed)
+    facts = feed.facts()
+    for callback in ours:
+        facts |= outcome(callback.stats, callback.report())
+    return facts, state_of(module, trainer.callback_metrics)
+
+
+def outcome(stats: Any, report: str) -> dict[str, Any]:
+    """What a graphed step's counters say, its reasons with the most frequent first."""
+    kinds = ("eager", "traced", "captured", "replayed", "recaptured", "verified")
+    form = "forward eager" if "forward and backward run eagerly" in report else "whole"
+    form = "optimizer eager" if "optimizer runs eagerly" in report else form
+    reasons = sorted({**stats.reasons, **stats.events}.items(), key=lambda pair: -pair[1])
+    return {
+        "counts": {kind: getattr(stats, kind) for kind in kinds},
+        "form": form,
+        "skipped": {reason.name: count for reason, count in stats.skipped.items()},
+        "reasons": [f"{count}x {text}"[:600] for text, count in reasons[:6]],
+        "report": report[:6000],
+    }
+
+
+def plain_step(autocast: Callable[[], Any], case: Case, optimizers: list[Optimizer]) -> Callable[[Any], Tensor]:
+    """The step of a plain loop, on a batch on the device."""
+    model, loss_of, update, clip = case.model, case.loss, case.update, case.clip
+
+    def step(batch: Any) -> Tensor:
+        if update is not None:
+            with autocast():
+                return update(model, optimizers, batch, lambda loss: loss.backward())
+        assert loss_of is not None
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with autocast():
+            loss = loss_of(model, batch)
+        loss.backward()
+        if clip is not None:
+            clip_grad_norm_(model.parameters(), clip)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def loop(run: Run, *, manage: bool, prepared: bool = False) -> tuple[dict[str, Any], State]:
+    """Train in a plain loop, with ``graph_step`` if ``manage``."""
+    case = run.make()
+    model = case.model.to(run.device).train()
+    optimizers = make_optimizers(case.parts, model)
+    for optimizer in optimizers if prepared else ():
+        prepare(optimizer)
+    schedules = [LambdaLR(optimizer, cosine) for optimizer in optimizers]
+    step: Any = plain_step(run.autocast, case, optimizers)
+    if manage:
+        owners = {"model": model, **{f"optimizer{index}": each for index, each in enumerate(optimizers)}}
+        step = graph_step(step, owners=owners, on_failure="eager")
+    feed = run.feed(case, lambda: step.stats.replayed if manage else 0)
+    losses = []
+    for batch in feed:
+        losses.append(step(move_data_to_device(batch, run.device)))
+        for schedule in schedules:
+            schedule.step()
+    facts = feed.facts()
+    if manage:
+        facts |= outcome(step.stats, step.report())
+        step.close()
+    return facts, state_of(model, {"losses": torch.stack([loss.detach().float() for loss in losses])})
+
+
+def floor(run: Run) -> dict[str, Any]:
+    """The same step as one CUDA graph captured by hand: static inputs, a capturable optimizer, warmed up aside."""
+    case = run.make()
+    model = case.model.to(run.device).train()
+    lr = torch.tensor(LR, dtype=torch.float64, device=run.device)
+    step = plain_step(run.autocast, case, make_optimizers(case.parts, model, lr, capturable=True))
+    feed = run.feed(case)
+    static = move_data_to_device(case.batches[0], run.device)
+    targets = [leaf for leaf in tree_flatten(static)[0] if isinstance(leaf, Tensor)]
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with run.turns.taken(alone=False), answering_captured():
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_CAPTURE):
+                step(static)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            step(static)
+    for index, batch in enumerate(feed):
+        sources = [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        lr.fill_(LR * cosine(index))
+        graph.replay()
+    return feed.facts()
+
+
+def infer(run: Run, *, manage: bool) -> tuple[dict[str, Any], State]:
+    """Predict, with ``graphed`` if ``manage``."""
+    case = run.make()
+    assert case.predict is not None
+    model = case.model.to(run.device).eval()
+    call: Any = case.predict
+    predict: Any = lambda batch: call(model, batch)  # noqa: E731
+    if manage:
+        predict = graphed(predict, owners={"model": model}, on_failure="eager")
+    feed = run.feed(case, lambda: predict.stats.replayed if manage else 0)
+    found: State = {}
+    with torch.inference_mode(), run.autocast(), answering_captured() if not manage else nullcontext():
+        for index, batch in enumerate(feed):
+            result = predict(move_data_to_device(batch, run.device))
+            found[f"result {index % COUNT}"] = result
+    facts = feed.facts()
+    if manage:
+        facts |= outcome(predict.stats, predict.report())
+    return facts, {name: value.detach().cpu() for name, value in found.items()}
+
+
+@contextmanager
+def recording_warnings() -> Iterator[list[str]]:
+    """Warnings of the block, each text once."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        yield texts
+    texts += dict.fromkeys(f"{each.category.__name__}: {each.message}"[:400] for each in caught)
