@@ -95,7 +95,6 @@ class _TapeMode(TorchDispatchMode):
         self.kernels: list[_Kernel] = []
         self.failure: str | None = None
         self.storages: dict[int, int] = {}
-        self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
         self.sizes: dict[int, int] = {}
 
     @classmethod
@@ -150,12 +149,7 @@ class _TapeMode(TorchDispatchMode):
         lasts = schema.name in _CONSTANT
         kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts)
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
-        if pure:
-            # Layers that are alike call operators that are alike.
-            kind = (func, _kind([given, list(named.items()), outs]))
-            if kind not in self._overloads:
-                self._overloads[kind] = _working_overload(kernel)
-            kernel.overload = self._overloads[kind]
+        kernel.overload = _working_overload(kernel) if pure else None
         self._keep(kernel)
 
     def _keep(self, kernel: _Kernel) -> None:
@@ -171,16 +165,6 @@ class _TapeMode(TorchDispatchMode):
 def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
     """Whether the kernel need not run again: it depends on no values, and nobody else writes where it does."""
     return kernel.constant and all(writers[storage] == 1 for storage in kernel.writes)
-
-
-def _kind(value: Any) -> Any:
-    """What is the same for calls of an operator that differ in the values of tensors alone."""
-    if isinstance(value, Tensor):
-        stride = value.stride() if value.layout is torch.strided else None
-        return (type(value), value.dtype, value.layout, value.shape, stride, value.is_conj(), value.is_neg())
-    if isinstance(value, list | tuple):
-        return tuple(map(_kind, value))
-    return (type(value), repr(value))
 
 
 @cache
