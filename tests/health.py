@@ -20,8 +20,8 @@ from torch.optim import optimizer as optimizers
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.models import Mlp, float_batches, training_rig
 from tests.twins import Rig
-from tests.zoo import Mlp, float_batches, training_rig
 
 CALLS = 9
 

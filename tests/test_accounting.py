@@ -15,8 +15,8 @@ from torch.optim import AdamW
 
 from graphplan import HostSyncError, Policy, SkipReason, capture, compile_cached, compile_plan, graph_step
 from tests.facts import assert_same, flatten
+from tests.models import float_batches, training_rig
 from tests.twins import Rig, assert_equals_eager, build, drive, managed, state_of
-from tests.zoo import float_batches, training_rig
 
 make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * 24)
 

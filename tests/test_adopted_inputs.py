@@ -12,6 +12,7 @@ from torch.optim import SGD
 
 from graphplan import FeedError, Policy, Role, SkipReason, capture, compile_plan, graphed
 from tests.facts import assert_same, flatten
+from tests.models import float_batches
 from tests.twins import (
     BEFORE_REPLAY,
     TRACED,
@@ -25,7 +26,6 @@ from tests.twins import (
     managed,
     state_of,
 )
-from tests.zoo import float_batches
 
 ADOPTED = Policy("train", static_roles=tuple(Role), copy_roles=())
 ELSEWHERE = "the feed lies elsewhere than in the call that was captured, and copy_roles lacks input"

@@ -29,6 +29,7 @@ from graphplan import (
 )
 from graphplan.backend import resolve_backend
 from tests.facts import assert_same
+from tests.models import Box, float_batches, training_rig
 from tests.twins import (
     WARMUP,
     Rig,
@@ -40,7 +41,6 @@ from tests.twins import (
     managed,
     state_of,
 )
-from tests.zoo import Box, float_batches, training_rig
 
 make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * 12)
 

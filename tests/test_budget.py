@@ -23,8 +23,8 @@ from graphplan.step.programs import Programs
 from graphplan.step.room import Room
 from graphplan.tape import TapeBackend
 from graphplan.verify import free_bytes
+from tests.models import training_rig
 from tests.twins import BEFORE_REPLAY, assert_same_runs, build, drive, managed, prepare_steps
-from tests.zoo import training_rig
 
 MIB = 2**20
 make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * 12)

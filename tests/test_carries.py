@@ -17,8 +17,8 @@ from graphplan.buffers import Buffers
 from graphplan.program import capture_program
 from graphplan.signature import flatten
 from graphplan.step.bare import make_backend
+from tests.models import CALLS, Memory, attributes, float_batches, updating_rig
 from tests.twins import Rig, assert_equals_eager, build, drive, managed
-from tests.zoo import CALLS, Memory, attributes, float_batches, updating_rig
 
 
 def _ema(model: Any, x: Tensor, loss: Tensor) -> None:

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import GuardError, capture, compile_plan
+from tests.models import CALLS as ZOO_CALLS
+from tests.models import Mlp, attributes, float_batches, updating_rig
 from tests.twins import (
     BEFORE_REPLAY,
     SECOND_TRACE,
@@ -27,8 +29,6 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import CALLS as ZOO_CALLS
-from tests.zoo import Mlp, attributes, float_batches, updating_rig
 
 CALLS, WHEN = 24, 12
 pytestmark = pytest.mark.filterwarnings("ignore:graphplan")

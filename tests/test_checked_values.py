@@ -13,8 +13,8 @@ from torch.distributions import MultivariateNormal
 
 from graphplan import HostSyncError
 from tests.facts import assert_same, flatten
+from tests.models import attributes, updating_rig
 from tests.twins import BEFORE_REPLAY, Rig, assert_refused, build, keep, line_of, managed, state_of
-from tests.zoo import attributes, updating_rig
 
 BAD = BEFORE_REPLAY + 2, BEFORE_REPLAY + 3, BEFORE_REPLAY + 6
 

@@ -17,7 +17,7 @@ from graphplan import graph_step
 from graphplan.collector import no_collections
 from graphplan.step.replays import Replays
 from graphplan.step.stages import Stages
-from tests.zoo import descent
+from tests.models import descent
 
 
 @pytest.fixture(autouse=True)

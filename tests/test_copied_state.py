@@ -9,11 +9,11 @@ import pytest
 
 from graphplan import Policy
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
+from tests.models import training_rig, updating_rig
 from tests.test_carries import CARRIES, functional_rig, recurrent_rig
 from tests.test_gradient_scaler import MAKERS, prepared, scaled_rig
 from tests.test_step_forms import mlp_rig
 from tests.twins import Rig, assert_same_as_eager
-from tests.zoo import training_rig, updating_rig
 
 COPIED = Policy("train", static_roles=("input", "param", "state"), copy_roles=("input", "state"))
 RIGS: dict[str, Callable[[], Rig]] = {

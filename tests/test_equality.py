@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 
 from graphplan import Role, prepare_optimizer
+from tests.models import CALLS, MODELS, OPTIMIZERS, float_batches, training_rig
 from tests.twins import Rig, assert_equals_eager, assert_same_runs, build, drive, managed, prepare_steps
-from tests.zoo import CALLS, MODELS, OPTIMIZERS, float_batches, training_rig
 
 STEPS = 200
 COMBINATIONS = [(model, optimizer) for model in MODELS for optimizer in OPTIMIZERS]

@@ -16,9 +16,9 @@ from torch import nn
 
 from graphplan import OptionError, RecaptureError, SkipReason, graph_step
 from tests.failure_modes.naive import WHEN, changing_rig, stay
+from tests.models import attributes, training_rig, updating_rig
 from tests.test_carries import CARRIES
 from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
-from tests.zoo import attributes, training_rig, updating_rig
 
 
 def _load_optimizer(model: Any, optimizer: Any) -> None:

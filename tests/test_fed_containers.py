@@ -22,6 +22,7 @@ from graphplan import FeedError, HostEffectError, SkipReason, VerifyError, compi
 from graphplan.fed import Fed
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import fit, tape, with_step
+from tests.models import CALLS, float_batches
 from tests.twins import (
     WARMUP,
     Rig,
@@ -31,7 +32,6 @@ from tests.twins import (
     build,
     managed,
 )
-from tests.zoo import CALLS, float_batches
 
 
 @dataclass

@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 from graphplan import SkipReason, graph_step, signature
 from tests.facts import assert_same, flatten
+from tests.models import CALLS, Mlp, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, managed
-from tests.zoo import CALLS, Mlp, float_batches
 
 
 def rig_of(forward: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> Rig:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.models import CALLS
 from tests.test_unread_values import VARIES, rig_of
 from tests.twins import BEFORE_REPLAY, assert_equals_eager
-from tests.zoo import CALLS
 
 Kind = tuple[Callable[[int, Tensor], Any], Callable[[Any], Tensor], int]
 

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import GuardError, capture, compile_plan
+from tests.models import CALLS, Box, Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, build
-from tests.zoo import CALLS, Box, Mlp, float_batches
 
 CHANGED = 12
 CHANGE = r"weight(_\d)? was 0\.5 and is 2\.0"

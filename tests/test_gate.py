@@ -21,8 +21,8 @@ from graphplan.idleness import Idleness
 from graphplan.step.gate import AGAIN, SKIPPED, STEPS, Calls, Gate, Laps
 from tests.clocks import Clock, set_clock
 from tests.facts import assert_same, flatten
+from tests.models import descent
 from tests.test_peers import Ranks
-from tests.zoo import descent
 
 TIMED = SKIPPED + STEPS
 

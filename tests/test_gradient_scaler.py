@@ -16,6 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from graphplan import SkipReason, compile_plan, prepare_optimizer
 from tests.facts import assert_same
 from tests.failure_modes.naive import loss_of
+from tests.models import Mlp, float_batches
 from tests.twins import (
     BEFORE_REPLAY,
     Rig,
@@ -25,7 +26,6 @@ from tests.twins import (
     managed,
     state_of,
 )
-from tests.zoo import Mlp, float_batches
 
 CALLS = 24
 ODD = {"init_scale": 10.0, "growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 4}

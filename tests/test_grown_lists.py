@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from graphplan import HostScalarError, graph_step
 from graphplan.tracer.looks import looks_of
+from tests.models import attributes, updating_rig
 from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, line_of
-from tests.zoo import attributes, updating_rig
 
 Update = Callable[[Any, Tensor, Tensor], Any]
 MANY = 10

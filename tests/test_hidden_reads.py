@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from graphplan import HostSyncError, SkipReason
 from graphplan.tracer.conversions import Conversions
+from tests.models import attributes, updating_rig
 from tests.twins import (
     assert_equals_eager,
     assert_falls_back,
@@ -21,7 +22,6 @@ from tests.twins import (
     assert_same_as_eager,
     line_of,
 )
-from tests.zoo import attributes, updating_rig
 
 
 def _one(loss: Tensor) -> Tensor:

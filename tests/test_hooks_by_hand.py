@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from graphplan import graph_step
-from tests.zoo import assert_losses_as_eager
+from tests.models import assert_losses_as_eager
 
 X = torch.arange(8.0).reshape(2, 4) / 8
 

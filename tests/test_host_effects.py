@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
+from tests.models import attributes, updating_rig
 from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
-from tests.zoo import attributes, updating_rig
 
 
 def _count(model: Any, x: Tensor, loss: Tensor) -> None:

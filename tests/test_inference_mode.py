@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from graphplan import HostSyncError
 from tests.failure_modes.naive import changing_rig, loss_of, stay
+from tests.models import CALLS, Memory, Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, assert_refused
-from tests.zoo import CALLS, Memory, Mlp, float_batches
 
 
 def predicting_rig(update: Callable[[Any, Tensor], Tensor]) -> Rig:

@@ -17,8 +17,8 @@ from graphplan import CaptureError, SkipReason
 from graphplan.tracer import DeviceConstants, find_raise, is_raised_by_user
 from tests.facts import assert_same
 from tests.health import FailAt, Planted, carrying_rig, process_facts, scaled_rig
+from tests.models import Box, Mlp, float_batches, training_rig
 from tests.twins import Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
-from tests.zoo import Box, Mlp, float_batches, training_rig
 
 PHASES = {"warm-up": 1, "first trace": 3, "second trace": 4, "capture": 5, "replay": 7}
 LSTM = partial(training_rig, "lstm", "adamw", sizes=(4,) * 12)

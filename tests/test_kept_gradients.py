@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import HostEffectError, SkipReason, graph_step
+from tests.models import CLASSES, float_batches
 from tests.twins import (
     SECOND_TRACE,
     TRACED,
@@ -23,7 +24,6 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import CLASSES, float_batches
 
 
 class Net(nn.Module):

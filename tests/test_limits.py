@@ -13,8 +13,8 @@ from torch.optim import SGD
 from graphplan import SkipReason
 from graphplan.stats import OTHERS, TEXTS, Stats
 from graphplan.step.entry import Entry
+from tests.models import MODELS, Mlp, batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, managed
-from tests.zoo import MODELS, Mlp, batches
 
 
 def rig_of(sizes: list[int], *rest: list[Any]) -> Rig:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from graphplan import graph_step
+from tests.models import Mlp
 from tests.twins import BEFORE_REPLAY, SEED
-from tests.zoo import Mlp
 
 EPOCHS, STEPS, WHEN = 6, 5, 4
 """The host changes something before an epoch of that number, which no check begins."""

@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 from graphplan import GuardError, capture, compile_plan
 from tests.facts import assert_same
+from tests.models import Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, build, drive, state_of
-from tests.zoo import Mlp, float_batches
 
 CALLS, WHEN = 24, 11
 """The call after ``WHEN`` is a replay, and no check: what it starts from is what a replay left."""

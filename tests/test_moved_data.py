@@ -14,6 +14,7 @@ from torch.optim import SGD
 
 from graphplan import CarryError, HostEffectError, Policy, capture, compile_plan
 from tests.facts import assert_same
+from tests.models import CALLS, Box, Mlp, attributes, float_batches, updating_rig
 from tests.test_copied_state import COPIED
 from tests.twins import (
     BEFORE_REPLAY,
@@ -26,7 +27,6 @@ from tests.twins import (
     managed,
 )
 from tests.verify.test_compare import noisy
-from tests.zoo import CALLS, Box, Mlp, attributes, float_batches, updating_rig
 
 Pairs = list[tuple[Tensor, Tensor]]
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from graphplan import HostEffectError, HostScalarError, graph_step
 from tests.failure_modes.naive import assert_handled, changing_rig, loss_of, stay
+from tests.models import Memory, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, assert_refused, build, drive, managed
-from tests.zoo import Memory, float_batches
 
 Pair = tuple[Tensor, Tensor]
 """An alias that has the attributes of its class, which is no object to look into."""

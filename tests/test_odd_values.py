@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import OutputError, graph_step, graphed
-from tests.zoo import assert_losses_as_eager
+from tests.models import assert_losses_as_eager
 
 X = torch.arange(8.0).reshape(2, 4)
 

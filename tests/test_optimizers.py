@@ -13,8 +13,8 @@ from torch import nn, optim
 
 from graphplan import GraphPlanError, graph_step, prepare_optimizer
 from tests.facts import assert_same, flatten
+from tests.models import training_rig
 from tests.twins import Rig, assert_equals_eager
-from tests.zoo import training_rig
 
 MAKERS: dict[str, Callable[..., Any]] = {
     "Adam": optim.Adam,

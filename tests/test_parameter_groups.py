@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
+from tests.models import CALLS, CLASSES, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, drive, managed
-from tests.zoo import CALLS, CLASSES, float_batches
 
 Change = Callable[[Any], object]
 MAKERS: dict[str, Callable[..., Optimizer]] = {"sgd": partial(SGD, momentum=0.9), "adamw": AdamW}

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import FeedError
+from tests.models import float_batches
 from tests.test_feeds import rig_of
 from tests.twins import Rig, assert_equals_eager, build, managed
-from tests.zoo import float_batches
 
 
 def _multiplied(x: Tensor, *, by: Any, shift: float = 0.0) -> Tensor:

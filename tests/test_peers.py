@@ -20,8 +20,8 @@ from graphplan.step import GraphedStep, Options, Peers, peers
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Runner
 from graphplan.verify import check
+from tests.models import training_rig
 from tests.twins import Rig, assert_same_runs, build, drive
-from tests.zoo import training_rig
 
 
 class Ranks:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from tests.models import training_rig
 from tests.twins import Record, assert_same_runs, build, drive, managed, state_of
-from tests.zoo import training_rig
 
 ROOT = Path(__file__).parents[1]
 MAKE = """
@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from tests.health import FailAt
 from tests.twins import Record, assert_same_runs, build, drive, managed, state_of
-from tests.zoo import training_rig
+from tests.models import training_rig
 torch.set_num_threads(1)
 make = partial(training_rig, "mlp", "adamw", sizes=(6,) * 12)
 rig = build(make)

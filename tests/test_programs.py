@@ -27,8 +27,8 @@ from graphplan import (
 )
 from graphplan.tracer import Profile
 from tests.facts import assert_same, flatten
+from tests.models import Mlp, float_batches, training_rig
 from tests.twins import Rig, build, drive, managed, state_of
-from tests.zoo import Mlp, float_batches, training_rig
 
 make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * 12)
 

@@ -18,6 +18,7 @@ from torch.optim import SGD
 from graphplan import GuardError, HostScalarError, capture, compile_plan
 from graphplan.native import comparing
 from graphplan.owners import traits_of
+from tests.models import CALLS, Memory, Mlp, float_batches
 from tests.twins import (
     BEFORE_REPLAY,
     LAST_TRACE,
@@ -32,7 +33,6 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import CALLS, Memory, Mlp, float_batches
 
 WHEN = 11
 """A call between two checks, after which the host changes something."""

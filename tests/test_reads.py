@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import HostEffectError, HostScalarError
+from tests.models import float_batches
 from tests.twins import (
     Rig,
     assert_equals_eager,
@@ -35,7 +36,6 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import float_batches
 
 CALLS, WHEN = 24, 12
 Case = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], object]]

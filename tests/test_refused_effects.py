@@ -22,6 +22,7 @@ from graphplan import (
     OutputError,
     SkipReason,
 )
+from tests.models import attributes, updating_rig
 from tests.twins import (
     LAST_TRACE,
     SECOND_TRACE,
@@ -32,7 +33,6 @@ from tests.twins import (
     assert_refused,
     line_of,
 )
-from tests.zoo import attributes, updating_rig
 
 
 def doubling(model: Any, x: Tensor, loss: Tensor) -> None:

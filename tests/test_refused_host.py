@@ -22,6 +22,7 @@ from graphplan import (
     HostSyncError,
     SkipReason,
 )
+from tests.models import attributes, updating_rig
 from tests.twins import (
     LAST_TRACE,
     SECOND_TRACE,
@@ -33,7 +34,6 @@ from tests.twins import (
     line_of,
     managed,
 )
-from tests.zoo import attributes, updating_rig
 
 
 def read_item(model: nn.Module, x: Tensor, loss: Tensor) -> None:

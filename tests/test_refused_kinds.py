@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from graphplan import CaptureError, HostSyncError, SkipReason
+from tests.models import Box
 from tests.twins import Rig, assert_equals_eager, assert_falls_back, assert_refused, line_of
-from tests.zoo import Box
 
 CALLS = 16
 

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from graphplan import HostScalarError, HostSyncError, OptimizerError, RefusalError, SkipReason
+from tests.models import CALLS, Lookahead, Mlp, float_batches, training_rig
 from tests.twins import (
     SECOND_TRACE,
     WARMUP,
@@ -25,7 +26,6 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import CALLS, Lookahead, Mlp, float_batches, training_rig
 
 
 def stock_rig() -> Rig:

@@ -20,6 +20,7 @@ from graphplan import (
     UncoveredRoleError,
     UnownedTensorError,
 )
+from tests.models import Box, Memory, Mlp, attributes, float_batches, training_rig, updating_rig
 from tests.twins import (
     SECOND_TRACE,
     TRACED,
@@ -34,7 +35,6 @@ from tests.twins import (
     line_of,
     managed,
 )
-from tests.zoo import Box, Memory, Mlp, attributes, float_batches, training_rig, updating_rig
 
 PLANNED = WARMUP + TRACED
 """Calls before the one that captures."""

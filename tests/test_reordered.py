@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from graphplan import ControlFlowError, graph_step
-from tests.zoo import Box
+from tests.models import Box
 
 X = torch.arange(4.0)
 

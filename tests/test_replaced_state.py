@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from graphplan import HostEffectError
 from graphplan.program import Program
+from tests.models import CALLS, float_batches
 from tests.twins import (
     BEFORE_REPLAY,
     SECOND_TRACE,
@@ -27,7 +28,6 @@ from tests.twins import (
     build,
     managed,
 )
-from tests.zoo import CALLS, float_batches
 
 
 class Recurrent(nn.Module):

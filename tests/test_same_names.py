@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from tests.models import CALLS, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, drive, managed
-from tests.zoo import CALLS, float_batches
 
 WHEN = 12
 Weigh = Callable[[Tensor], Tensor]

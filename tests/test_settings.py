@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from tests.models import Mlp, float_batches
 from tests.twins import Rig, assert_same_runs, build, drive, managed
-from tests.zoo import Mlp, float_batches
 
 CALLS, WHEN = 24, 12
 pytestmark = pytest.mark.filterwarnings("ignore:graphplan")

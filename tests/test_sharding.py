@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from graphplan import FeedError, HostEffectError, SkipReason, capture, compile_plan
 from tests.facts import assert_same, flatten
+from tests.models import Box
 from tests.sharded import CALLS, batches, evaluate, one_rank, rest, sharded_net, sharded_rig
 from tests.twins import (
     BEFORE_REPLAY,
@@ -29,7 +30,6 @@ from tests.twins import (
     drive,
     managed,
 )
-from tests.zoo import Box
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")
 

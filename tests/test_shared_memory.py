@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import FeedError, Policy, Role, SkipReason, capture, compile_plan
+from tests.models import CALLS, float_batches
 from tests.twins import BEFORE_REPLAY, TRACED, WARMUP, Rig, assert_equals_eager, assert_refused, build
-from tests.zoo import CALLS, float_batches
 
 SHARED: dict[str, Callable[[Any], Tensor]] = {
     "a buffer": lambda model: model.total,

@@ -18,7 +18,7 @@ from graphplan.optimizers import Preparation
 from graphplan.step import CompiledModules
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
-from tests.zoo import descent
+from tests.models import descent
 
 
 def make(kind: Callable[..., Optimizer] = AdamW) -> tuple[nn.Module, Optimizer, Callable[[Tensor], Tensor]]:

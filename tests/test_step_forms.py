@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 
+from tests.models import CALLS, CLASSES, Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, build, drive, managed
-from tests.zoo import CALLS, CLASSES, Mlp, float_batches
 
 
 class Result(NamedTuple):

@@ -25,7 +25,7 @@ from graphplan import (
     graph_step,
     graphed,
 )
-from tests.zoo import descent
+from tests.models import descent
 
 X = torch.arange(8.0).reshape(2, 4) / 8
 

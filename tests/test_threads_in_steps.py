@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostEffectError, SkipReason, compile_plan
+from tests.models import attributes, updating_rig
 from tests.twins import Rig, assert_equals_eager, assert_falls_back, assert_refused, line_of
-from tests.zoo import attributes, updating_rig
 
 Update = Callable[[Any, Tensor, Tensor], Any]
 

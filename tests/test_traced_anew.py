@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostEffectError, HostScalarError, SkipReason
+from tests.models import CALLS, attributes, updating_rig
 from tests.twins import (
     BEFORE_REPLAY,
     LAST_TRACE,
@@ -25,7 +26,6 @@ from tests.twins import (
     assert_same_as_eager,
     line_of,
 )
-from tests.zoo import CALLS, attributes, updating_rig
 
 BETWEEN = WARMUP
 """The call after which the host acts: the first trace."""

@@ -23,8 +23,8 @@ from graphplan import FeedError, SkipReason, graph_step
 from graphplan.placeholders import Placeholder, ReadSignal
 from graphplan.signature import flatten
 from graphplan.unread import UnreadValues
+from tests.models import CALLS, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, assert_same_runs, build, drive, managed
-from tests.zoo import CALLS, float_batches
 
 VARIES = BEFORE_REPLAY + 1
 """Calls before the first replay where a value turns out to vary: the first call has another key."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -233,7 +234,9 @@ class Managed:
             return
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
-        self._fingerprint = Fingerprint(walk, self.rates.shadowed | self._counts(walk))
+        # To steps that do not train, another step's preparations of the optimizers are nothing.
+        known = walk if self._trains else replace(walk, optimizers={})
+        self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
         for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
             self._notices.register(name, owner)
         self._parameters = [param for _, param in walk.parameters.values()]
@@ -339,10 +342,10 @@ class Managed:
         return tuple(param.grad is not None for param in self._parameters)
 
     def stand_down(self, *, is_by_time: bool) -> None:
-        """Make the optimizers stock. Where runs are to be repeatable, and time decides (``is_by_time``), they keep the
-        kernels of replays instead, whose roundings may be others.
+        """Make the optimizers stock. Where runs are to be repeatable, and time decides (``is_by_time``), those that the
+        step steps keep the kernels of replays instead, whose roundings may be others.
         """
-        if not is_by_time or not torch.are_deterministic_algorithms_enabled():
+        if not (is_by_time and self._trains and torch.are_deterministic_algorithms_enabled()):
             self.release()
             return
         self._notices.remove()

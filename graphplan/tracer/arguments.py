@@ -103,6 +103,14 @@ class Schema:
     reads_values: bool
     has_dynamic_shape: bool
 
+    def draws_from_own_state(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the operator is given a state of its own to draw from, and draws: torch hands one on for a share of 0
+        as well.
+        """
+        if self.own_state is None or self.given(args, kwargs, self.own_state) is None:
+            return False
+        return "dropout" not in self.arguments or self.given(args, kwargs, self.arguments.index("dropout")) != 0
+
     def given(self, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Any:
         """The argument at ``position``; None if it has its default."""
         return args[position] if position < len(args) else kwargs.get(self.arguments[position])

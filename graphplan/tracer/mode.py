@@ -146,8 +146,7 @@ class TraceMode(TorchDispatchMode):
             external = self._trace.externals.get(storage_id(tensor) or 0)
             if external is not None and is_collective(name):
                 external.communicated = True
-        # Where it draws nothing, it gets none.
-        if schema.own_state is not None and schema.given(args, kwargs, schema.own_state) is not None:
+        if schema.draws_from_own_state(args, kwargs):
             self.refuse(
                 GeneratorSeekError,
                 f"{name} draws dropout at {source} from a state that cuDNN keeps, which no generator shows and nobody "

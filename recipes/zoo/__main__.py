@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 WARM = {False: 25, True: 40}
 TIMED = {False: 40, True: 40}
 """Steps on the CPU and on CUDA."""
+STAGES = ("fit", "loop", "service", "floor")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -55,6 +56,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--steps", type=int, help=f"timed steps, a multiple of {BLOCK} (default: {TIMED[False]}, on CUDA {TIMED[True]})"
     )
     parser.add_argument("--warm", type=int, help=f"steps before those (default: {WARM[False]}, on CUDA {WARM[True]})")
+    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES, help="what is measured of each")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one entry")
     parser.add_argument(
         "--budget", type=float, help="seconds for all: what is running then is ended, its stages so far kept"
@@ -86,7 +88,7 @@ def child(args: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     name, path = args.child
-    run = Run(load_entries()[name], args.gpu, args.warm, args.steps, Turns(args.turns))
+    run = Run(load_entries()[name], args.gpu, args.warm, args.steps, Turns(args.turns), args.stages)
     measure(run, Path(path))
 
 
@@ -98,6 +100,7 @@ def run_child(entry: Entry, args: argparse.Namespace, folder: Path, timeout: flo
     path = folder / f"{entry.name.replace('/', '_')}.json"
     command = [sys.executable, "-m", "recipes.zoo", "--child", entry.name, str(path)]
     command += ["--set", "gpu" if args.gpu else "cpu", "--warm", str(args.warm), "--steps", str(args.steps)]
+    command += ["--stages", *args.stages]
     command += ["--turns", str(folder)] if args.gpu else []
     around = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **os.environ}
     said = ""

@@ -67,7 +67,8 @@ def now(*, gpu: bool) -> float:
 class Feed:
     """Batches for ``warm`` steps that do not count and ``steps`` that are timed, and one that nothing is asked after.
 
-    ``replays`` says how many replays there have been, for the first one's time and the share of the timed steps.
+    ``replays`` says how many replays there have been, for the first one's time and the share of the timed steps. With
+    ``alone``, steps that do not count have the device to themselves as well: graphplan times some of them.
     """
 
     batches: Sequence[Any]
@@ -76,6 +77,7 @@ class Feed:
     gpu: bool
     turns: Turns
     replays: Callable[[], int] = lambda: 0
+    alone: bool = False
     marks: list[float] = field(default_factory=list)
     first: tuple[int, float] | None = None
     seen: list[int] = field(default_factory=list)
@@ -85,27 +87,35 @@ class Feed:
         return self.warm + self.steps + 1
 
     def __iter__(self) -> Iterator[Any]:
-        for start in range(0, self.warm, CHUNK):
-            with self.turns.taken(alone=False):
-                before = now(gpu=self.gpu) - self.spent
-                for index in range(start, min(start + CHUNK, self.warm)):
-                    yield self._batch(index)
-                    if self.first is None and self.replays():
-                        self.first = index, now(gpu=self.gpu) - before
-                self.spent = now(gpu=self.gpu) - before
-        if self.steps:
-            yield from self._timed()
+        if self.alone:
+            with self.turns.taken(alone=True):
+                yield from self._warming(0, self.warm)
+                yield from self._timed()
+        else:
+            for start in range(0, self.warm, CHUNK):
+                with self.turns.taken(alone=False):
+                    yield from self._warming(start, min(start + CHUNK, self.warm))
+            if self.steps:
+                with self.turns.taken(alone=True):
+                    yield from self._timed()
         yield self._batch(len(self) - 1)
 
+    def _warming(self, start: int, stop: int) -> Iterator[Any]:
+        before = now(gpu=self.gpu) - self.spent
+        for index in range(start, stop):
+            yield self._batch(index)
+            if self.first is None and self.replays():
+                self.first = index, now(gpu=self.gpu) - before
+        self.spent = now(gpu=self.gpu) - before
+
     def _timed(self) -> Iterator[Any]:
-        with self.turns.taken(alone=True):
-            self.seen.append(self.replays())
-            self.marks.append(now(gpu=self.gpu))
-            for index in range(self.steps):
-                yield self._batch(self.warm + index)
-                if (index + 1) % BLOCK == 0:
-                    self.marks.append(now(gpu=self.gpu))
-            self.seen.append(self.replays())
+        self.seen.append(self.replays())
+        self.marks.append(now(gpu=self.gpu))
+        for index in range(self.steps):
+            yield self._batch(self.warm + index)
+            if (index + 1) % BLOCK == 0:
+                self.marks.append(now(gpu=self.gpu))
+        self.seen.append(self.replays())
 
     def _batch(self, index: int) -> Any:
         """As a loader gives it: new containers, and where there are names of files, other ones each time."""

@@ -43,6 +43,7 @@ class Run:
     warm: int
     steps: int
     turns: Turns
+    stages: Sequence[str] = ("fit", "loop", "service", "floor")
 
     @property
     def device(self) -> torch.device:
@@ -56,10 +57,11 @@ class Run:
         pl.seed_everything(1, verbose=False)
         return case
 
-    def feed(self, case: Case, replays: Callable[[], int] = lambda: 0) -> Feed:
-        """The case's batches, and the clock."""
+    def feed(self, case: Case, replays: Callable[[], int] | None = None) -> Feed:
+        """The case's batches, and the clock; ``replays`` counts those of a run that graphplan manages."""
         batches = [pin_memory(batch) for batch in case.batches] if self.gpu else case.batches
-        return Feed(batches, self.warm, self.steps, self.gpu, self.turns, replays)
+        alone = replays is not None
+        return Feed(batches, self.warm, self.steps, self.gpu, self.turns, replays or (lambda: 0), alone)
 
     @property
     def autocast(self) -> Callable[[], Any]:
@@ -154,7 +156,7 @@ def fit(run: Run, *callbacks: pl.Callback) -> tuple[dict[str, Any], State]:
     module = case.model if isinstance(case.model, pl.LightningModule) else Wrapped(case)
     clip = case.clip if module.automatic_optimization else None
     ours = [callback for callback in callbacks if isinstance(callback, GraphPlanCallback)]
-    feed = run.feed(case, lambda: sum(callback.stats.replayed for callback in ours))
+    feed = run.feed(case, (lambda: sum(callback.stats.replayed for callback in ours)) if ours else None)
     with TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             **{
@@ -221,7 +223,7 @@ def loop(run: Run, *, manage: bool, prepared: bool = False) -> tuple[dict[str, A
     if manage:
         owners = {"model": model, **{f"optimizer{index}": each for index, each in enumerate(optimizers)}}
         step = graph_step(step, owners=owners, on_failure="eager")
-    feed = run.feed(case, lambda: step.stats.replayed if manage else 0)
+    feed = run.feed(case, (lambda: step.stats.replayed) if manage else None)
     losses = []
     for batch in feed:
         losses.append(step(move_data_to_device(batch, run.device)))
@@ -270,7 +272,7 @@ def infer(run: Run, *, manage: bool) -> tuple[dict[str, Any], State]:
     predict: Any = lambda batch: call(model, batch)  # noqa: E731
     if manage:
         predict = graphed(predict, owners={"model": model}, on_failure="eager")
-    feed = run.feed(case, lambda: predict.stats.replayed if manage else 0)
+    feed = run.feed(case, (lambda: predict.stats.replayed) if manage else None)
     found: State = {}
     with torch.inference_mode(), run.autocast(), answering_captured() if not manage else nullcontext():
         for index, batch in enumerate(feed):

@@ -20,8 +20,8 @@ from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
 from graphplan.tape import TapeBackend
+from tests.models import CLASSES, Mlp, float_batches
 from tests.twins import Record, Rig, assert_same_runs, build, drive, managed
-from tests.zoo import CLASSES, Mlp, float_batches
 
 CALLS, WHEN = 24, 12
 """Calls of a run, and the call after which the host changes something: long after the capture."""

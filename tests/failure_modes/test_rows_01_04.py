@@ -22,8 +22,8 @@ from tests.failure_modes.naive import (
     loss_of,
     stay,
 )
+from tests.models import Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, assert_refused
-from tests.zoo import Mlp, float_batches
 
 
 def _load(scale: float = 1.0, **hypers: Any) -> Callable[[Any, Any], None]:

@@ -25,8 +25,8 @@ from tests.failure_modes.naive import (
     loss_of,
     stay,
 )
+from tests.models import Memory, Mlp, attributes, float_batches
 from tests.twins import SECOND_TRACE, WARMUP, Rig, assert_equals_eager, assert_refused, managed
-from tests.zoo import Memory, Mlp, attributes, float_batches
 
 
 def _decayed(model: Any, x: Tensor, y: Tensor) -> Tensor:

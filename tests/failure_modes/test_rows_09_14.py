@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from graphplan import NotCapturedError, UnownedTensorError
 from tests.failure_modes.naive import WHEN, Normless, assert_handled, changing_rig, loss_of, naive, stay
+from tests.models import Hidden, Memory, float_batches
 from tests.twins import BEFORE_REPLAY, SECOND_TRACE, Rig, assert_equals_eager, assert_refused, build, drive, managed
-from tests.zoo import Hidden, Memory, float_batches
 
 
 def sized(last: int) -> list[Any]:

@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 from torch.optim import SGD
 
 from tests.failure_modes.naive import WHEN, Normless, assert_change_handled, assert_handled, changing_rig, stay
+from tests.models import CLASSES
 from tests.twins import Rig
-from tests.zoo import CLASSES
 
 
 class Pair(nn.Module):

@@ -25,6 +25,7 @@ from tests.failure_modes.naive import (
     seeded,
     stay,
 )
+from tests.models import attributes, float_batches
 from tests.twins import (
     WARMUP,
     Rig,
@@ -36,7 +37,6 @@ from tests.twins import (
     line_of,
     managed,
 )
-from tests.zoo import attributes, float_batches
 
 
 def test_row_19_statistics_advanced_by_warm_up() -> None:

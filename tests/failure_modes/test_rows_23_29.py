@@ -27,6 +27,7 @@ from tests.failure_modes.naive import (
     seeded,
     stay,
 )
+from tests.models import Box, Memory, Mlp, float_batches
 from tests.twins import (
     CAPTURED,
     WARMUP,
@@ -38,7 +39,6 @@ from tests.twins import (
     line_of,
     managed,
 )
-from tests.zoo import Box, Memory, Mlp, float_batches
 
 
 def _reads_value(model: Any, x: Tensor, y: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from tests.failure_modes.naive import (
     run_eagerly,
     stay,
 )
+from tests.models import Memory, float_batches
 from tests.twins import Rig, assert_same_runs, build, drive, managed
-from tests.zoo import Memory, float_batches
 
 
 def _zero(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -102,6 +102,7 @@ def test_a_read_that_no_trace_saw_fails_the_capture() -> None:
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_code_and_assertions() -> None:
     """A capture that answers reads runs nothing compiled: refused, and not captured otherwise than it is checked."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(DEVICE)

@@ -18,7 +18,7 @@ from graphplan import DeviceFault, graph_step
 from graphplan.cudagraph import CUDAGraphBackend, GraphRecording
 from graphplan.cudanodes import capture_options
 from tests.gpu.helpers import DEVICE, is_healthy, needs_cuda
-from tests.zoo import Box
+from tests.models import Box
 
 needs_watch = pytest.mark.skipif(
     "check_input_liveness" not in capture_options(torch.cuda.CUDAGraph.capture_begin, watched=True),

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators, assert_like_eager, needs_cuda, on_device, to_device
+from tests.models import MODELS, batches
 from tests.twins import Rig, build, drive, managed
-from tests.zoo import MODELS, batches
 
 STEPS = 60
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {

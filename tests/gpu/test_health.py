@@ -24,8 +24,8 @@ from tests.gpu.failing import (
 )
 from tests.gpu.helpers import BACKEND, DEVICE, drawing_nothing, is_healthy, needs_cuda, on_device, oracle
 from tests.health import CALLS, FailAt, Planted, process_facts, scaled_rig
+from tests.models import Mlp, float_batches
 from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
-from tests.zoo import Mlp, float_batches
 
 PLACES = {
     "a matrix product": r"aten\.(addmm|mm|linear)\.",

@@ -11,8 +11,8 @@ from torch.optim import SGD
 
 from tests.facts import assert_same
 from tests.gpu.helpers import BACKEND, DEVICE, needs_cuda
+from tests.models import CALLS, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, build, drive, managed
-from tests.zoo import CALLS, float_batches
 
 
 def _make() -> Rig:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from graphplan import Graphed, GraphedStep, LaunchCounter, Pool, StaleError, graphed, piecewise
 from graphplan.step import Options
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, MIB, is_healthy, memory, needs_cuda
-from tests.zoo import Transformer
+from tests.models import Transformer
 
 
 @pytest.fixture(autouse=True)

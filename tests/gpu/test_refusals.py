@@ -22,6 +22,7 @@ from graphplan import (
 )
 from tests.facts import assert_same
 from tests.gpu.helpers import BACKEND, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device
+from tests.models import CALLS, attributes, updating_rig
 from tests.twins import (
     BEFORE_REPLAY,
     LAST_TRACE,
@@ -37,7 +38,6 @@ from tests.twins import (
     managed,
     state_of,
 )
-from tests.zoo import CALLS, attributes, updating_rig
 
 CAPTURE = BEFORE_REPLAY - 1
 """The call that captures."""

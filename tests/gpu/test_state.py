@@ -16,6 +16,7 @@ from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
 from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
+from tests.models import CALLS, Mlp, float_batches, updating_rig
 from tests.test_carries import CARRIES, recurrent_rig
 from tests.test_emptied_containers import CHANGES
 from tests.test_emptied_containers import rig_of as emptied_rig
@@ -27,7 +28,6 @@ from tests.test_one_memory import rig_of as one_memory_rig
 from tests.test_replaced_state import RESETS, reset_rig
 from tests.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
 from tests.twins import Rig, assert_same_runs, build, drive, managed
-from tests.zoo import CALLS, Mlp, float_batches, updating_rig
 
 
 @pytest.mark.parametrize("name", CARRIES)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graphplan import Graphed, StaleError, VerifyError, graphed
 from tests.facts import assert_same, flatten
 from tests.inference.helpers import TO_REPLAY, Layer
-from tests.zoo import Box
+from tests.models import Box
 
 
 @pytest.fixture(autouse=True)

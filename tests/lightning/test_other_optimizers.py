@@ -19,7 +19,7 @@ from graphplan import RecaptureError
 from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_same_fits, fit, tape
 from tests.lightning.rows_of_parts import Alternating, Manual
 from tests.lightning.test_manual import Stepping
-from tests.zoo import Lookahead, update_by_number
+from tests.models import Lookahead, update_by_number
 
 EVENT = "another optimizer: the step is captured anew"
 

@@ -18,7 +18,7 @@ from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.matrix import ROWS
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 from tests.lightning.rows import check
-from tests.zoo import Box
+from tests.models import Box
 
 FULL = 21
 """Replays of a fit of thirty batches; six come before the first one, and every tenth is ragged."""

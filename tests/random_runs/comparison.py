@@ -11,12 +11,12 @@ import torch
 
 from graphplan import GraphedStep, GraphPlanError, VerifyError, graph_step
 from tests.facts import assert_same, flatten
+from tests.models import Memory
 from tests.random_runs import step as steps
 from tests.random_runs.bench import EVENTS, Bench
 from tests.random_runs.models import Net
 from tests.random_runs.run import Run
 from tests.twins import SEED, Rig, keep, prepare_steps, state_of
-from tests.zoo import Memory
 
 OBSERVED = 4
 """All state is compared after every so many calls: by the end, later steps may have hidden a difference."""

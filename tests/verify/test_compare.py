@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from graphplan import graph_step
 from graphplan.verify.compare import Difference, Far, are_noisy, describe, differing, differing_values, unexplained
 from tests.failure_modes.naive import changing_rig, loss_of, stay
+from tests.models import Box, descent
 from tests.twins import BEFORE_REPLAY, build, drive, managed
-from tests.zoo import Box, descent
 
 NAN, INF = math.nan, math.inf
 Tensors = dict[str, Tensor]

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from graphplan import SkipReason, VerifyError
 from tests.facts import assert_same, flatten
 from tests.failure_modes.naive import CALLS, changing_rig, loss_of, run_eagerly, stay
+from tests.models import Box
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive, keep, managed, state_of
-from tests.zoo import Box
 
 EARLY, LATE = BEFORE_REPLAY, BEFORE_REPLAY + 2
 """The call that a fault begins in: replay 1, which is checked, or replay 3, which is not."""

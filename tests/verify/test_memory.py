@@ -17,8 +17,8 @@ from torch import Tensor
 from graphplan.tape import TapeBackend
 from graphplan.verify import check, find_room, memory
 from tests.failure_modes.naive import changing_rig, loss_of, stay
+from tests.models import CALLS, Box, attributes, float_batches, training_rig
 from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed
-from tests.zoo import CALLS, Box, attributes, float_batches, training_rig
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 make_rig = partial(training_rig, "mlp", "adamw", sizes=(8,) * CALLS)

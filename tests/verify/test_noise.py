@@ -14,7 +14,7 @@ from graphplan import graph_step
 from graphplan.verify import Noise
 from graphplan.verify.compare import Far
 from graphplan.verify.noise import Beyond, Moves
-from tests.zoo import Box, descent
+from tests.models import Box, descent
 
 Tensors = dict[str, Tensor]
 OLD = {"a": torch.zeros(4), "b": torch.ones(3)}

@@ -14,8 +14,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
 from graphplan.step.peers import Peers
 from graphplan.verify import Schedule, Timetable, schedule
+from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, build, drive, managed
-from tests.zoo import Box, training_rig
 
 PERIOD = 1000
 
