@@ -44,6 +44,7 @@ class Run:
     steps: int
     turns: Turns
     stages: Sequence[str] = ("fit", "loop", "service", "floor")
+    equality: bool = True
 
     @property
     def device(self) -> torch.device:
