@@ -37,8 +37,8 @@ from recipes.zoo.table import Row, markdown, summary
 ROOT = Path(__file__).parents[2]
 WARM = {False: 25, True: 46}
 TIMED = {False: 40, True: 30}
-"""Steps on the CPU and on CUDA, where graphplan's own timing comes first: the timed ones are replays 34 to 63, between two
-checks.
+"""Steps on the CPU and on CUDA, where graphplan times some itself first. There, the timed ones are replays 34 to 63,
+between two checks.
 """
 STAGES = ("fit", "loop", "service", "floor")
 

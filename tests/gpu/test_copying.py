@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphplan.owners import copy_all
-from graphplan.owners.copying import write_all
+from graphplan.owners.copying import Unequal, write_all
 from tests.gpu.helpers import needs_cuda
 from tests.test_copying import *  # noqa: F403
 
@@ -24,3 +24,23 @@ def test_nobody_waits_for_copies() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert [copy.device.type for copy in copies] == ["cuda", "cuda", "cuda", "cpu"]
+
+
+@needs_cuda
+def test_copies_on_the_host_go_back() -> None:
+    """Of many tensors and several dtypes, in the order in which they were copied and in another one."""
+    device, host = torch.device("cuda"), torch.device("cpu")
+    tensors = [torch.randn(size, device=device) for size in range(1, 60)]
+    tensors += [torch.randn(3, 4, device=device, dtype=torch.bfloat16), torch.randn(2**21, device=device)]
+    tensors += [torch.arange(7, device=device), torch.randn(4, 6, device=device).T]
+    copies = copy_all(tensors, host)
+    assert {copy.device for copy in copies} == {host}
+    assert not Unequal(tensors, copies).places()
+    values = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    tensors[3].fill_(1)
+    assert Unequal(tensors, copies).places() == list(range(len(tensors)))
+    order = [*range(0, len(tensors), 2), *range(1, len(tensors), 2)]
+    write_all([tensors[index] for index in order], [copies[index] for index in order])
+    assert all(map(torch.equal, tensors, values))
