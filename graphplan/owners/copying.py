@@ -102,7 +102,7 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
 
 
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
-    """A copy on another device; on the host in pinned memory, which is faster, and which torch keeps for the next one."""
+    """A copy on another device; on the host in pinned memory, which is faster and which torch keeps for later ones."""
     if device is None or device.type != "cpu" or tensor.device.type != "cuda" or not _is_plain(tensor):
         return tensor.to(device, copy=True)
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
