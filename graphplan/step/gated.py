@@ -163,7 +163,7 @@ class Gated(Told):
     def _be_stock(self, reason: SkipReason | None, detail: str = "", **options: Any) -> None:
         """Have calls be calls of the step's own function."""
         self._take_counts()
-        call = _plain_call(self._runner.fn, self._options.feed_device)
+        call = _plain_call(self._runner.stock, self._options.feed_device)
         self._way = self.stock = Stock(call, **options)
         self._stock_reason, self._stock_detail = reason, detail
 
