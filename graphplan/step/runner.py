@@ -146,7 +146,7 @@ class Runner:
         """Choose device and backend once the owners' and the feed's tensors show where the step computes."""
         if self.backend is not None:
             return
-        device = find_device(self._managed.owners, feed)
+        device = find_device(self._managed.walk(), feed)
         name = resolve_backend(self._asked, device)
         check_feed(feed, device)
         self.device = device
