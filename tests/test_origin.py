@@ -248,29 +248,27 @@ def test_where_files_lie() -> None:
     assert not origin.is_librarys(Base)
 
 
-SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
     "validation": (
-        lambda: torch.distributions.Distribution.set_default_validate_args(False),
-        lambda: torch.distributions.Distribution.set_default_validate_args(__debug__),
+        lambda: torch.distributions.Distribution._validate_args,
+        torch.distributions.Distribution.set_default_validate_args,
+        [True, False],
     ),
-    "flash attention": (
-        lambda: torch.backends.cuda.enable_flash_sdp(False),
-        lambda: torch.backends.cuda.enable_flash_sdp(True),
-    ),
+    "flash attention": (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, [True, False]),
     "determinism": (
-        lambda: torch.use_deterministic_algorithms(True),
-        lambda: torch.use_deterministic_algorithms(False),
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+        [True, False],
     ),
     "autotuning": (
-        lambda: setattr(torch.backends.cudnn, "benchmark", True),
-        lambda: setattr(torch.backends.cudnn, "benchmark", False),
+        lambda: torch.backends.cudnn.benchmark,
+        lambda value: setattr(torch.backends.cudnn, "benchmark", value),
+        [True, False],
     ),
-    "default dtype": (
-        lambda: torch.set_default_dtype(torch.float64),
-        lambda: torch.set_default_dtype(torch.float32),
-    ),
-    "mkldnn": (lambda: torch._C._set_mkldnn_enabled(False), lambda: torch._C._set_mkldnn_enabled(True)),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype, [torch.float32, torch.float64]),
+    "mkldnn": (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, [True, False]),
 }
+"""What each switch is now, what sets it, and two values, of which other tests may have left either."""
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -279,11 +277,12 @@ def test_global_switches_of_torch_are_guarded(name: str) -> None:
     step = graph_step(lambda x: layer(x), mode="inference", backend="tape", verify="off")
     for _ in range(BEFORE_REPLAY + 1):
         step(x)
-    switch, back = SWITCHES[name]
+    now, switch, values = SWITCHES[name]
+    before = now()
     try:
-        switch()
+        switch(*(value for value in values if value != before))
         step(x)
         assert step.stats.replayed == 1
     finally:
-        back()
+        switch(before)
     assert _replays(step, 3) == 3, "and the first program is still there"

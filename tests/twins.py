@@ -56,8 +56,12 @@ class Record:
     state: dict[str, Any]
 
 
-def prepare_steps(optimizer: Optimizer) -> None:
-    """Prepare an eager twin's optimizer as a graphed step does: from its first step on, and only while a step runs."""
+def prepare_steps(optimizer: Optimizer) -> Callable[[], None]:
+    """Prepare an eager twin's optimizer as a graphed step does: from its first step on, and only while a step runs.
+
+    Returns:
+        What makes it stock again, as a graphed step does that stands down.
+    """
     preparations: list[Preparation] = []
 
     def enter(*_: Any) -> None:
@@ -66,8 +70,18 @@ def prepare_steps(optimizer: Optimizer) -> None:
         else:
             preparations.append(Preparation(optimizer))
 
-    optimizer.register_step_pre_hook(enter)
-    optimizer.register_step_post_hook(lambda *_: preparations[0].leave())
+    handles = [
+        optimizer.register_step_pre_hook(enter),
+        optimizer.register_step_post_hook(lambda *_: preparations[0].leave()),
+    ]
+
+    def release() -> None:
+        for handle in handles:
+            handle.remove()
+        for preparation in preparations:
+            preparation.undo()
+
+    return release
 
 
 def build(make: Callable[[], Rig]) -> Rig:

@@ -39,9 +39,8 @@ _LAST = 8
 """Operators that an error of the device lists."""
 
 
-def find_device(owners: Mapping[str, Any], feed: Feed) -> torch.device:
+def find_device(walk: Walk, feed: Feed) -> torch.device:
     """Where a step computes: the first accelerator among its owners' and its feed's tensors, else the CPU."""
-    walk = walk_owners(owners)
     held = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
     fed = [tensor for _, tensor in feed.tensors()]
     for tensor in [*held, *fed]:

@@ -19,8 +19,9 @@ def is_item_of_optimizer(scalar: Scalar) -> bool:
     """Whether ``scalar`` is an item of an optimizer's state or of a parameter group, which code has by its key."""
     if isinstance(scalar.owner, GroupCounts):
         return True
-    is_item = isinstance(scalar.container, Mapping) and scalar.container is not vars(scalar.owner)
-    return isinstance(scalar.owner, Optimizer) and is_item and isinstance(scalar.key, str)
+    if not isinstance(scalar.owner, Optimizer) or scalar.container is vars(scalar.owner):
+        return False
+    return isinstance(scalar.container, Mapping) and isinstance(scalar.key, str)
 
 
 def is_read(scalar: Scalar, trace: Trace) -> bool:

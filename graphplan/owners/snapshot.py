@@ -53,9 +53,9 @@ class Snapshot:
         if values:
             # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
-            # An expanded tensor cannot be written to, by the step no more than by us.
-            all_of = {id(t): t for t in [*slots, *extra] if _is_copied(t)}
-            live = list(all_of.values())
+            with _as_memory():
+                # An expanded tensor cannot be written to, by the step no more than by us.
+                live = list({id(t): t for t in [*slots, *extra] if _is_copied(t)}.values())
             _check_copies(walk, live)
             with _as_memory():
                 copies = copy_all(live, device)

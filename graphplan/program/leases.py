@@ -134,7 +134,7 @@ def _mark_view(tensor: Tensor, by_storage: Mapping[int | None, StaticOutput]) ->
     return tensor if source is None else StaticOutput._marked(tensor, source._lease, source._number)
 
 
-_FACTS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_nested", "is_sparse")
+_FACTS = ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_cuda", "is_meta", "is_nested", "is_sparse")
 _HARMLESS = {
     *(vars(torch._C.TensorBase)[name].__get__ for name in _FACTS if name in vars(torch._C.TensorBase)),
     Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point, Tensor.element_size,

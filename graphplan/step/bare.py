@@ -104,7 +104,7 @@ def _compile(
         with managed.rates:
             _, walk = managed.discover(lambda: run(None), on_first_sight)
         managed.take_names(traces[0].ran, walk)
-        device = find_device(managed.owners, feed)
+        device = find_device(managed.walk(), feed)
         check_feed(feed, device)
         with managed.rates:
             _, walk = run(device)

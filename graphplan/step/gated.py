@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphplan.compiler import find_device
-from graphplan.errors import SkipReason, SlowerError
+from graphplan.errors import RefusalError, SkipReason, SlowerError
 from graphplan.fed import Fed
 from graphplan.signature import Feed
 from graphplan.step.gate import AGAIN, Clock, Gate, Stock
@@ -62,7 +62,11 @@ class Gated(Told):
     def _begin_timing(self, feed: Feed) -> bool:
         """Whether the next calls are to be eager and timed, before anything of the step's is prepared."""
         self._opens_gate = False
-        device = self._options.feed_device or find_device(self._managed.owners, feed)
+        try:
+            device = self._options.feed_device or find_device(self._managed.walk(), feed)
+        except RefusalError as error:
+            self._managed.refusal = error
+            return False
         if not self._options.is_gated(device):
             return False
         self._time_eager_calls(Gate(self._options.least_speedup(device), Clock(device), peers=self._peers))
@@ -163,7 +167,7 @@ class Gated(Told):
     def _be_stock(self, reason: SkipReason | None, detail: str = "", **options: Any) -> None:
         """Have calls be calls of the step's own function."""
         self._take_counts()
-        call = _plain_call(self._runner.fn, self._options.feed_device)
+        call = _plain_call(self._runner.stock, self._options.feed_device)
         self._way = self.stock = Stock(call, **options)
         self._stock_reason, self._stock_detail = reason, detail
 

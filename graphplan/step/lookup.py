@@ -38,7 +38,7 @@ class Lookup:
     def find(self, feed: Feed) -> tuple[Entry, Program | None]:
         """The feed's entry, and its program if that is ready and fits."""
         looked = False
-        self._managed.settle()
+        self._managed.sharding.settle()
         while True:
             entry = self._entry(feed)
             program = entry.select(self._managed.grad_presence)

@@ -256,15 +256,16 @@ class Managed:
         if self._fingerprint is not None:
             self.refresh()
 
-    def settle(self) -> None:
-        """Have modules that FSDP2 shards come to rest: a step begins and ends there."""
+    @property
+    def sharding(self) -> Sharding:
+        """What FSDP2 does with the modules that it shards."""
         if self._sharding is None:
             try:
                 self._sharding = Sharding(self.walk().modules)
             except RefusalError as error:
                 self.refusal = error
                 self._sharding = Sharding([])
-        self._sharding.settle()
+        return self._sharding
 
     def fingerprint(self) -> int:
         """A number for the Python values that a program bakes in; equal values have equal numbers."""

@@ -56,13 +56,18 @@ class Runner:
 
     def call(self, fed: Fed) -> Any:
         """The step's function itself on what it is fed."""
-        return fed.lend(self._at_rest)
+        return fed.lend(lambda args, kwargs: self._at_rest(*args, **kwargs))
 
-    def _at_rest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    @property
+    def stock(self) -> Callable[..., Any]:
+        """The step's function, and nothing else where nothing is sharded."""
+        return self._at_rest if self._managed.sharding.is_there else self.fn
+
+    def _at_rest(self, *args: Any, **kwargs: Any) -> Any:
         """The function from rest to rest: what FSDP2 gathers must not depend on how a rank came to run it."""
-        self._managed.settle()
+        self._managed.sharding.settle()
         result = self.fn(*args, **kwargs)
-        self._managed.settle()
+        self._managed.sharding.settle()
         return result
 
     def run(
@@ -141,7 +146,7 @@ class Runner:
         """Choose device and backend once the owners' and the feed's tensors show where the step computes."""
         if self.backend is not None:
             return
-        device = find_device(self._managed.owners, feed)
+        device = find_device(self._managed.walk(), feed)
         name = resolve_backend(self._asked, device)
         check_feed(feed, device)
         self.device = device

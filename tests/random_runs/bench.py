@@ -24,6 +24,10 @@ class Bench:
     step: Callable[..., Any]
     settings: Any
     graphed: Any = None
+    releases: list[Callable[[], None]] = field(default_factory=list)
+    """What makes the optimizers of the eager twin stock."""
+    stock_from: int | None = None
+    """The first call that is made with stock optimizers, because the graphed step has stood down."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """The model's ``state_dict`` of the last checkpoint; ``moments`` are those of the optimizers."""
     moments: list[dict[str, Any]] = field(default_factory=list)

@@ -48,9 +48,7 @@ def make_twin(run: Run, *, prepare: bool) -> tuple[Bench, Rig]:
     if "channels last" in run.extras and run.family == "conv":
         model = model.to(memory_format=torch.channels_last)
     optimizers = steps.make_optimizers(run, model)
-    if prepare:
-        for optimizer in optimizers:
-            prepare_steps(optimizer)
+    releases = [prepare_steps(optimizer) for optimizer in optimizers] if prepare else []
     make = (steps.SCHEDULES | steps.OF_MOMENTUM).get(run.schedule)
     schedulers = [make(optimizer) for optimizer in optimizers] if make else []
     generator = torch.Generator().manual_seed(5)
@@ -59,7 +57,7 @@ def make_twin(run: Run, *, prepare: bool) -> tuple[Bench, Rig]:
         calls = [calls[0]] * run.calls
     settings, scaler = Memory(penalty=0.0), steps.make_scaler(run)
     step = steps.make_step(run, model, optimizers, scaler, settings)
-    bench = Bench(model, optimizers, schedulers, scaler, calls, step, settings)
+    bench = Bench(model, optimizers, schedulers, scaler, calls, step, settings, releases=releases)
     bench.save()
     torch.manual_seed(SEED + 1)
     # A scaler keeps its tensors under names that are not looked at; its ``state_dict`` reads them.
@@ -90,6 +88,14 @@ def graphed(run: Run, bench: Bench) -> GraphedStep:
         eager_if=run.eager_if,
         max_graphs=run.max_graphs,
     )
+    stand_down = bench.graphed._stand_down
+
+    def noted(*args: Any, **options: Any) -> None:
+        # Calls that have returned: the one that is going on may have had its step already, or not.
+        bench.stock_from = bench.graphed.stats.calls
+        stand_down(*args, **options)
+
+    bench.graphed._stand_down = noted
     return bench.graphed
 
 
@@ -114,6 +120,9 @@ def tell(run: Run, bench: Bench, rig: Rig, call: Callable[..., Any], count: int)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for index in range(count):
+            if index == bench.stock_from:
+                for release in bench.releases:
+                    release()
             autocast = "autocast calls" in run.extras and index % 5 == 3
             try:
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -141,6 +150,7 @@ def compare(run: Run) -> int:
     found = tell(run, bench, rig, step, run.calls)
     done = len(found.outputs)
     twin, twin_rig = make_twin(run, prepare=run.prepare_optimizers)
+    twin.stock_from = bench.stock_from
     expected = tell(run, twin, twin_rig, twin.step, done + bool(found.failure))
     assert found.failure == expected.failure, f"{found.failure or expected.failure!r} in one of the twins only"
     if not found.failure:
