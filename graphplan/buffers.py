@@ -2,13 +2,15 @@
 
 One flat allocation serves a feed leaf at every shape: it is as large as the largest shape seen, and each program views
 it with the strides and the alignment that the caller's tensor has, so that kernels see the geometry that eager sees:
-they choose their order of summation by it. Growing reallocates, which invalidates the programs that point into the old
-allocation.
+they choose their order of summation by it. Where a larger shape comes, it gets a new allocation, and programs that were
+captured on the old one keep that: to capture them again takes as long as tens of steps, and since allocations at least
+double, the old ones together are no larger than the new one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,11 +54,11 @@ def distinct(tensor: Tensor) -> Tensor:
 
 
 class Buffers:
-    """Allocations by feed position. ``on_growth(position)`` is called before an allocation is replaced."""
+    """Allocations by feed position."""
 
-    def __init__(self, on_growth: Callable[[int], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._flat: dict[tuple[object, ...], Tensor] = {}
-        self._on_growth = on_growth
+        self._views: list[weakref.ref[Tensor]] = []
 
     def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
         """A static tensor on ``device`` with the geometry of ``like``, for the leaf at ``position``.
@@ -71,11 +73,8 @@ class Buffers:
         key = (position, like.dtype, device)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < room:
-            if flat is not None and self._on_growth is not None:
-                assert isinstance(position, int)
-                self._on_growth(position)
             if flat is not None:
-                # By leaps, so that inputs that grow slowly do not have programs captured again each time.
+                # By leaps: inputs that grow slowly would have as many allocations as shapes.
                 room = max(room, 2 * flat.numel())
             with torch.inference_mode(False):
                 flat = torch.empty(room, dtype=like.dtype, device=device)
@@ -84,13 +83,19 @@ class Buffers:
             static = flat.as_strided(shape, stride, alignment(like) // like.element_size())
             static = static.conj() if like.is_conj() else static
             static = torch._neg_view(static) if like.is_neg() else static
+        self._views = [*filter(_is_alive, self._views), weakref.ref(static)]
         return static.requires_grad_(like.requires_grad)
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
-        return sum(flat.numel() * flat.element_size() for flat in self._flat.values())
+        """Bytes allocated, with older allocations that programs still read."""
+        held = [*self._flat.values(), *(view for known in self._views if (view := known()) is not None)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, held)}.values())
 
     def clear(self) -> None:
         """Let every allocation go."""
         self._flat.clear()
+
+
+def _is_alive(reference: weakref.ref[Tensor]) -> bool:
+    return reference() is not None

@@ -90,7 +90,7 @@ class GraphedStep(Exclusive, Gated):
         if options.compile is not False and not named and compiles:
             raise OptionError("compile= is given without a module to compile; name it: owners={'model': model, ...}")
         self._compiled = CompiledModules(named, compiles and options.backend != "eager" and options.compile)
-        self._buffers = Buffers(self._on_growth)
+        self._buffers = Buffers()
         self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
         self._refusals = Refusals(options.on_failure, self.stats, peers)
         self._peers = peers
@@ -362,10 +362,6 @@ class GraphedStep(Exclusive, Gated):
         cramped = self._room.settle(entry, self._runner.backend)
         if cramped is not None:
             self._refusals.warn(f"graphplan runs this step eagerly: {cramped}")
-
-    def _on_growth(self, position: int) -> None:
-        """A static input is about to be replaced by a larger one: programs that point into it go."""
-        self._programs.drop_all(f"input {position} grew")
 
     def _demote(self, error: RefusalError) -> None:
         """Raise, or stand down; a feed's fault is its own call's only."""

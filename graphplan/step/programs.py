@@ -77,12 +77,6 @@ class Programs:
             if isinstance(program, Program) and not program.is_open:
                 self._latest[key] = program.replays
 
-    def drop_all(self, reason: str) -> None:
-        """Close every program that there is because of ``reason``."""
-        for entry in self._entries:
-            if entry.programs():
-                self.drop(entry, reason)
-
     def forget(self) -> None:
         """Close every program, and start again."""
         for entry in self._entries:
