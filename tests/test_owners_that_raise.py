@@ -88,6 +88,11 @@ class ColdInstance(metaclass=Cold):
     pass
 
 
+class Endless(list[int]):
+    def __iter__(self) -> Any:
+        raise ZeroDivisionError("no end")
+
+
 READABLE: dict[str, Callable[[], Any]] = {
     "an environment": Environment,
     "a wrapper": lambda: Wrapper(Wrapper(Environment())),
@@ -96,9 +101,15 @@ READABLE: dict[str, Callable[[], Any]] = {
     "no hash": Unhashable,
     "no items": lambda: WithoutItems(a=1),
     "a class without attributes": ColdInstance,
+    "no attributes, in a list": lambda: [Opaque()],
+    "no attributes, in a tuple": lambda: (Opaque(), 1),
+    "no attributes, in a dictionary": lambda: {"a": Opaque()},
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no attributes": (lambda: [Opaque()], "ZeroDivisionError while the owners were read at .* in __getattribute__"),
+    "no items to go through": (
+        lambda: Endless([1]),
+        "ZeroDivisionError while the owners were read at .* in __iter__: no end",
+    ),
 }
 
 
@@ -154,4 +165,4 @@ def test_what_cannot_be_read_leaves_eager_steps(name: str) -> None:
 
 def test_what_cannot_be_read_leaves_eager_steps_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="graphplan runs this step eagerly: ZeroDivisionError while the owners were"):
-        _run([Opaque()], graphed=True, on_failure="eager")
+        _run(Endless([1]), graphed=True, on_failure="eager")

@@ -82,7 +82,7 @@ class Guards:
         self._marked = [(path, inner) for path, inner, kind in walk.marks if kind not in PLAIN_KINDS]
         self._marks = [len(inner) for _, inner in self._marked]
         # Those of modules are part of the program's key.
-        self._things = [thing for thing in things if not isinstance(thing, Module)]
+        self._things = [thing for thing in things if not issubclass(type(thing), Module)]
         self._types = list(map(type, self._things))
         by_path = dict(walk.parameters.values())
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
@@ -232,7 +232,7 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
     kept: list[Place] = []
     for container, key, child in reversed(walk.links):
         inner = attributes_of(child)
-        if isinstance(child, Tensor | Module) or id(child) in used or (inner is not None and id(inner) in used):
+        if issubclass(type(child), Tensor | Module) or id(child) in used or (inner is not None and id(inner) in used):
             used.add(id(home(container)))
             kept.append((container, key, child))
     return kept[::-1]

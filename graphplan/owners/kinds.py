@@ -95,17 +95,18 @@ def is_user_object(value: Any) -> bool:
     """Whether ``value``'s attributes are walked: those of the user's objects, and of installed packages' (a model's
     configuration) other than torch and Lightning.
     """
-    if isinstance(value, LRScheduler):
+    kind = type(value)
+    if issubclass(kind, LRScheduler):
         return True
-    if isinstance(value, torch.optim.Optimizer):
+    if issubclass(kind, torch.optim.Optimizer):
         # It is walked as an optimizer where it is an owner, whoever wrote it.
         return False
-    if is_of_library(type(value)):
+    if is_of_library(kind):
         return False
-    if isinstance(value, (*_ATOMS, *SCALARS)):
+    if issubclass(kind, (*_ATOMS, *SCALARS)):
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
-    return attributes_of(value) is not None or bool(slots_of(type(value)))
+    return attributes_of(value) is not None or bool(slots_of(kind))
 
 
 def is_of_library(kind: type) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from graphplan.dtensors import is_sharded
 from graphplan.marks import PLAIN_KINDS, marks_of
 from graphplan.owners.behind import Behind, Source
-from graphplan.owners.contents import elements_of, is_array_of_objects
+from graphplan.owners.contents import elements_of, is_array_of_objects, is_proxy
 from graphplan.owners.kinds import (
     CODE,
     MAPPINGS,
@@ -78,23 +78,26 @@ class Values(Behind):
             self._other_value(value, path, container, key, depth, source)
 
     def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        """Walk what is seldom there, and takes more questions to be told."""
-        if isinstance(value, nn.Parameter):
+        """Walk what is seldom there, and takes more questions to be told. ``isinstance`` would ask the value too, whose
+        answer is the user's code.
+        """
+        kind = value.__class__ if is_proxy(value) else type(value)
+        if issubclass(kind, Tensor) and isinstance(value, nn.Parameter):
             self._parameter(value, path, container, key, source)
-        elif isinstance(value, Tensor):
+        elif issubclass(kind, Tensor):
             self._slot(path, container, key, source)
             self._marks(value, path)
-        elif isinstance(value, tuple):
+        elif issubclass(kind, tuple):
             self._tuple(value, path, container, key, depth, source)
         elif depth > MAX_DEPTH:
             self.walk.objects[path] = Scalar({path: TOO_DEEP}, path, *source)
-        elif isinstance(value, nn.Module):
+        elif issubclass(kind, nn.Module):
             self.walk.links.append((container, key, value))
             self._module(value, path, depth)
-        elif isinstance(value, dict | list | deque):
+        elif issubclass(kind, dict | list | deque):
             self.walk.links.append((container, key, value))
             self._items(value, path, depth, source)
-        elif isinstance(value, set):
+        elif issubclass(kind, set):
             self.walk.links.append((container, key, value))
             self._contents(value, path, source, depth)
         elif is_user_object(value):
@@ -107,7 +110,7 @@ class Values(Behind):
         else:
             # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
             self.walk.scalars[path] = Scalar(container, key, *source)
-            if not isinstance(value, SCALARS):
+            if not issubclass(kind, SCALARS):
                 self._behind(value, path, depth, source)
 
     def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
@@ -117,9 +120,9 @@ class Values(Behind):
         elif not isinstance(container, tuple):
             self._slot(path, container, key, source)
         for number, item in enumerate(value):
-            if isinstance(item, Tensor):
+            if issubclass(type(item), Tensor):
                 self._marks(item, f"{path}[{number}]")
-            elif not isinstance(item, SCALARS):
+            elif not issubclass(type(item), SCALARS):
                 self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
 
     def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
