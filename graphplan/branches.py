@@ -250,28 +250,23 @@ class Branches:
         """Whether every way from one state on does no more than to look at things until it raises, or comes to another
         one, which is further on.
         """
-        for state in self._looks(start, end):
-            ends = len(state.stack) == len(end.stack) and self._is_same(state.place, end.place)
-            if not ends and not self._looks_on(state, len(start.stack)):
-                return False
-        return True
+        return all(self._is_at(state, end) or self._onwards(state, start) for state in self._looks(start, end))
 
     def _looks(self, start: _State, end: _State | None = None) -> Iterator[_State]:
         """The states that ways go through from one on, as far as they only look at things; up to and with ``end``."""
-        left, seen = [start], set[_State]()
+        left, seen = [start._replace(stack=_marked(start.stack))], set[_State]()
         while left:
             state = left.pop()._replace(names=frozenset())
             if state in seen or state.place >= len(self._steps) or self._only_raises(state.place, set()):
                 continue
             seen.add(state)
             yield state
-            ends = end is not None and len(state.stack) == len(end.stack) and self._is_same(state.place, end.place)
-            if not ends and self._looks_on(state, len(start.stack)):
-                left += self._follow(state, set(), set())
+            if end is None or not self._is_at(state, end):
+                left += self._onwards(state, start)
 
-    def _looks_on(self, state: _State, height: int) -> bool:
-        """Whether the instruction after a state changes nothing, goes on further down in the code, and leaves the lower
-        items on the stack alone.
+    def _onwards(self, state: _State, start: _State) -> list[_State]:
+        """The states after one, if nothing is changed on the way there, not even what was on the stack at the start,
+        and it leads further down in the code; else none.
         """
         step = self._steps[state.place]
         if step.opname.startswith("CALL"):
@@ -280,10 +275,13 @@ class Branches:
             is_pure = not _is_in_place(step) and step.opname != "IMPORT_NAME" and not self._may_miss(step)
         else:
             is_pure = step.opname in _IDLE or step.opname.startswith(_LOOKING)
-        if not is_pure or len(state.stack) < height:
-            return False
-        after = self._follow(state._replace(names=frozenset()), set(), set())
-        return all(one.place > state.place for one in after)
+        after = list(self._follow(state, set(), set())) if is_pure else []
+        marks = _marked(start.stack)
+        are_good = all(one.place > state.place and one.stack[: len(marks)] == marks for one in after)
+        return after if are_good else []
+
+    def _is_at(self, state: _State, end: _State) -> bool:
+        return len(state.stack) == len(end.stack) and self._is_same(state.place, end.place)
 
     def _is_pure_call(self, step: dis.Instruction, stack: _Stack) -> bool:
         """Whether a call does no more than to compute a result, as far as its name tells."""
@@ -465,6 +463,11 @@ def _taken(stack: _Stack, count: int) -> tuple[_Stack, _Stack]:
     if count > len(stack):
         stack = (False,) * (count - len(stack)) + stack
     return stack[: len(stack) - count], stack[len(stack) - count :]
+
+
+def _marked(stack: _Stack) -> _Stack:
+    """A stack of which each item is told from what is put in its place."""
+    return tuple(f"{number}th" for number in range(len(stack)))
 
 
 def _variables(step: dis.Instruction, stack: _Stack, names: frozenset[str]) -> tuple[_Stack, frozenset[str]]:

@@ -155,6 +155,9 @@ if x.any() and (x > 3).any(): log(1)
 if x.any() and flag: log(1)
 z = 1 if x.any() and (x > 0).any() else 2\nlog(z)
 if x.any() and {}.setdefault(1, 0): raise ValueError
+y = x * (2 if x.any() else 3)
+y = [x, 2 if x > 0 else 3][0] + (1 if flag and x.any() else -1)
+y = x.sum(0 if x else -1)
 """
 
 

@@ -122,7 +122,8 @@ def capture_program(
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     _make_homes(plan, walk, homes, bound)
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
-    bindings = Bindings(plan, walk, bound)
+    # A backend that executes records them with the rest.
+    bindings = Bindings(plan, walk, bound, () if backend.executes else plan.host_draws)
     body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
     recording = _record(backend, body, copied)
     assert body.after is not None
