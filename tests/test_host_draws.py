@@ -71,7 +71,7 @@ def training(share: float, device: torch.device | str = "cpu", generator: torch.
     """A step over :class:`Layers`, and its model."""
     torch.manual_seed(0)
     model = Layers(share).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
 
     def step(x: Tensor) -> Tensor:
         optimizer.zero_grad()

@@ -55,7 +55,7 @@ class _Body:
     ) -> None:
         self._plan = plan
         self._fed = Fed(*feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))).watch()
-        self._inputs = {storage_id(leaf) for leaf in static_leaves if isinstance(leaf, Tensor)}
+        self._inputs = {storage_id(leaf) for _, leaf in feed.replaced(static_leaves).tensors()}
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings
         self._sharding = sharding
