@@ -22,7 +22,9 @@ from types import BuiltinFunctionType, CodeType
 from typing import Any, NamedTuple
 
 _Item = bool | str
-"""On the stack: whether it depends on the value, or the name that a global was loaded by."""
+"""On the stack: whether it depends on the value, or the name that it was loaded by: ``module.name`` of a global, and
+``.name`` of what is in another thing.
+"""
 _Stack = tuple[_Item, ...]
 
 
@@ -58,9 +60,9 @@ _IDLE = (
 )  # fmt: skip
 _LOOKING = (
     "LOAD_FAST", "LOAD_GLOBAL", "LOAD_CONST", "LOAD_DEREF", "LOAD_ATTR", "COMPARE_OP", "IS_OP", "CONTAINS_OP",
-    "TO_BOOL", "UNARY_NOT", "POP_", "COPY", "SWAP", "DUP_TOP", "ROT_", "JUMP_", "NOP",
+    "LOAD_METHOD", "PUSH_NULL", "POP_", "COPY", "SWAP", "DUP_TOP", "ROT_", "JUMP_", "NOP",
 )  # fmt: skip
-"""Instructions that change nothing."""
+"""Instructions that change nothing, beside :data:`_PURE` ones."""
 _PURE: dict[str, Callable[[int], int]] = {
     **dict.fromkeys(("TO_BOOL", "GET_ITER", "LIST_TO_TUPLE", "CALL_INTRINSIC_1"), lambda arg: 1),
     **dict.fromkeys(("CONVERT_VALUE", "FORMAT_SIMPLE"), lambda arg: 1),
@@ -85,6 +87,13 @@ _MANY = 10_000
 _PURE_CALLS: frozenset[Any] = frozenset(
     {bool, int, float, complex, str, abs, len, min, max, sum, any, all, round, repr, isinstance, type}
 ) | {thing for thing in vars(math).values() if isinstance(thing, BuiltinFunctionType)}
+_PURE_METHODS = (
+    "abs", "all", "allclose", "amax", "amin", "any", "bool", "cpu", "detach", "dim", "eq", "equal", "float",
+    "ge", "gt", "int", "is_complex", "is_floating_point", "isclose", "isfinite", "isin", "isinf", "isnan",
+    "item", "le", "logical_and", "logical_not", "logical_or", "long", "lt", "max", "mean", "min", "ndimension",
+    "ne", "norm", "numel", "size", "sum", "tolist",
+)  # fmt: skip
+"""What arrays and tensors compute under these names, and the modules that are for them, changes nothing."""
 
 
 def _is_pure(function: Any) -> bool:
@@ -224,31 +233,76 @@ class Branches:
             else:
                 others.append(_State(start, stack, state.names))
         if len(others) > 1:
-            joined = [] if keeps else [end for end in others if any(self._lead(one, end) for one in others)]
-            if len(joined) != 1:
+            joined = None if keeps else self._join(*others)
+            if joined is None:
                 raise _ComputedWith
-            others = joined
+            others = [joined]
         found.add(Use.ASSERTED)
         return others
 
+    def _join(self, one: _State, other: _State) -> _State | None:
+        """Where two ways come together again, if nothing happens on them before that."""
+        places = sorted({state.place for state in self._looks(one) if len(state.stack) == len(one.stack)})
+        joins = (one._replace(place=place) for place in places)
+        return next((end for end in joins if self._lead(one, end) and self._lead(other, end)), None)
+
     def _lead(self, start: _State, end: _State) -> bool:
-        """Whether every way from one state on does no more than to look at variables until it raises, or comes to
-        another one, which is further on.
+        """Whether every way from one state on does no more than to look at things until it raises, or comes to another
+        one, which is further on.
         """
-        left = [start]
-        while left and start != end:
-            state = left.pop()
-            index = state.place
-            if (index == end.place and len(state.stack) == len(end.stack)) or self._both_return(index, end.place):
+        return all(self._is_at(state, end) or self._onwards(state, start) for state in self._looks(start, end))
+
+    def _looks(self, start: _State, end: _State | None = None) -> Iterator[_State]:
+        """The states that ways go through from one on, as far as they only look at things; up to and with ``end``."""
+        left, seen = [start._replace(stack=_marked(start.stack))], set[_State]()
+        while left:
+            state = left.pop()._replace(names=frozenset())
+            if state in seen or state.place >= len(self._steps) or self._only_raises(state.place, set()):
                 continue
-            if not self._only_raises(index, set()):
-                if not self._steps[index].opname.startswith(_LOOKING) or len(state.stack) < len(start.stack):
-                    return False
-                after = list(self._follow(state._replace(names=frozenset()), set(), set()))
-                if any(one.place <= index for one in after):
-                    return False
-                left += after
-        return start != end
+            seen.add(state)
+            yield state
+            if end is None or not self._is_at(state, end):
+                left += self._onwards(state, start)
+
+    def _onwards(self, state: _State, start: _State) -> list[_State]:
+        """The states after one, if nothing is changed on the way there, not even what was on the stack at the start,
+        and it leads further down in the code; else none.
+        """
+        step = self._steps[state.place]
+        if step.opname.startswith("CALL"):
+            is_pure = self._is_pure_call(step, state.stack) and not self._may_miss(step)
+        elif step.opname in _PURE or step.opname.startswith(_MAKING):
+            is_pure = not _is_in_place(step) and step.opname != "IMPORT_NAME" and not self._may_miss(step)
+        else:
+            is_pure = step.opname in _IDLE or step.opname.startswith(_LOOKING)
+        after = list(self._follow(state, set(), set())) if is_pure else []
+        marks = _marked(start.stack)
+        are_good = all(one.place > state.place and one.stack[: len(marks)] == marks for one in after)
+        return after if are_good else []
+
+    def _is_at(self, state: _State, end: _State) -> bool:
+        return len(state.stack) == len(end.stack) and self._is_same(state.place, end.place)
+
+    def _is_pure_call(self, step: dis.Instruction, stack: _Stack) -> bool:
+        """Whether a call does no more than to compute a result, as far as its name tells."""
+        called = [item for item in self._arguments(step, stack)[:_HEADS] if isinstance(item, str)]
+        holder, _, name = called[0].rpartition(".") if called else ("", "", "")
+        if "." not in (called or [""])[0]:
+            return bool(called) and _is_pure(self._global(name))
+        return name in _PURE_METHODS or _is_pure(self._global(f"{holder}.{name}"))
+
+    def _is_same(self, one: int, other: int) -> bool:
+        """Whether the same goes on from two instructions: a compiler copies what is short."""
+        return self._settled(one) == self._settled(other) or self._both_return(one, other)
+
+    def _settled(self, index: int) -> int:
+        """The instruction that jumps lead to from one on."""
+        for _ in self._steps:
+            step = self._steps[index]
+            if step.opname not in (*_GOING, "NOP"):
+                break
+            index = index + 1 if step.opname == "NOP" else self._places[step.argval]
+        return index
 
     def _both_return(self, *starts: int) -> bool:
         """Whether nothing but ``return None`` begins at each of the instructions: a compiler copies it."""
@@ -363,17 +417,23 @@ class Branches:
         looks_up = step.opname.startswith("CALL") or "SUBSCR" in step.opname or step.argrepr == "[]"
         return looks_up and handler is not None and not self._only_raises(handler, set())
 
+    @staticmethod
+    def _arguments(step: dis.Instruction, stack: _Stack) -> _Stack:
+        """What a call takes from the stack."""
+        # Python 3.11 counts the arguments as taken by the instruction before.
+        return _taken(stack, (step.arg or 0) + 2 if step.opname == "CALL" else 1 - _effect(step))[1]
+
     def _call_or_load(self, step: dis.Instruction, stack: _Stack, found: set[Use]) -> _Stack:
-        opname, arg = step.opname, step.arg or 0
+        opname = step.opname
         if opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             # Beside what is to be called there may be a place for what that is bound to.
             return stack + (str(step.argval),) * max(_effect(step), 1)
         if opname in ("LOAD_ATTR", "LOAD_METHOD"):
             rest, (holder,) = _taken(stack, 1)
-            item = f"{holder}.{step.argval}" if isinstance(holder, str) else holder
+            item = holder if holder is True else f"{holder or ''}.{step.argval}"
             return rest + (item,) * (_effect(step) + 1)
-        # Python 3.11 counts the arguments as taken by the instruction before.
-        rest, taken = _taken(stack, arg + 2 if opname == "CALL" else 1 - _effect(step))
+        taken = self._arguments(step, stack)
+        rest = stack[: max(len(stack) - len(taken), 0)]
         if True in taken:
             called = [item for item in taken[:_HEADS] if isinstance(item, str)]
             function = self._global(called[0]) if called else None
@@ -403,6 +463,11 @@ def _taken(stack: _Stack, count: int) -> tuple[_Stack, _Stack]:
     if count > len(stack):
         stack = (False,) * (count - len(stack)) + stack
     return stack[: len(stack) - count], stack[len(stack) - count :]
+
+
+def _marked(stack: _Stack) -> _Stack:
+    """A stack of which each item is told from what is put in its place."""
+    return tuple(f"{number}th" for number in range(len(stack)))
 
 
 def _variables(step: dis.Instruction, stack: _Stack, names: frozenset[str]) -> tuple[_Stack, frozenset[str]]:

@@ -211,8 +211,7 @@ class CUDAGraphBackend(Backend):
             self._pool = torch.cuda.graph_pool_handle()
         self._has_recorded = True
         graph, kept = new_graph()
-        for generator in self.generators:
-            graph.register_generator_state(generator)
+        self._register_generators(graph)
         # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
         # all that the process has, which takes 0.3 s.
         gc.collect(2 if self._living else 1)
@@ -319,13 +318,18 @@ class CUDAGraphBackend(Backend):
         alive would go on with the old one, and draw other numbers than eager steps from then on.
         """
         graph = torch.cuda.CUDAGraph()
-        for generator in self.generators:
-            graph.register_generator_state(generator)
+        self._register_generators(graph)
         with torch.cuda.stream(torch.cuda.Stream(self.device)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph.capture_begin(**capture_options(graph.capture_begin, watched=False))
             graph.capture_end()
         graph.reset()
+
+    def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        for generator in self.generators:
+            # One of the host's draws outside of the graph.
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
 
     def _give_back_pool(self) -> None:
         """Tell torch's allocator that a capture is over which CUDA gave up. torch itself may forget to: then no cached

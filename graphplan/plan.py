@@ -103,6 +103,7 @@ class Plan:
             that is missing here may have any gradient, since the step drops it unread.
         host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
         host_reads: reads of tensors on the host that refuse no step: of what it only asserts, and of constants.
+        host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
         launches: operators that one eager step launches.
         footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
@@ -149,6 +150,7 @@ class Plan:
     device: torch.device
     host_facts: tuple[str, ...]
     host_reads: tuple[Any, ...]
+    host_draws: tuple[Callable[[], Any], ...]
     keep_alive: tuple[Tensor, ...]
     last_operators: tuple[str, ...]
     communicates: bool

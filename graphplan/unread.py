@@ -144,7 +144,7 @@ class Placeholders:
     def _signal(self, index: int) -> Callable[[], Any]:
         def on_read() -> Any:
             self._used.add(index)
-            raise ReadSignal
+            raise ReadSignal([index])
 
         return on_read
 

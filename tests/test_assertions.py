@@ -83,6 +83,22 @@ if not x:\n    for i in range(3): log(i)\n    raise ValueError(1)
 torch._check(x.item() > 0, lambda: "no")
 torch._check_tensor_all(x > 0)
 torch._check_value(bool(x > 0))
+assert x or x > 3
+assert x and x > 0
+assert not x or x > 0
+assert x.any() or (~x.bool()).all(), "{} must".format(flag)
+assert (x > 3).any() or (x > 0).all(), helper(x)
+assert not x.any() or torch.isfinite(x).all(), str(helper2(x))
+assert x.any() and (x > 0).any(dim=0), log(1)
+assert x.any() or x[None].sum() > 3 or (x + 1).all(), "{}".format(flag)
+assert (x > 3).any() and (x < 4).any() or (x > 0).any(), "no"
+assert ((x > 3).any() or (x < 4).any()) and (x > 0).any(), "no"
+if (x > 3).any() and (x < 4).any(): raise ValueError
+if x.any() and (x > 3).any(): raise ValueError(log(1))
+if torch.isnan(x).any() and torch.isinf(x).any(): raise ValueError("no")
+for i in range(2):\n    assert x.any() or (x > i).all(), "no"\n    log(i)
+for i in range(2):\n    if (x > 3).any() and (x > i).all(): raise ValueError
+with torch.no_grad():\n    assert x.any() or (x > 3).all(), "no"
 """
 COMPUTED = r"""
 x.item()
@@ -132,6 +148,16 @@ local = log\nassert local(float, x.item())
 try:\n    assert x\nfinally:\n    return x
 try:\n    assert {1.0: 2}[x.item()]\nexcept KeyError:\n    log(1)
 try:\n    assert int(x.item())\nexcept ValueError:\n    log(1)
+assert (x > 3).any() or log(1)
+assert (x > 3).any() or log(1) or x.all(), "no"
+if x.any() and log(1) and (x > 3).any(): raise ValueError
+if x.any() and (x > 3).any(): log(1)
+if x.any() and flag: log(1)
+z = 1 if x.any() and (x > 0).any() else 2\nlog(z)
+if x.any() and {}.setdefault(1, 0): raise ValueError
+y = x * (2 if x.any() else 3)
+y = [x, 2 if x > 0 else 3][0] + (1 if flag and x.any() else -1)
+y = x.sum(0 if x else -1)
 """
 
 

@@ -107,6 +107,7 @@ def build_plan(
         joined=tuple(joined_slots(second, second.externals)),
         host_facts=tuple(_host_facts(second)),
         host_reads=tuple(second.host_reads),
+        host_draws=tuple(second.host_draws),
         keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,

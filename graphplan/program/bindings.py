@@ -7,7 +7,7 @@ tensor that the step gives other memory (``q.data = ...``) is carried too, and g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from operator import add, attrgetter, is_not
@@ -75,10 +75,14 @@ def _renew(value: Any, path: str) -> Any:
 
 class Bindings:
     """Bindings of one program; ``before`` is the owner walk before its recording. ``stand_ins`` are in the owners'
-    slots while it is recorded, in the place of what is bound there.
+    slots while it is recorded, in the place of what is bound there. ``draws`` are random draws on the host that the
+    recording leaves out.
     """
 
-    def __init__(self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor], draws: Sequence[Callable[[], Any]] = ()
+    ) -> None:
+        self._draws = draws
         self._plan = plan
         self._old = {path: before.slots[path].get() for path in plan.carries}
         self._into = {path: tensor_leaves(stand_ins.get(path, old)) for path, old in self._old.items()}
@@ -266,6 +270,8 @@ class Bindings:
         if any(map(is_not, map(_get_grad, self._grad_params), self._grad_values)):
             for param, grad in self._grads:
                 param.grad = grad
+        for draw in self._draws:
+            draw()
         for container, key, delta in self._counters:
             container[key] += delta
         for container, key, value in self._assignments:

@@ -55,7 +55,7 @@ class _Body:
     ) -> None:
         self._plan = plan
         self._fed = Fed(*feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))).watch()
-        self._inputs = {storage_id(leaf) for leaf in static_leaves if isinstance(leaf, Tensor)}
+        self._inputs = {storage_id(leaf) for _, leaf in feed.replaced(static_leaves).tensors()}
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings
         self._sharding = sharding
@@ -122,7 +122,8 @@ def capture_program(
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     _make_homes(plan, walk, homes, bound)
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
-    bindings = Bindings(plan, walk, bound)
+    # A backend that executes records them with the rest.
+    bindings = Bindings(plan, walk, bound, () if backend.executes else plan.host_draws)
     body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
     recording = _record(backend, body, copied)
     assert body.after is not None

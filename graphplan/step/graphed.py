@@ -192,7 +192,7 @@ class GraphedStep(Exclusive, Gated):
             self._programs.close(entry)
             return self._refused(feed, entry.refusal)
         if self._opens_gate and not entry.is_decided and entry.gate is None:
-            entry.gate = self._gate_of_calls(feed)
+            entry.gate = self._gate_of_calls(self._lookup.moved(feed))
             entry.is_decided = entry.gate is None
         if entry.gate is not None and entry.gate.eager is None:
             self._tell(None)

@@ -41,6 +41,7 @@ from graphplan.tracer.profile import Aside
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, is_recomputed, optimizer_fix
+from graphplan.tracer.uniform import UNIFORM, UniformDraws
 
 _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
@@ -101,7 +102,10 @@ class TraceMode(TorchDispatchMode):
         self._internal: dict[int, int] = {}
         self._external: dict[int, int] = {}
         self._fixed: set[tuple[str, int]] = set()
-        """What is made of Python's numbers alone: other values of it would be another program's."""
+        """What is made of Python's numbers alone, or is certain whatever is drawn: other values of it would be another
+        program's.
+        """
+        self._draws = UniformDraws()
         self._weak: list[StorageWeakRef] = []
         self._allocations = Allocations()
         self._thread = get_ident()
@@ -169,8 +173,11 @@ class TraceMode(TorchDispatchMode):
         self._trace.dtypes.update([tensor.dtype for tensor in made])
         fresh = [self._birth(tensor) for tensor in made]
         computes = not (written or schema.is_random or is_allocation(name))
-        if constant is not None or (computes and self._fixed.issuperset(operands)):
-            self._fixed.update([("internal", self._internal.get(storage_id(tensor) or 0, -1)) for tensor in made])
+        is_certain = self._draws.take(name, args, operands, views=bool(made) and not any(fresh))
+        if constant is not None or is_certain or (computes and self._fixed.issuperset(operands)):
+            self._fixed.update(map(self._internal_operand, made))
+        if name in UNIFORM:
+            self._draws.add(self._internal_operand(out), func, args, kwargs, out)
         launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
         scalars = tuple(scalars_of(schema, args, kwargs))
         threaded = get_ident() != self._thread
@@ -185,6 +192,8 @@ class TraceMode(TorchDispatchMode):
         """Check what only shows once the step is over."""
         self._check_seek(None)
         self._trace.footprint = self._allocations.footprint
+        if self._trace.device is not None and self._trace.device.type != "cpu":
+            self._trace.host_draws = self._draws.repeats()
 
     def _operand(self, tensor: Tensor, name: str, source: Source) -> tuple[str, int]:
         storage = storage_id(tensor)
@@ -206,6 +215,9 @@ class TraceMode(TorchDispatchMode):
             self._trace.externals[storage] = TracedExternal(tensor, name, source)
         return ("external", self._external[storage])
 
+    def _internal_operand(self, tensor: Tensor) -> tuple[str, int]:
+        return ("internal", self._internal.get(storage_id(tensor) or 0, -1))
+
     def _birth(self, tensor: Tensor) -> bool:
         """Number a storage that the step made; False if it was known (a view, or a result written in place)."""
         storage = storage_id(tensor)
@@ -221,7 +233,8 @@ class TraceMode(TorchDispatchMode):
     def _mark_written(self, tensor: Tensor, name: str, source: Source) -> None:
         storage = storage_id(tensor)
         self.writes[storage] += 1
-        self._fixed.discard(("internal", self._internal.get(storage or 0, -1)))
+        self._fixed.discard(self._internal_operand(tensor))
+        self._draws.discard(self._internal_operand(tensor))
         if storage in self._external:
             external = self._trace.externals[storage]
             copied = storage in self._trace.entry_slots and storage not in self._trace.found
@@ -268,11 +281,10 @@ class TraceMode(TorchDispatchMode):
 
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Note a read of a tensor's memory that is no operator."""
-        if tensor is not None and name == "Tensor.tolist":
-            operand = ("internal", self._internal.get(storage_id(tensor) or 0, -1))
-            if self._are_constants([(tensor, operand)]):
-                self._trace.host_reads.append(HostRead(find_place(), None, asserted=False))
-                return
+        given = [(tensor, self._internal_operand(tensor))] if tensor is not None and name == "Tensor.tolist" else []
+        if given and self._are_constants(given):
+            self._trace.host_reads.append(HostRead(find_place(), None, asserted=False))
+            return
         self.refuse(
             HostSyncError,
             f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "

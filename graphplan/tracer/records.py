@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,6 +85,8 @@ class Trace:
     draws: list[str] = field(default_factory=list)
     gradients: list[str] = field(default_factory=list)
     """Where the step left tensors that it had made, and that have a gradient."""
+    host_draws: list[Callable[[], Any]] = field(default_factory=list)
+    """What draws again what the step drew on the host, while it computed elsewhere, and nothing depends on."""
     prints: list[str] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)
     drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)

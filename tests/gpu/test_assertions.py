@@ -117,5 +117,6 @@ def test_compiled_code_and_assertions() -> None:
         pytest.raises(HostSyncError, match="runs compiled code: a capture of both waits for the device"),
         torch.no_grad(),
     ):
-        for _ in range(8):
+        # The first trace runs what was compiled as it was written, and its names are new: steps warm up again.
+        for _ in range(16):
             fast(torch.rand(3, 4, device=DEVICE))

@@ -1,0 +1,87 @@
+"""Random numbers that a step draws on the host, and what is certain whatever is drawn.
+
+Code that leaves out a layer by chance draws whether it is to: ``torch.rand([]) < share``. With a share of 0 no number
+is below it, and reading that decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import c_float
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Operand = tuple[str, int]
+UNIFORM = ("aten.rand.default", "aten.rand.generator")
+"""Operators that draw from 0 to 1, without 1."""
+_OUTSIDE = {
+    **dict.fromkeys(("aten.lt.Scalar", "aten.ge.Scalar"), lambda bound: bound <= 0 or bound >= 1),
+    **dict.fromkeys(
+        ("aten.gt.Scalar", "aten.le.Scalar", "aten.eq.Scalar", "aten.ne.Scalar"),
+        lambda bound: bound < 0 or bound >= 1,
+    ),
+}
+"""Comparisons, and for which bounds their truth does not depend on a number from 0 to 1, without 1."""
+
+
+def is_certain(comparison: str, bound: Any, dtype: torch.dtype) -> bool:
+    """Whether comparing any number of that type from 0 to 1, without 1, with ``bound`` has one truth."""
+    outside = _OUTSIDE.get(comparison)
+    if outside is None or not isinstance(bound, int | float):
+        return False
+    # The device rounds a bound to the type of what it is compared with.
+    rounded = c_float(bound).value if dtype is torch.float32 else float(bound)
+    return outside(bound) and outside(rounded)
+
+
+@dataclass(slots=True)
+class _Drawn:
+    dtype: torch.dtype
+    repeat: Callable[[], Any]
+    memory: StorageWeakRef
+    is_void: bool = True
+
+
+class UniformDraws:
+    """The numbers that a step has drawn on the host, by operand, as long as nobody writes to them."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[Operand, _Drawn] = {}
+
+    def add(self, operand: Operand, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        """Note a new draw, of one of :data:`UNIFORM`."""
+        if out.device.type != "cpu" or out.dtype not in (torch.float32, torch.float64):
+            return
+        # What is left out stands for defaults, which may be others by the time of a replay.
+        given = {**kwargs, "dtype": out.dtype, "device": out.device, "layout": out.layout, "pin_memory": False}
+        memory = StorageWeakRef(out.untyped_storage())
+        self._drawn[operand] = _Drawn(out.dtype, partial(func, *args, **given), memory)
+
+    def discard(self, operand: Operand) -> None:
+        """Somebody writes there."""
+        self._drawn.pop(operand, None)
+
+    def take(self, name: str, args: Sequence[Any], operands: Sequence[Operand], *, views: bool) -> bool:
+        """Note an operator that is given ``operands``, and whether it makes nothing but ``views`` of them. True if it
+        compares what was drawn, and the result is certain.
+        """
+        if self._drawn.keys().isdisjoint(operands):
+            return False
+        drawn = self._drawn.get(operands[0])
+        # A view may see the same memory otherwise.
+        is_seen = drawn is not None and name in _OUTSIDE and args[0].dtype is drawn.dtype and not args[0].is_neg()
+        if drawn is not None and is_seen and is_certain(name, args[1], drawn.dtype):
+            return True
+        for operand in operands:
+            if operand in self._drawn and not views:
+                self._drawn[operand].is_void = False
+        return False
+
+    def repeats(self) -> list[Callable[[], Any]]:
+        """After the step: what draws those numbers again, in order, that only certain results came of."""
+        return [drawn.repeat for drawn in self._drawn.values() if drawn.is_void and drawn.memory.expired()]
