@@ -258,7 +258,7 @@ def test_where_assertions_fail(bad: int) -> None:
 
 
 def validated(x: Tensor) -> Tensor:
-    return Normal(x.mean(), x.std()).log_prob(x)
+    return Normal(x.mean(), x.std(), validate_args=True).log_prob(x)
 
 
 def recomputed(x: Tensor) -> Tensor:
