@@ -297,8 +297,3 @@ def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:
 
     with torch.no_grad():
         return pytree.tree_map_only(Tensor, own, value)
-
-
-def grad_slots(walk: Walk) -> list[Slot]:
-    """Slots of gradients in ``walk``."""
-    return [slot for slot in walk.slots.values() if slot.param is not None]
