@@ -114,8 +114,11 @@ def test_code_that_only_forbids_captures_hears_the_truth() -> None:
         forbids()
         assert answer()
         Careful([parameter], lr=0.1).step()
+        if asks() and len([parameter]) == 1:
+            raise RuntimeError("only forbids")
+        answers = [asks()]
         with pytest.raises(RuntimeError, match="says yes"):
-            if asks() and len([parameter]) == 1:
+            if answers[0]:
                 raise RuntimeError("says yes")
 
 
