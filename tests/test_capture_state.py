@@ -116,10 +116,10 @@ def test_code_that_only_forbids_captures_hears_the_truth() -> None:
         Careful([parameter], lr=0.1).step()
         if asks() and len([parameter]) == 1:
             raise RuntimeError("only forbids")
-        answers = [asks()]
-        with pytest.raises(RuntimeError, match="says yes"):
-            if answers[0]:
-                raise RuntimeError("says yes")
+        answers: list[bool] = []
+        # What keeps the answer does more with it.
+        answers.append(asks())
+        assert answers == [True]
 
 
 def test_other_threads_hear_the_truth() -> None:
