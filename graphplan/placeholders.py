@@ -9,12 +9,13 @@ the value. Anything else raises :class:`ReadSignal`, upon which the call is undo
 from __future__ import annotations
 
 import dis
-import sysconfig
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import pairwise
 from types import CodeType
 from typing import Any
+
+from graphplan.origin import is_users_file
 
 
 class ReadSignal(BaseException):
@@ -48,7 +49,6 @@ _on_read: Callable[[Any], Callable[[], Any]] = vars(Placeholder)["_on_read"].__g
 _set_kind: Callable[[Any, type], None] = vars(Placeholder)["_kind"].__set__
 _set_on_read: Callable[[Any, Callable[[], Any]], None] = vars(Placeholder)["_on_read"].__set__
 
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib"))
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
 _OTHERS = (
     "abs neg pos invert index int float complex round trunc floor ceil bool len length_hint iter next reversed "
@@ -72,7 +72,7 @@ def compares_classes(code: CodeType) -> bool:
 
     Installed packages are taken to ask ``isinstance``: for those that do not, there are the checks against eager steps.
     """
-    if "type" not in code.co_names or code.co_filename.startswith(_INSTALLED):
+    if "type" not in code.co_names or not is_users_file(code.co_filename):
         return False
     steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
     for step, argument in pairwise(steps):

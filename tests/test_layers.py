@@ -51,7 +51,7 @@ LAYERS = {
     "dtensors": 0,
     "placeholders": 0,
     "marks": 0,
-    "origin": 0,
+    "origin": -1,
     "roles": 0,
     "stats": 1,
     "errors": 0,
