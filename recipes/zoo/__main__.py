@@ -18,7 +18,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import date
@@ -111,19 +111,29 @@ def run_child(entry: Entry, args: argparse.Namespace, folder: Path, timeout: flo
     command += ["--stages", *args.stages, *(["--no-equality"] if not args.equality else [])]
     command += ["--turns", str(folder)] if args.gpu else []
     around = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", **os.environ}
-    said = ""
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=around, capture_output=True, text=True, timeout=timeout, check=False
-        )
-        if done.returncode:
-            said = f"exit status {done.returncode}: {done.stderr[-1500:]}"
-    except subprocess.TimeoutExpired:
-        said = f"not finished after {timeout:.0f} s"
+    said = run_process(command, around, Turns(folder if args.gpu else None), timeout)
     row = {**base, **(json.loads(path.read_text()) if path.exists() else {})}
     if said:
         row.setdefault("error", f"{said} (in {row.get('at', 'the beginning')})")
     return row
+
+
+def run_process(command: Sequence[str], environment: Mapping[str, str], turns: Turns, timeout: float) -> str:
+    """Run a child; what is to be said of its end, if that was not a success."""
+    with turns.taken(alone=False):
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        turns.enroll(process.pid)
+    try:
+        _, stderr = process.communicate(timeout=timeout)
+        return f"exit status {process.returncode}: {stderr[-1500:]}" if process.returncode else ""
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return f"not finished after {timeout:.0f} s"
+    finally:
+        turns.dismiss(process.pid)
 
 
 @contextmanager

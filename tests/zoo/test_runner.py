@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -87,6 +89,20 @@ def test_whoever_is_timed_is_alone(tmp_path: Path) -> None:
     other.join()
     assert order == ["alone", "shared"]
     with turns.taken(alone=False), turns.taken(alone=False):
+        pass
+
+
+def test_enrolled_processes_wait_while_one_is_timed(tmp_path: Path) -> None:
+    turns = Turns(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        turns.enroll(other.pid)
+        turns.enroll(os.getpid())
+        with turns.taken(alone=True):
+            assert os.WIFSTOPPED(os.waitpid(other.pid, os.WUNTRACED)[1])
+        assert os.WIFCONTINUED(os.waitpid(other.pid, os.WCONTINUED)[1])
+        other.kill()
+    turns.dismiss(other.pid)
+    with turns.taken(alone=True):
         pass
 
 
