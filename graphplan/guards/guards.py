@@ -88,7 +88,7 @@ class Guards:
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
         sharded = [held for held in (*(slot.get() for slot in slots), *self._grads) if is_sharded(held)]
-        self._sharded, self._shards = sharded, list(map(local, sharded))
+        self._sharded = sharded
         # An attribute of the instance's own would stand before the class's.
         inherited = [value for _, value in read if type(value.container) is Inherited]
         dicts = [(inner, v.key) for v in inherited if (inner := attributes_of(v.owner)) is not None]
@@ -131,14 +131,10 @@ class Guards:
         """Tensors of which everything is compared, by identity."""
         if facts is not None:
             return [("fit", self._tensors, facts)]
-        self._pointers = [tensor.data_ptr() for tensor in self._tensors]
-        self._indices = list(range(len(self._tensors)))
         # Those of parameters are part of the program's key.
         others = [tensor for slot in slots if not slot.is_parameter for tensor in tensor_leaves(slot.get())]
-        self._shaped = [*others, *extra]
-        self._geometries = Geometries(self._shaped)
-        self._shapes = list(map(geometry, self._shaped))
-        return [("same_results", [self._in_place], [True])]
+        placed = _Placed(self._tensors, [*others, *extra], self._sharded)
+        return [("same_results", [placed.hold], [True])]
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
@@ -154,16 +150,6 @@ class Guards:
         slot is where it was, and no walk is needed to find what lies there now.
         """
         return _hold(self._structure)
-
-    def _in_place(self) -> bool:
-        """Whether the memory of all tensors is where it was, and they are as they were."""
-        if any(map(is_not, map(local, self._sharded), self._shards)):
-            return False
-        if _pointers_equal is not None:
-            in_place = bool(_pointers_equal(self._tensors, self._pointers, self._indices))
-        else:
-            in_place = list(map(Tensor.data_ptr, self._tensors)) == self._pointers
-        return in_place and (self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes)
 
     def changed_structure(self) -> str | None:
         """The first layer, parameter or buffer that came, went or was replaced, described."""
@@ -201,6 +187,32 @@ class Guards:
             if not same_value(old, new):
                 return f"{label} was {old!r} and is {new!r}"
         return self._shown.changed(walk)
+
+
+class _Placed:
+    """Where tensors lie and what they are like, compared in Python.
+
+    It does not refer to the guards, which would then keep the owners' tensors until the next garbage collection: whether
+    a tensor's memory is used elsewhere is told from how many tensors have it.
+    """
+
+    def __init__(self, tensors: list[Tensor], shaped: list[Tensor], sharded: list[Any]) -> None:
+        self._tensors, self._shaped, self._sharded = tensors, shaped, sharded
+        self._shards = list(map(local, sharded))
+        self._pointers = list(map(Tensor.data_ptr, tensors))
+        self._indices = list(range(len(tensors)))
+        self._geometries = Geometries(shaped)
+        self._shapes = list(map(geometry, shaped))
+
+    def hold(self) -> bool:
+        """Whether the memory of all tensors is where it was, and they are as they were."""
+        if any(map(is_not, map(local, self._sharded), self._shards)):
+            return False
+        if _pointers_equal is not None:
+            in_place = bool(_pointers_equal(self._tensors, self._pointers, self._indices))
+        else:
+            in_place = list(map(Tensor.data_ptr, self._tensors)) == self._pointers
+        return in_place and (self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes)
 
 
 def _hold(checks: Any) -> bool:
