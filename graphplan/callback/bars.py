@@ -23,21 +23,22 @@ _SLOW_START = 64
 
 
 class ThrottledBar(StandsIn):
-    """Stands where a Trainer's bar asks whether to draw itself, unless the bar has an opinion of its own."""
+    """Stands where a Trainer's bar asks whether to draw itself, unless the bar has an opinion of its own.
+
+    An update that is not drawn still sets the count of the bar that it is of: whatever draws that bar next, its close
+    included, shows where it is.
+    """
 
     def __init__(self, trainer: Trainer, numbers: LazyNumbers) -> None:
-        self._numbers = numbers
+        self._trainer, self._numbers = trainer, numbers
         bar: Any = trainer.progress_bar_callback
         known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
-        self._bar = bar if known else None
+        self._bar: Any = bar if known else None
         super().__init__(*([StandIn(bar, "_should_update", self._should_update)] if known else []))
         self._asked = 0
         self._drawn = 0.0
-        self._due = 0
-        """The latest update that was due and not drawn; 0 if there is none."""
 
     def _should_update(self, current: int, total: int | None) -> bool:
-        assert self._bar is not None
         if not TQDMProgressBar._should_update(self._bar, current, total):  # type: ignore[arg-type]
             return False
         self._asked += 1
@@ -48,29 +49,22 @@ class ThrottledBar(StandsIn):
             and not is_last
             and (now - self._drawn < _INTERVAL or not self._numbers.are_here())
         ):
-            self._due = current
+            bar = self._bar.train_progress_bar if self._trainer.training else self._bar.val_progress_bar
+            bar.n = current
             return False
-        self._drawn, self._due = now, 0
+        self._drawn = now
         return True
 
     def rests(self, batch_idx: int) -> bool:
-        """Whether there is nothing to draw after this batch, as is sure without asking the bar."""
+        """Return True if there is nothing to draw after this training batch, as is sure without asking the bar."""
         if self._asked <= _SLOW_START or perf_counter() - self._drawn >= _INTERVAL:
             return False
         bar, current = self._bar, batch_idx + 1
         if bar is None or current == bar.train_progress_bar.total:
             return False
         if bar.is_enabled and current % bar.refresh_rate == 0:
-            self._due = current
+            bar.train_progress_bar.n = current
         return True
-
-    def catch_up(self) -> None:
-        """At the end of an epoch, which may have ended early: show how far it went."""
-        due, self._due = self._due, 0
-        if due and self._bar is not None:
-            bar = self._bar.train_progress_bar
-            bar.n = due
-            bar.refresh()
 
 
 _AFTER_BATCH = {"train_progress_bar", "_should_update", "total", "_update_n", "set_postfix", "get_metrics"}

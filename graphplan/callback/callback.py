@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from graphplan.callback.arguments import Components, check_choices
 from graphplan.callback.automatic import AutomaticSeam
-from graphplan.callback.bars import ThrottledBar, stand_ins_of_bars
+from graphplan.callback.bars import stand_ins_of_bars
 from graphplan.callback.clipping import FusedClipping, needed_clipping
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.evaluation_hooks import EvaluationHooks
@@ -277,12 +277,6 @@ class GraphPlanCallback(EvaluationHooks):
         """Whether steps copy batches to the device themselves: nobody else looks at them there."""
         asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
         return not asks and self.transfer == "auto" and keeps_stock_transfer(trainer, pl_module) is None
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the progress bar show where the epoch ended."""
-        for bar in (stand_in for stand_in in self._stand_ins if isinstance(stand_in, ThrottledBar)):
-            bar.catch_up()
 
     def _install(self, part: str, seam: Seam) -> None:
         self._seams[part] = seam

@@ -125,6 +125,45 @@ def test_a_bar_that_rests_is_not_asked(
     assert len(asked) >= STEPS if kind is AskedBar else len(asked) <= 64 + 3
 
 
+class FinalCounts(TQDMProgressBar):
+    """Keeps the count of each bar when it is closed or its epoch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[tuple[str, int]] = []
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        super().on_train_epoch_end(*args)
+        self.counts.append(("train", self.train_progress_bar.n))
+
+    def on_validation_end(self, *args: Any) -> None:
+        super().on_validation_end(*args)
+        self.counts += [("validation", self.val_progress_bar.n), ("train", self.train_progress_bar.n)]
+
+
+@pytest.mark.usefixtures("still")
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"val_check_interval": 0.3}, {"limit_val_batches": 7}, {"max_steps": 130}],
+    ids=["whole epochs", "validation within", "few validation batches", "stopped"],
+)
+def test_each_bar_keeps_its_own_count(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Validation has a bar and a count of its own, and a bar ends where its batches ended."""
+    monkeypatch.setattr(bars, "_SLOW_START", 4)
+    counts = []
+    for name in ("eager", "graphed"):
+        bar, callback = FinalCounts(), tape() if name == "graphed" else None
+        run_options = {"max_epochs": 2, "enable_progress_bar": True, "num_sanity_val_steps": 2, **options}
+        found = fit(LitDigits, tmp_path / name, callback, batch=BATCH, more=[bar], **run_options)
+        counts.append(bar.counts)
+        assert callback is None or found.callback.stats.replayed > 100
+    assert counts[0] == counts[1]
+    assert len(counts[0]) >= 2
+
+
 def test_a_bar_goes_on_as_time_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Steps that take long enough are all drawn."""
     clock = iter(range(10**6))
