@@ -6,13 +6,14 @@ only the attributes of their *instances* are compared. ``watch`` makes an instal
 
 from __future__ import annotations
 
+import contextlib
 import os
 import site
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from functools import cache
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -38,6 +39,12 @@ _SITES = tuple(
     for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
     if path
 )
+_BETWEEN = (
+    contextlib.__file__,
+    *(os.path.join(_TORCH, name) for name in ("_ops.py", "_compile.py")),
+    *(os.path.join(_TORCH, "utils", name) for name in ("_contextlib.py", "_python_dispatch.py")),
+)
+"""What calls this package's code in the middle of a step, or is called by it."""
 _watched: set[str] = set()
 """Installed packages that are watched as the user's own code is."""
 
@@ -106,6 +113,31 @@ def is_torchs(filename: str) -> bool:
 def is_users_file(filename: str) -> bool:
     """Whether the file is the user's own: in no library, in no installed package."""
     return not is_library(filename) and not is_installed(filename)
+
+
+def leave_out_own_frames(trace: TracebackType | None) -> None:
+    """Relink a traceback so that no frame after its first one is this package's, unless the last one is: an error that
+    is raised here is one of this package's.
+    """
+    last = trace
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or is_ours(last.tb_frame.f_code.co_filename):
+        return
+    while trace is not None:
+        trace.tb_next = trace = _next_of_others(trace.tb_next)
+
+
+def _next_of_others(trace: TracebackType | None) -> TracebackType | None:
+    """The first entry from ``trace`` on that is neither this package's nor of what stands between its frames."""
+    is_left_out = False
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        is_left_out = is_ours(filename) or (is_left_out and filename in _BETWEEN)
+        if not is_left_out:
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def file_of(code: CodeType, space: Mapping[str, Any]) -> str:

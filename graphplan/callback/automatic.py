@@ -204,7 +204,13 @@ class AutomaticSeam(RenewingSeam):
 
     def _step_optimizer(self, batch_idx: int, closure: Closure) -> None:
         """In place of ``_optimizer_step`` in the update form."""
-        if closure() is None or self._update is None:
+        try:
+            loss = closure()
+        except BaseException:
+            # Lightning begins the optimizer's step before it calls the closure, and checkpoints show that.
+            self._loop.optim_progress.optimizer.step.increment_ready()
+            raise
+        if loss is None or self._update is None:
             # training_step returned None: Lightning skips what it skips then.
             type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
             return

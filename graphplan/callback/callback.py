@@ -28,7 +28,8 @@ from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.standins import StandsIn
 from graphplan.callback.stock import StockBatches
 from graphplan.callback.variants import Variant, VariantOf
-from graphplan.errors import NotCapturedError, SkipReason
+from graphplan.errors import GraphPlanError, NotCapturedError, OptionError, SkipReason
+from graphplan.origin import leave_out_own_frames
 from graphplan.plan import Plan
 from graphplan.policy import parse_policies
 from graphplan.report import describe, outcome, summary
@@ -99,7 +100,7 @@ class GraphPlanCallback(EvaluationHooks):
             ``("forward_backward",)``, ``("optimizer",)``, or both.
 
     Raises:
-        OptionError, PolicyError, BackendError: for arguments that make no sense.
+        OptionError, PolicyError, BackendError: for arguments that make no sense, or in a Trainer that has two of them.
     """
 
     def __init__(
@@ -196,6 +197,21 @@ class GraphPlanCallback(EvaluationHooks):
         if evaluation.stats.calls:
             lines += ["evaluation:", describe(evaluation.stats, plans=evaluation.plans, notes=evaluation.notes)]
         return "\n".join(lines)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse a second callback: both would stand in for the same loop.
+
+        Raises:
+            OptionError: if the Trainer has another one.
+        """
+        every = [index for index, each in enumerate(trainer.callbacks) if isinstance(each, GraphPlanCallback)]
+        if len(every) > 1:
+            names = " and ".join(f"callbacks[{index}]" for index in every)
+            raise OptionError(
+                f"the Trainer has {len(every)} GraphPlanCallbacks ({names}); expected one, which serves training, and "
+                "with eval=True validation, test and prediction too. Leave out the others"
+            )
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -349,8 +365,10 @@ class GraphPlanCallback(EvaluationHooks):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the seam: Lightning calls nothing else after a failure."""
+        """Remove the seam: Lightning calls nothing else after a failure. The user's errors show the user's frames."""
         self._remove()
+        if not isinstance(exception, GraphPlanError):
+            leave_out_own_frames(exception.__traceback__)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -192,8 +192,8 @@ class Guards:
 class _Placed:
     """Where tensors lie and what they are like, compared in Python.
 
-    It does not refer to the guards, which would then keep the owners' tensors until the next garbage collection: whether
-    a tensor's memory is used elsewhere is told from how many tensors have it.
+    It does not refer to the guards: in a cycle with them it would keep the owners' tensors until the next garbage
+    collection, and whether a tensor's memory is used elsewhere is told from how many tensors have it.
     """
 
     def __init__(self, tensors: list[Tensor], shaped: list[Tensor], sharded: list[Any]) -> None:

@@ -23,6 +23,7 @@ from graphplan import (
     GraphPlanError,
     HostSyncError,
     NotCapturedError,
+    OptionError,
     PolicyError,
     SkipReason,
 )
@@ -289,6 +290,14 @@ def test_options_that_do_not_exist(name: str) -> None:
     with pytest.raises(ValueError, match=pattern) as caught:
         GraphPlanCallback(**options)
     assert isinstance(caught.value, PolicyError | GraphPlanError)
+
+
+def test_two_callbacks_in_one_trainer(tmp_path: Path) -> None:
+    """Both would stand in for the same loop: the fit does not begin."""
+    with pytest.raises(
+        OptionError, match=r"the Trainer has 2 GraphPlanCallbacks \(callbacks\[\d\] and callbacks\[\d\]\)"
+    ):
+        fit(LitDigits, tmp_path, tape(), more=[tape(on_failure="eager")])
 
 
 def test_one_callback_serves_two_trainers(tmp_path: Path) -> None:

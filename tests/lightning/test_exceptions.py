@@ -1,0 +1,164 @@
+"""Exceptions of the user's own in the middle of a fit: what Lightning saves of the loops, what the user reads."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from torch import Tensor
+
+import graphplan
+from tests.lightning.parts import LitDigits, fit, tape, with_step
+
+HOOKS = (
+    "training_step", "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "optimizer_zero_grad", "optimizer_step", "on_train_batch_end",
+)  # fmt: skip
+FORMS: dict[str, Any] = {
+    "whole": "auto",
+    "forward and backward": ("forward_backward",),
+    "optimizer": ("optimizer",),
+}
+
+
+class Failed(Exception):
+    """Raised by a hook."""
+
+
+class Keeping(OnExceptionCheckpoint):
+    """Leaves its checkpoint for the test to read."""
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        """Remove nothing."""
+
+
+def failing(hook: str, at: int) -> L.LightningModule:
+    """A module whose ``hook`` raises in its call number ``at``, as Python that runs in eager steps."""
+    calls = 0
+
+    def count() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            raise Failed
+
+    class Module(LitDigits):
+        """Raises in one of its hooks."""
+
+    own = getattr(Module, hook)
+
+    def raising(self: Any, *args: Any, **kwargs: Any) -> Tensor | None:
+        count()
+        found: Tensor | None = own(self, *args, **kwargs)
+        return found
+
+    setattr(Module, hook, raising)
+    return Module()
+
+
+def loops_saved(folder: Path, make: Any, callback: Callback | None, **options: Any) -> Any:
+    """The state of the loops in the checkpoint that an exception leaves."""
+    with pytest.raises(Failed):
+        fit(make, folder, callback, more=[Keeping(folder)], max_epochs=2, **options)  # type: ignore[arg-type]
+    return torch.load(folder / "on_exception.ckpt", weights_only=False)["loops"]["fit_loop"]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*was called without a model", "ignore:.*ckpt_path=", "ignore:graphplan runs this fit eagerly"
+)
+@pytest.mark.parametrize(("accumulate", "at"), [(1, 5), (2, 3)])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_the_progress_that_an_exception_leaves(hook: str, form: str, accumulate: int, at: int, tmp_path: Path) -> None:
+    """In a warm-up step and in a trace, from each hook that Lightning calls."""
+    options = {"accumulate_grad_batches": accumulate}
+    callback = tape(components=FORMS[form], on_failure="eager")
+    found = loops_saved(tmp_path / "graphed", lambda: failing(hook, at), callback, **options)
+    assert found == loops_saved(tmp_path / "eager", lambda: failing(hook, at), None, **options)
+
+
+class Backward(torch.autograd.Function):
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """A copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Raises."""
+        raise Failed
+
+
+def _raise(loss: Tensor) -> Tensor:
+    raise Failed
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Python": _raise,
+    "operator": lambda loss: loss.expand(3, 4) @ loss.expand(3, 4),
+    "backward": Backward.apply,
+}
+
+
+def frames_of(folder: Path, fault: str, at: int, callback: Any, *, manual: bool) -> list[traceback.FrameSummary]:
+    """What a user reads where call ``at`` of ``training_step`` fails."""
+    calls = 0
+
+    class Module(LitDigits):
+        """Fails in one of its steps."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            """The loss, or the fault."""
+            nonlocal calls
+            calls += 1
+            loss = self.loss_of(batch)
+            loss = FAULTS[fault](loss) if calls == at else loss
+            if manual:
+                optimizer: Any = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
+
+    def make() -> L.LightningModule:
+        module = Module()
+        module.automatic_optimization = not manual
+        return module
+
+    with pytest.raises((Failed, RuntimeError)) as caught:
+        fit(make, folder, callback)
+    # The first two are the test's.
+    return list(traceback.extract_tb(caught.value.__traceback__))[2:]
+
+
+@pytest.mark.parametrize("at", [1, 3, 4, 6])
+@pytest.mark.parametrize("form", [*FORMS, "manual"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_traceback_of_a_users_error(fault: str, form: str, at: int, tmp_path: Path) -> None:
+    """It has the frames that it has without the callback, and none of this package's: in the first step, in warm-up, in
+    the first trace and in the capture.
+    """
+    manual = form == "manual"
+    callback = tape(components=FORMS.get(form, "auto"), on_failure="eager", allow=("calls",))
+    found = frames_of(tmp_path / "graphed", fault, at, callback, manual=manual)
+    expected = frames_of(tmp_path / "eager", fault, at, None, manual=manual)
+    assert len(found) <= len(expected)
+    assert not [frame for frame in found if f"{Path(graphplan.__file__).parent}/" in frame.filename]
+    assert (found[-1].name, found[-1].line) == (expected[-1].name, expected[-1].line)
+
+
+def test_an_error_of_this_package_keeps_its_frames(tmp_path: Path) -> None:
+    """A refusal says where it comes from."""
+    with pytest.raises(graphplan.HostSyncError, match="reads a tensor's value") as caught:
+        fit(
+            with_step(lambda self, batch, batch_idx: self.loss_of(batch) * self.loss_of(batch).item()), tmp_path, tape()
+        )
+    assert any("graphplan" in frame.filename for frame in traceback.extract_tb(caught.value.__traceback__))
