@@ -125,7 +125,8 @@ def leave_out_own_frames(trace: TracebackType | None) -> None:
     if last is None or is_ours(last.tb_frame.f_code.co_filename):
         return
     while trace is not None:
-        trace.tb_next = trace = _next_of_others(trace.tb_next)
+        following = _next_of_others(trace.tb_next)
+        trace.tb_next, trace = following, following
 
 
 def _next_of_others(trace: TracebackType | None) -> TracebackType | None:

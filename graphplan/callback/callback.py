@@ -205,7 +205,8 @@ class GraphPlanCallback(EvaluationHooks):
         Raises:
             OptionError: if the Trainer has another one.
         """
-        every = [index for index, each in enumerate(trainer.callbacks) if isinstance(each, GraphPlanCallback)]
+        callbacks: list[Any] = vars(trainer)["callbacks"]
+        every = [index for index, each in enumerate(callbacks) if isinstance(each, GraphPlanCallback)]
         if len(every) > 1:
             names = " and ".join(f"callbacks[{index}]" for index in every)
             raise OptionError(
