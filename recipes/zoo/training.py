@@ -243,7 +243,7 @@ def floor(run: Run) -> dict[str, Any]:
     model = case.model.to(run.device).train()
     lr = torch.tensor(LR, dtype=torch.float64, device=run.device)
     step = plain_step(run.autocast, case, make_optimizers(case.parts, model, lr, capturable=True))
-    # Alone from its first step on, as the run is that it is compared with: a device that others have just used is faster.
+    # Alone from its first step on, like the run beside it: a device that others have just used is faster.
     feed = run.feed(case, lambda: 0)
     static = move_data_to_device(case.batches[0], run.device)
     targets = [leaf for leaf in tree_flatten(static)[0] if isinstance(leaf, Tensor)]
