@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from graphplan.dtensors import is_sharded
-from graphplan.marks import has_memory, marks_of
-from graphplan.native.comparing import Row, facts_of
+from graphplan.marks import has_memory
+from graphplan.native.comparing import Row
 from graphplan.surroundings import COUNTS, LEVEL, surroundings
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
@@ -64,59 +61,6 @@ def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
 
 def _no_hook(*args: Any) -> None:
     """Changes nothing."""
-
-
-_wants_grad = attrgetter("requires_grad")
-GEOMETRY = ("shape", "stride()", "dtype", "requires_grad")
-"""What a tensor can change where it lies."""
-
-
-def geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """The facts that :data:`GEOMETRY` names; of a lazy module's parameter that has no shape yet, those that it has."""
-    if is_lazy(tensor):
-        return (None, None, tensor.dtype, tensor.requires_grad)
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
-
-
-class Geometries:
-    """Shapes, strides, dtypes, devices, types and ``requires_grad`` of some tensors, which are not kept, and that those
-    have no attributes of their own which had none.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._facts = facts_of(tensors, placed=False)
-        self._guard: Any = None
-        self._is_empty = not tensors
-        self._is_bare = not any(map(marks_of, tensors))
-        # Without gradient mode torch's guard takes no notice of requires_grad.
-        self._grad = torch.is_grad_enabled()
-        self._wants_grad = list(map(_wants_grad, tensors))
-        # torch's guard asks any tensor for its strides, and what that raises goes past the interpreter.
-        strided = all(tensor.layout is torch.strided and has_memory(tensor) for tensor in tensors)
-        if self._facts is None and hasattr(_guards, "TensorGuards") and tensors and strided:
-            with suppress(RuntimeError, TypeError):
-                self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-
-    @property
-    def check(self) -> Callable[[list[torch.Tensor]], bool]:
-        """:meth:`fit`, without a frame of its own where it needs none."""
-        return self.fit if self._facts is None else self._facts.fit
-
-    def fit(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether these, which must be as many, have them."""
-        if self._facts is not None:
-            return bool(self._facts.fit(tensors))
-        if self._is_bare and any(map(marks_of, tensors)):
-            return False
-        if self._guard is None or torch.is_grad_enabled() is not self._grad:
-            return self._is_empty
-        return self._guard.check(*tensors) and (self._grad or list(map(_wants_grad, tensors)) == self._wants_grad)
-
-    def row(self, tensors: Sequence[torch.Tensor]) -> Row:
-        """:meth:`fit` as a comparison of these tensors."""
-        if self._facts is not None:
-            return ("fit", list(tensors), self._facts)
-        return ("same_results", [partial(self.fit, tensors)], [True])
 
 
 class Modes:

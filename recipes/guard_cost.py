@@ -1,7 +1,7 @@
 """What the checks before every replay cost on the host: ``python -m recipes.guard_cost [--json PATH]``.
 
-Two chains of linear layers on the CPU: one with 60 parameters, one with 1,000 parameters in 500 modules; each with SGD,
-whose step has no other tensors, and with AdamW, which adds three per parameter. Measured is what a call does before
+Three chains of linear layers on the CPU, with 60, 200 and 1,000 parameters; each with SGD, whose step has no other
+tensors, and with AdamW, which adds three per parameter. Measured is what a call does before
 it copies its inputs: it compares the feed, modes, flags, hyper-parameters, slots, addresses and Python values, in C++
 where ``python -m graphplan.native`` has built that (``GRAPHPLAN_NATIVE=0`` leaves it out).
 """
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the figures")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(layers, kind) for layers in (30, 500) for kind in (torch.optim.SGD, torch.optim.AdamW)]
+    rows = [measure(layers, kind) for layers in (30, 100, 500) for kind in (torch.optim.SGD, torch.optim.AdamW)]
     guards = "Python" if Tensors is None else "C++"
     print(f"guards in {guards}")
     for row in rows:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from graphplan import BackendError, graph_step, native
 from graphplan.native import building, comparing
+from graphplan.native.tensors import TorchTensors
 from graphplan.step import told
 from graphplan.tracer import same_value
 
@@ -30,8 +31,12 @@ IMPLEMENTATIONS = [pytest.param(built, id="C++", marks=needs_build), pytest.para
 Facts = tuple[list[Any], ...]
 
 
+def _checks(module: Any, name: str, facts: Facts) -> Any:
+    return (module.Checks if module is not None else comparing._Checks)([(name, *facts)])
+
+
 def _holds(module: Any, name: str, facts: Facts) -> bool:
-    answer = (module.Checks if module is not None else comparing._Checks)([(name, *facts)]).hold()
+    answer = _checks(module, name, facts).hold()
     assert type(answer) is bool
     return answer
 
@@ -68,18 +73,30 @@ def _types() -> Facts:
     return [layer, 1, True, "x"], [nn.Linear, int, bool, str]
 
 
+def _empty() -> Facts:
+    return ([[], {}, OrderedDict(), nn.Sequential()],)
+
+
 def _lengths() -> Facts:
     return [[1, 2], {}, nn.Sequential(nn.ReLU())], [2, 0, 1]
 
 
 def _dicts() -> Facts:
     state: defaultdict[Any, Any] = defaultdict(dict, {torch.zeros(2): 1})
-    ((_, *parts), _) = comparing.contents_of([{"a": torch.ones(1), "b": None}, {}, OrderedDict(c=1), state])
+    ((_, *parts), _, _) = comparing.contents_of([{"a": torch.ones(1), "b": None}, {}, {"c": 1}, state])
+    return tuple(parts)
+
+
+def _odd_dicts() -> Facts:
+    class Own(dict[Any, Any]):
+        """A dictionary of the user's."""
+
+    (_, (_, *parts), _) = comparing.contents_of([OrderedDict(a=torch.ones(1), b=None), Own(), Own(c=1), Own(d=2)])
     return tuple(parts)
 
 
 def _lists() -> Facts:
-    (_, (_, *parts)) = comparing.contents_of([[torch.ones(1), 2], [], [3]])
+    (*_, (_, *parts)) = comparing.contents_of([[torch.ones(1), 2], [], [3]])
     return tuple(parts)
 
 
@@ -100,7 +117,7 @@ def _equal() -> Facts:
     return [{"a": 10**9}, [0.5], {"b": (1, "x")}], ["a", 0, "b"], [10**9, 0.5, (1, "x")], same_value
 
 
-HELD = {
+HELD: dict[str, Callable[[], Facts]] = {
     "same_items": _items,
     "equal_items": _equal,
     "same_dicts": _dicts,
@@ -111,6 +128,7 @@ HELD = {
     "none_there": _absent,
     "same_types": _types,
     "same_lengths": _lengths,
+    "all_empty": _empty,
 }
 CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
     "same_items": [
@@ -130,6 +148,8 @@ CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
         lambda facts: facts[0][0].update(c=facts[0][0].pop("b")),
         lambda facts: facts[0][2].clear(),
         lambda facts: facts[0][3]["other"],
+        lambda facts: facts[0][3].update({torch.zeros(2): facts[0][3].popitem()[1]}),
+        lambda facts: facts[0][2].update({2: facts[0][2].pop("c")}),
     ],
     "same_lists": [
         lambda facts: facts[0][0].__setitem__(0, torch.ones(1)),
@@ -151,6 +171,11 @@ CHANGES: dict[str, list[Callable[[Facts], Any]]] = {
         lambda facts: facts[0].__setitem__(0, nn.Bilinear(1, 1, 1)),
     ],
     "same_lengths": [lambda facts: facts[0][0].append(1), lambda facts: facts[0][2].append(nn.ReLU())],
+    "all_empty": [
+        lambda facts: facts[0][0].append(0),
+        lambda facts: facts[0][2].update(a=None),
+        lambda facts: facts[0][3].append(nn.ReLU()),
+    ],
 }
 
 
@@ -160,8 +185,30 @@ def test_what_changed_is_seen(name: str, number: int, module: Any) -> None:
     facts = HELD[name]()
     assert _holds(module, name, facts)
     assert _holds(module, name, tuple([] if isinstance(part, list) else part for part in facts))
+    checks = _checks(module, name, facts)
+    assert checks.hold()
     CHANGES[name][number](facts)
+    assert not checks.hold()
     assert not _holds(module, name, facts)
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dicts: dicts[0].update(a=torch.ones(1)),
+        lambda dicts: dicts[0].update(a=dicts[0].pop("a")),
+        lambda dicts: dicts[1].update(c=dicts[2].pop("c")),
+        lambda dicts: dicts[2].update(e=dicts[2].pop("c")),
+        lambda dicts: dicts[3].clear(),
+    ],
+)
+def test_dictionaries_of_other_classes_are_compared(change: Callable[[list[Any]], Any], module: Any) -> None:
+    facts = _odd_dicts()
+    checks = _checks(module, "same_dicts", facts)
+    assert checks.hold()
+    change(facts[0])
+    assert not checks.hold()
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)
@@ -250,20 +297,22 @@ def _tensors() -> list[Tensor]:
     return [*twins, torch.ones(4), torch.ones(2, dtype=torch.complex64), torch.ones(0, 3), torch.tensor(1)]
 
 
-@needs_build
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.parametrize("move", MOVES)
-def test_tensors_that_moved(move: str, placed: bool) -> None:
+def test_tensors_that_moved(move: str, placed: bool, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparing, "Tensors", None if module is None else module.Tensors)
     tensors = _tensors()
     facts = comparing.facts_of(tensors, placed=placed)
     tensors[0].grad = torch.ones(3, 3)
     tensors[2].add_(1)
     assert facts.fit(tensors)
     assert facts.fit(list(tensors))
-    assert comparing.Checks([("fit", tensors, facts)]).hold()
+    checks = comparing.Checks([comparing.row_of(tensors, placed=placed)])
+    assert checks.hold()
     MOVES[move](tensors)
-    assert comparing.Checks([("fit", tensors, facts)]).hold() is (move in SAME_GEOMETRY and not placed)
     assert facts.fit(tensors) is (move in SAME_GEOMETRY and not placed)
+    assert checks.hold() is (move in SAME_GEOMETRY and not placed)
 
 
 class Wrapper(Tensor):
@@ -281,12 +330,33 @@ class Wrapper(Tensor):
 
 @needs_build
 @pytest.mark.parametrize("placed", [True, False])
-def test_what_has_no_memory_of_its_own_is_not_compared(placed: bool) -> None:
-    assert comparing.facts_of([torch.ones(2), Wrapper(torch.ones(2))], placed=placed) is None
-    assert comparing.facts_of([torch.ones(2), torch.eye(2).to_sparse()], placed=placed) is None
+def test_what_has_no_memory_of_its_own_is_not_compared_in_cpp(placed: bool) -> None:
+    for other in (Wrapper(torch.ones(2)), torch.eye(2).to_sparse()):
+        with pytest.raises(TypeError, match="only dense tensors"):
+            built.Tensors([torch.ones(2), other], placed)  # type: ignore[union-attr]
     facts = comparing.facts_of([torch.ones(2)], placed=placed)
     assert not facts.fit([Wrapper(torch.ones(2))])
     assert comparing.facts_of([torch.ones(2, device="meta")], placed=placed).fit([torch.ones(2, device="meta")])
+
+
+def test_what_has_no_strides_is_never_the_same() -> None:
+    sparse = [torch.ones(2), torch.eye(2).to_sparse()]
+    assert not comparing.facts_of(sparse, placed=False).fit(sparse)
+
+
+def test_where_other_modes_are_active_tensors_that_lie_still_are_compared_closely() -> None:
+    """torch's guard compares what modes make of dispatch keys, and is made anew for the modes of the day."""
+    tensors = _tensors()
+    facts = TorchTensors(tensors, placed=True)
+    with torch.inference_mode():
+        assert facts.fit(tensors)
+        assert facts.fit(tensors)
+        tensors[0].requires_grad_(False)
+        assert not facts.fit(tensors)
+        tensors[0].requires_grad_(True)
+        tensors[2].data = tensors[2].data.clone()
+        assert not facts.fit(tensors)
+    assert not facts.fit(tensors)
 
 
 @pytest.mark.parametrize("module", IMPLEMENTATIONS)

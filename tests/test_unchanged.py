@@ -11,8 +11,8 @@ from torch import nn
 
 from graphplan import Program, graph_step
 from graphplan.native import comparing
-from graphplan.native.comparing import Tensors
-from graphplan.unchanged import Geometries, Modes, hooks_registered
+from graphplan.native.comparing import Tensors, facts_of
+from graphplan.unchanged import Modes, hooks_registered
 
 
 def test_modes_are_read_again_when_they_change() -> None:
@@ -109,29 +109,30 @@ def own_guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("change", GEOMETRIES.values(), ids=list(GEOMETRIES))
 def test_geometries_notice_every_change(change: Callable[[nn.Parameter], Any], own_guards: bool) -> None:
     params = [nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(2))]
-    geometries = Geometries(params)
-    assert geometries.fit(params)
+    facts = facts_of(params, placed=False)
+    assert facts.fit(params)
     change(params[0])
-    assert not geometries.fit(params)
+    assert not facts.fit(params)
 
 
 def test_geometries_without_gradient_mode(own_guards: bool) -> None:
     """There torch's guard overlooks ``requires_grad``; and what it noted in one mode says nothing in the other."""
     params = [nn.Parameter(torch.ones(3, 3))]
-    geometries = Geometries(params)
+    facts = facts_of(params, placed=False)
     with torch.no_grad():
-        assert geometries.fit(params) is own_guards
-        made_without = Geometries(params)
+        assert facts.fit(params) is own_guards
+        made_without = facts_of(params, placed=False)
         assert made_without.fit(params)
         params[0].requires_grad_(False)
         assert not made_without.fit(params)
         params[0].requires_grad_(True)
-    assert geometries.fit(params)
+    assert facts.fit(params)
     assert made_without.fit(params) is own_guards
 
 
+@pytest.mark.usefixtures("own_guards")
 def test_geometries_of_nothing() -> None:
-    assert Geometries([]).fit([])
+    assert facts_of([], placed=False).fit([])
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "found"])

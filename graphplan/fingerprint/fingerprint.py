@@ -15,10 +15,10 @@ from torch import Tensor
 from graphplan.fingerprint.groups import PARAMETERS, Groups, difference
 from graphplan.fingerprint.hooks import Hooks
 from graphplan.fingerprint.values import Own, frozen, stays
-from graphplan.native.comparing import Row
+from graphplan.native.comparing import Row, facts_of, row_of
+from graphplan.native.tensors import GEOMETRY, geometry
 from graphplan.owners import PLAIN, Sharding, Walk
 from graphplan.tracer import same_value
-from graphplan.unchanged import GEOMETRY, Geometries, geometry
 
 _MODULE_PARTS = ("_modules", "_parameters", "_buffers")
 _OPTIMIZER_METHODS = ("step", "zero_grad")
@@ -55,7 +55,7 @@ class Fingerprint:
         self._dicts = [vars(module) for module in walk.modules]
         self._training, self._forward = (list(repeat(name, len(self._dicts))) for name in ("training", "forward"))
         self._sharding = Sharding(walk.modules)
-        self._geometries: Geometries | None = None
+        self._facts: Any = None
         self._flags: tuple[Any, ...] = ()
         self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
         self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
@@ -73,7 +73,6 @@ class Fingerprint:
                     self._containers.append(group)
                     self._keys.append(key)
                     self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
-        self._counted = [*self._sized, *self._empty]
 
     def _add_size(self, items: Any, label: str) -> None:
         if len(items):
@@ -98,18 +97,17 @@ class Fingerprint:
             or not all(map(stays, map(getitem, self._containers, self._keys)))
         ):
             return None
-        left = [param for param in self._parameters if id(param) not in placed]
-        geometries = self._geometries if len(left) == len(self._parameters) else Geometries(left)
-        assert geometries is not None
+        left: list[Tensor] = [param for param in self._parameters if id(param) not in placed]
         return [
             ("same_items", self._containers, self._keys, list(map(getitem, self._containers, self._keys))),
             ("same_values", self._dicts, self._training, list(map(dict.get, self._dicts, repeat("training")))),
             ("same_types", self._modules, list(map(type, self._modules))),
             ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
-            ("same_lengths", self._counted, list(map(len, self._counted))),
+            ("same_lengths", self._sized, list(map(len, self._sized))),
+            ("all_empty", self._empty),
             ("none_there", self._dicts, self._forward),
             *hooks,
-            geometries.row(left),
+            row_of(left, placed=False),
         ]
 
     def values(self) -> tuple[Any, ...]:
@@ -134,8 +132,8 @@ class Fingerprint:
 
     def _parameter_flags(self) -> tuple[Any, ...]:
         """The geometry of every parameter: a frozen one, or one in another memory format."""
-        if self._geometries is None or not self._geometries.fit(self._parameters):
-            self._geometries = Geometries(self._parameters)
+        if self._facts is None or not self._facts.fit(self._parameters):
+            self._facts = facts_of(self._parameters, placed=False)
             columns = zip(*map(geometry, self._parameters), strict=True)
             self._flags = tuple(fact for column in columns for fact in column)
         return self._flags

@@ -13,14 +13,13 @@ from itertools import chain
 from operator import is_not
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from graphplan.dtensors import is_sharded, local
 from graphplan.guards.shown import Shown
 from graphplan.marks import PLAIN_KINDS
-from graphplan.native.comparing import Checks, Row, contents_of, facts_of
+from graphplan.native.comparing import Checks, Row, contents_of, row_of
 from graphplan.owners import (
     Inherited,
     Members,
@@ -35,13 +34,10 @@ from graphplan.owners import (
 )
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
-from graphplan.unchanged import Geometries, geometry
 
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
 _Scalars = Sequence[tuple[str, Scalar]]
-_pointers_equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-"""One call for all addresses, in torch's CUDA builds."""
 
 
 class Guards:
@@ -87,8 +83,6 @@ class Guards:
         by_path = dict(walk.parameters.values())
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
         self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
-        sharded = [held for held in (*(slot.get() for slot in slots), *self._grads) if is_sharded(held)]
-        self._sharded = sharded
         # An attribute of the instance's own would stand before the class's.
         inherited = [value for _, value in read if type(value.container) is Inherited]
         dicts = [(inner, v.key) for v in inherited if (inner := attributes_of(v.owner)) is not None]
@@ -125,16 +119,13 @@ class Guards:
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
         """Where tensors lie, and what they are like."""
         held = [tensor for slot in slots for tensor in tensor_leaves(slot.get())]
-        self._tensors = [*held, *extra, *(local(grad) for grad in self._grads if grad is not None)]
-        facts = facts_of(self._tensors, placed=True) if not self._sharded else None
-        self.compared = frozenset(map(id, self._tensors)) if facts is not None else frozenset()
+        grads = [local(grad) for grad in self._grads if grad is not None]
+        tensors = list({id(tensor): tensor for tensor in [*held, *extra, *grads]}.values())
+        self.compared = frozenset(map(id, tensors))
         """Tensors of which everything is compared, by identity."""
-        if facts is not None:
-            return [("fit", self._tensors, facts)]
-        # Those of parameters are part of the program's key.
-        others = [tensor for slot in slots if not slot.is_parameter for tensor in tensor_leaves(slot.get())]
-        placed = _Placed(self._tensors, [*others, *extra], self._sharded)
-        return [("same_results", [placed.hold], [True])]
+        sharded = [value for value in (*(slot.get() for slot in slots), *self._grads) if is_sharded(value)]
+        rows: list[Row] = [("same_results", [_Shards(sharded).hold], [True])] if sharded else []
+        return [*rows, row_of(tensors, placed=True)]
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
@@ -189,30 +180,18 @@ class Guards:
         return self._shown.changed(walk)
 
 
-class _Placed:
-    """Where tensors lie and what they are like, compared in Python.
-
-    It does not refer to the guards: in a cycle with them it would keep the owners' tensors until the next garbage
-    collection, and whether a tensor's memory is used elsewhere is told from how many tensors have it.
+class _Shards:
+    """The shards of DTensors. They do not refer to the guards, which would then keep the owners' tensors until the next
+    garbage collection: whether a tensor's memory is used elsewhere is told from how many tensors have it.
     """
 
-    def __init__(self, tensors: list[Tensor], shaped: list[Tensor], sharded: list[Any]) -> None:
-        self._tensors, self._shaped, self._sharded = tensors, shaped, sharded
+    def __init__(self, sharded: list[Any]) -> None:
+        self._sharded = sharded
         self._shards = list(map(local, sharded))
-        self._pointers = list(map(Tensor.data_ptr, tensors))
-        self._indices = list(range(len(tensors)))
-        self._geometries = Geometries(shaped)
-        self._shapes = list(map(geometry, shaped))
 
     def hold(self) -> bool:
-        """Whether the memory of all tensors is where it was, and they are as they were."""
-        if any(map(is_not, map(local, self._sharded), self._shards)):
-            return False
-        if _pointers_equal is not None:
-            in_place = bool(_pointers_equal(self._tensors, self._pointers, self._indices))
-        else:
-            in_place = list(map(Tensor.data_ptr, self._tensors)) == self._pointers
-        return in_place and (self._geometries.fit(self._shaped) or list(map(geometry, self._shaped)) == self._shapes)
+        """Whether all have the shards that they had."""
+        return not any(map(is_not, map(local, self._sharded), self._shards))
 
 
 def _hold(checks: Any) -> bool:

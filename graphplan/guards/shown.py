@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from graphplan.native.comparing import facts_of
 from graphplan.owners import THERE, Slot, Traits, Walk, difference, is_there, present, traits_of
 from graphplan.tracer import is_alike, same_value
-from graphplan.unchanged import Geometries
 
 
 class Shown:
@@ -43,7 +43,7 @@ class Shown:
         self._inner: list[Tensor] = []
         self._traits = [traits for path in paths for traits in _flat(known[path], Traits)]
         self._kinds = [traits.kind for traits in self._traits]
-        self._geometries: Geometries | None = None
+        self._facts: Any = None
 
     def hold(self) -> bool:
         """Whether all are there, and what they were."""
@@ -71,11 +71,11 @@ class Shown:
     def _are_alike(self, tensors: list[Any]) -> bool:
         """Whether these have the traits that are known: asked in one call, and closely where that says no."""
         kinds = list(map(type, tensors))
-        if kinds == self._kinds and self._geometries is not None and self._geometries.fit(tensors):
+        if kinds == self._kinds and self._facts is not None and self._facts.fit(tensors):
             return True
         if not all(map(same_value, map(traits_of, tensors), self._traits)):
             return False
-        self._geometries = Geometries(tensors)
+        self._facts = facts_of(tensors, placed=False)
         return True
 
     def gradients_are_there(self) -> bool:

@@ -5,7 +5,11 @@ Both say the same; see :mod:`graphplan.native.building`.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from gc import get_referents
 from itertools import chain
 from operator import attrgetter, contains, getitem, is_not, mod
 from typing import Any
@@ -13,9 +17,12 @@ from typing import Any
 from torch import Tensor
 
 from graphplan.native.building import load
+from graphplan.native.tensors import TorchTensors
 
 Row = tuple[Any, ...]
 """The name of a comparison, and what it compares: lists of one length."""
+_PLAIN = frozenset({dict, defaultdict})
+"""Dictionaries of which the garbage collector visits what they hold, in order, and nothing that comes and goes."""
 _keys = dict.__iter__
 _identity_of = attrgetter("_cdata")
 
@@ -72,15 +79,26 @@ def _same_lengths(containers: Sequence[Any], lengths: Sequence[int]) -> bool:
     return list(map(len, containers)) == lengths
 
 
+def _all_empty(containers: Sequence[Any]) -> bool:
+    """Whether there is nothing in any of them."""
+    return not any(containers)
+
+
 def contents_of(containers: Sequence[Any]) -> list[Row]:
     """Comparisons of all that dictionaries and lists hold now."""
     dicts = [container for container in containers if isinstance(container, dict)]
     lists = [container for container in containers if isinstance(container, list)]
-    keys, values = list(chain.from_iterable(map(_keys, dicts))), list(chain.from_iterable(map(dict.values, dicts)))
+    # Python compares dictionaries of some classes faster.
+    groups = [[one for one in dicts if (type(one) in _PLAIN) is plain] for plain in (True, False)]
     return [
-        ("same_dicts", dicts, list(map(len, dicts)), keys, values),
+        *(("same_dicts", group, *_keys_and_values(group)) for group in groups),
         ("same_lists", lists, list(map(len, lists)), list(chain.from_iterable(lists))),
     ]
+
+
+def _keys_and_values(dicts: Sequence[dict[Any, Any]]) -> tuple[list[int], list[Any], list[Any]]:
+    lengths = list(map(len, dicts))
+    return lengths, list(chain.from_iterable(map(_keys, dicts))), list(chain.from_iterable(map(dict.values, dicts)))
 
 
 def _same_dicts(
@@ -94,6 +112,36 @@ def _same_dicts(
     )
 
 
+def _ask_dicts(
+    dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
+) -> Callable[[], bool]:
+    """:func:`_same_dicts`, prepared: the garbage collector lists what is in many dictionaries in one call. Of those
+    whose keys are all strings it leaves the keys out, which are the same if they are equal.
+    """
+    slow = partial(_same_dicts, dicts, lengths, keys, values)
+    visit, names = partial(get_referents, *dicts), partial(chain.from_iterable, [d for d in dicts if _is_named(d)])
+    visited, named = visit(), list(names())
+    unnamed = chain.from_iterable([d for d in dicts if not _is_named(d)])
+    expected = set(map(id, chain(values, unnamed)))
+    if not (_PLAIN.issuperset(map(type, dicts)) and slow() and expected <= set(map(id, visited))):
+        return slow
+
+    def ask() -> bool:
+        now = visit()
+        return (
+            len(now) == len(visited)
+            and list(map(len, dicts)) == lengths
+            and not any(map(is_not, now, visited))
+            and list(names()) == named
+        )
+
+    return ask
+
+
+def _is_named(items: dict[Any, Any]) -> bool:
+    return all(type(key) is str for key in items)
+
+
 def _same_lists(lists: Sequence[list[Any]], lengths: Sequence[int], items: Sequence[Any]) -> bool:
     """Whether lists hold what they held: so many items each, all of them in order."""
     return list(map(len, lists)) == lengths and not any(map(is_not, chain.from_iterable(lists), items))
@@ -104,27 +152,25 @@ def _same_results(functions: Sequence[Callable[[], Any]], results: Sequence[Any]
     return all(function() == result for function, result in zip(functions, results, strict=True))
 
 
-def _fit(tensors: Sequence[Any], facts: Any) -> bool:
-    """Whether tensors are what ``facts``, made by :func:`facts_of`, say of them."""
-    return bool(facts.fit(tensors))
-
-
 _KINDS: dict[str, Callable[..., bool]] = {
     function.__name__.removeprefix("_"): function
     for function in (
         _same_items, _equal_items, _same_attributes, _equal_attributes, _same_values, _none_there,
-        _same_types, _same_lengths, _same_dicts, _same_lists, _same_results, _fit,
+        _same_types, _same_lengths, _all_empty, _same_dicts, _same_lists, _same_results,
     )
 }  # fmt: skip
 
 
 class _Checks:
     """Many comparisons in one call. Each row names one of the functions above, and has what it takes; the lists stay
-    the caller's, who may write to them.
+    the caller's, who may write to them, but for those of what dictionaries hold.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        self._rows = [(_KINDS[name], parts) for name, *parts in rows]
+        asked = [(name, parts) for name, *parts in rows if parts[0]]
+        self._rows = [
+            _ask_dicts(*parts) if name == "same_dicts" else partial(_KINDS[name], *parts) for name, parts in asked
+        ]
 
     def hold(self) -> bool:
         """Whether all of them say yes.
@@ -132,7 +178,7 @@ class _Checks:
         Raises:
             KeyError, IndexError, AttributeError: where something is gone.
         """
-        return all(compare(*parts) for compare, parts in self._rows)
+        return all(ask() for ask in self._rows)
 
 
 def _lie(tensors: list[Tensor], units: list[int], rests: list[int], written: set[Any]) -> bool:
@@ -148,17 +194,23 @@ _built: Any = load()
 lie: Callable[[list[Tensor], list[int], list[int], set[Any]], bool] = getattr(_built, "lie", _lie)
 Checks: type[_Checks] = getattr(_built, "Checks", _Checks)
 Tensors: Any = getattr(_built, "Tensors", None)
-"""``Tensors(list, placed).fit(list)``: types, dtypes, devices, shapes, strides and ``requires_grad`` of dense tensors,
-and their addresses if ``placed``. None where it was not built.
-"""
+"""``Tensors(list, placed).fit(list)`` is that of :class:`TorchTensors`, for dense tensors. None if it was not built."""
 
 
-def facts_of(tensors: Sequence[Any], *, placed: bool) -> Any:
-    """``Tensors`` of these; None if they cannot be compared so."""
-    if Tensors is None:
-        return None
-    try:
-        return Tensors(list(tensors), placed)
-    except (TypeError, RuntimeError):
-        # Sparse and nested tensors, and wrappers such as DTensor.
-        return None
+def facts_of(tensors: Sequence[Tensor], *, placed: bool) -> Any:
+    """What these tensors are like, and where they lie if ``placed``: ``facts.fit(others)`` compares others with them.
+    True means that they are the same; False that they may differ.
+    """
+    if Tensors is not None:
+        # Not sparse and nested tensors, and wrappers such as DTensor.
+        with suppress(TypeError, RuntimeError):
+            return Tensors(list(tensors), placed)
+    return TorchTensors(tensors, placed)
+
+
+def row_of(tensors: list[Tensor], *, placed: bool) -> Row:
+    """A comparison that holds while ``tensors`` are what they are like now, and lie where they do if ``placed``."""
+    facts = facts_of(tensors, placed=placed)
+    if isinstance(facts, TorchTensors):
+        return ("same_results", [partial(facts.fit, tensors)], [True])
+    return ("fit", tensors, facts)

@@ -21,12 +21,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.dtensors import is_sharded, local
 from graphplan.errors import GradientError, GuardError
+from graphplan.native.tensors import Addresses, geometry
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.program.memory import memory_uses
 from graphplan.program.together import Companions
 from graphplan.tracer import place_of
-from graphplan.unchanged import geometry
 
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()
@@ -142,7 +142,7 @@ class Bindings:
         self._aliases = [grad.detach() for grad in self._written]
         sharded = any(map(is_sharded, self._written))
         self._memory = list(map(local, self._written)) if sharded else self._written
-        self._pointers = [memory.data_ptr() for memory in self._memory]
+        self._addresses = Addresses(self._memory)
         self._counts = self._count()
 
     def _count(self) -> list[int]:
@@ -161,7 +161,7 @@ class Bindings:
         Raises:
             GuardError: if :meth:`lost_memory` says so.
         """
-        if list(map(Tensor.data_ptr, self._memory)) != self._pointers:
+        if not self._addresses.are_of(self._memory):
             lost = self.lost_memory()
             if lost is not None:
                 raise GuardError(lost)
@@ -185,10 +185,10 @@ class Bindings:
         """The gradient that no longer has the memory that the recording writes, described. An alias shares its storage,
         and only ``storage.resize_`` changes where that lies.
         """
-        if list(map(Tensor.data_ptr, self._memory)) == self._pointers:
+        if self._addresses.are_of(self._memory):
             return None
         written = [param for param, grad in self._grads if grad is not None]
-        for param, alias, pointer in zip(written, self._aliases, self._pointers, strict=True):
+        for param, alias, pointer in zip(written, self._aliases, self._addresses.pointers, strict=True):
             if local(alias).data_ptr() != pointer:
                 path = next(path for path, known in self._walk.parameters.values() if known is param)
                 return f"the memory of {path}.grad was given back (untyped_storage().resize_)"

@@ -16,6 +16,7 @@ from graphplan.capture_state import presenting_capture
 from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.fed import Fed
 from graphplan.marks import dressed
+from graphplan.native.tensors import geometry
 from graphplan.owners import Sharding, Walk, come_to_rest, difference, holds_plain, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
@@ -30,7 +31,6 @@ from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
 from graphplan.signature import Feed
 from graphplan.tracer import is_alike, runs_step, same_value
-from graphplan.unchanged import geometry
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from graphplan.guards import Guards
+from graphplan.native.comparing import facts_of
+from graphplan.native.tensors import geometry
 from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
 from graphplan.plan import Plan
 from graphplan.program.memory import memory_uses, places
-from graphplan.unchanged import Geometries, geometry
 
 _get_version = attrgetter("_version")
-Gradients = tuple[list[Tensor], list[Tensor], list[Tensor], Geometries]
+Gradients = tuple[list[Tensor], list[Tensor], list[Tensor], Any]
 """Parameters, the gradients that a recording reads, those as plain tensors, and what they are like."""
 _LIVE: WeakSet[Held] = WeakSet()
 """What open programs have adopted."""
@@ -129,7 +130,7 @@ class Held:
         slots = [(slot.param, self._held[path]) for path, slot in self._slots.items() if slot.param is not None]
         pairs = [(param, grad) for param, grad in slots if param is not None and type(grad) is Tensor]
         held = [grad for _, grad in pairs]
-        return [param for param, _ in pairs], held, [grad.detach() for grad in held], Geometries(held)
+        return [param for param, _ in pairs], held, [grad.detach() for grad in held], facts_of(held, placed=False)
 
     def _lost_memory(self) -> str | None:
         """What no longer lies where the recording reads and writes it, described: values cannot be copied there."""

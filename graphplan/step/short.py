@@ -16,12 +16,12 @@ from torch import Tensor
 
 from graphplan.containers import PLAIN_LEAVES
 from graphplan.marks import marks_of
-from graphplan.native.comparing import Checks, lie
+from graphplan.native.comparing import Checks, facts_of, lie
 from graphplan.program import Program
 from graphplan.signature import Feed, alignment_unit, leaf_key
 from graphplan.step.entry import Entry, Variant
 from graphplan.step.managed import Managed
-from graphplan.unchanged import Geometries, Modes
+from graphplan.unchanged import Modes
 
 _KINDS = 4
 """Kinds of calls with tensors of the same shapes that are remembered: as many as a step that accumulates gradients has
@@ -60,7 +60,7 @@ class Call:
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
         tensors = [leaf for _, leaf in feed.tensors()]
-        self._fit = Geometries(tensors).check
+        self._fit = facts_of(tensors, placed=False).fit
         # Where tensors are moved to the step's device, that gives them new alignments.
         self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
         self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
