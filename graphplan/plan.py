@@ -111,6 +111,8 @@ class Plan:
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         values: what ``reads`` were before each traced step, by path.
+        comparisons: by path, those of ``reads`` that are numbers which the code only compares, each with its
+            comparisons: a replay is good while these come out as they did.
         traits: what tensors are like with which no operator works, but of which the step's code may tell that, by path.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
@@ -143,6 +145,7 @@ class Plan:
     generators: tuple[torch.Generator, ...]
     reads: tuple[str, ...]
     values: Mapping[str, Any]
+    comparisons: Mapping[str, tuple[Any, ...]]
     traits: Mapping[str, Any]
     twins: frozenset[str]
     shared: frozenset[int]
@@ -237,6 +240,8 @@ class Plan:
             notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({_few(self.reads)})")
         if self.traits:
             notes.append(f"guarded: {len(self.traits)} tensors of which the step reads no values ({_few(self.traits)})")
+        if self.comparisons:
+            notes.append(f"guarded: comparisons with {len(self.comparisons)} of them ({_few(tuple(self.comparisons))})")
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]

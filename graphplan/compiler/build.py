@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphplan.compiler.between import joined_slots
 from graphplan.compiler.classify import classify
+from graphplan.compiler.compared import find_comparisons
 from graphplan.compiler.difference import check_difference
 from graphplan.compiler.effects import (
     find_appends,
@@ -78,7 +79,8 @@ def build_plan(
     # What a result shows is told as such, not as a value that was read.
     moved = {path for path, rebinding in second.changes.rebindings.items() if rebinding.moved}
     outputs = tuple(_outputs(first, second, {*carries, *rebinds} - moved))
-    reads = find_reads(first, second, walk, counters, allow)
+    comparisons = find_comparisons(first, second, walk, allow)
+    reads = find_reads(first, second, walk, counters, allow, comparisons)
     return Plan(
         name=_name_of(function()),
         feed=FeedSpec(feed),
@@ -101,6 +103,7 @@ def build_plan(
         device=second.device,
         reads=reads,
         values=frozen({path: second.entry_scalars[path] for path in reads}),
+        comparisons=frozen({path: comparisons[path] for path in reads if path in comparisons}),
         traits=frozen(find_traits(first, second, walk, reads, allow, loose=loose)),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
 from functools import lru_cache
 from io import IOBase
@@ -21,6 +21,7 @@ from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Walk, is
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
 from graphplan.tracer.changes import Rebinding, same_value
+from graphplan.tracer.comparisons import Comparison, come_out_alike
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -211,9 +212,15 @@ def _shapes(specs: list[tuple[Any, Any]]) -> str:
 
 
 def find_reads(
-    first: Trace, second: Trace, walk: Walk, counters: Iterable[Counter], allow: Iterable[str]
+    first: Trace,
+    second: Trace,
+    walk: Walk,
+    counters: Iterable[Counter],
+    allow: Iterable[str],
+    comparisons: Mapping[str, tuple[Comparison, ...]],
 ) -> tuple[str, ...]:
-    """Paths of Python values that the step's code may have read and does not itself change.
+    """Paths of Python values that the step's code may have read and does not itself change; of those with
+    ``comparisons`` it only reads how these come out.
 
     Raises:
         HostScalarError: for one that somebody changes between two steps: each replay would have a stale value; and
@@ -260,7 +267,7 @@ def find_reads(
             # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
             # value that perhaps nobody read.
             continue
-        if not same_value(old, new):
+        if not (same_value(old, new) or come_out_alike(comparisons.get(path), old, new)):
             raise HostScalarError(
                 f"the step's code reads {path}, which is {old!r} before one step and {new!r} before the next; a replay "
                 "would keep one value. Hold it in a tensor and update that in place, feed it, or, if the step's "

@@ -34,6 +34,7 @@ from graphplan.owners import (
 )
 from graphplan.plan import Plan
 from graphplan.tracer import same_value
+from graphplan.tracer.comparisons import Comparison, come_out_alike
 
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
@@ -66,6 +67,7 @@ class Guards:
         self._links = walk.links
         self._missing = _missing_parts(walk)
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
+        self._comparisons = plan.comparisons
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
         self._shown = Shown(plan.traits, walk)
         holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
@@ -105,15 +107,18 @@ class Guards:
     def _rows_of_values(self, read: _Scalars, known: Mapping[str, Any]) -> list[Row]:
         """Python values that the step's code reads; ``known``: what they were."""
         # What an object shows as attributes is looked up there, without a detour.
+        compared = [pair for pair in read if pair[0] in self._comparisons]
+        read = [pair for pair in read if pair[0] not in self._comparisons]
         shown = [pair for pair in read if type(pair[1].container) is Numbers]
         items = [pair for pair in read if type(pair[1].container) is not Numbers]
-        groups = (shown, items)
+        groups = (shown, items, compared)
         self._labels = [path for group in groups for path, _ in group]
         self._values = [[known[path] if path in known else value.get() for path, value in group] for group in groups]
         keys = [[value.key for _, value in group] for group in groups]
         return [
             ("equal_attributes", [v.container.thing for _, v in shown], keys[0], self._values[0], same_value),
             ("equal_items", [_readable(v.container) for _, v in items], keys[1], self._values[1], same_value),
+            _row_of_comparisons(compared, self._values[2], self._comparisons),
         ]
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
@@ -175,7 +180,7 @@ class Guards:
             if place is None:
                 return f"{label} was {old!r} and is gone"
             new = place.get()
-            if not same_value(old, new):
+            if not (same_value(old, new) or come_out_alike(self._comparisons.get(label), old, new)):
                 return f"{label} was {old!r} and is {new!r}"
         return self._shown.changed(walk)
 
@@ -192,6 +197,23 @@ class _Shards:
     def hold(self) -> bool:
         """Whether all have the shards that they had."""
         return not any(map(is_not, map(local, self._sharded), self._shards))
+
+
+def _row_of_comparisons(compared: _Scalars, known: list[Any], comparisons: Mapping[str, tuple[Comparison, ...]]) -> Row:
+    """A comparison that holds while those that code makes with some numbers come out as they did for the ``known``
+    ones, which are then those of now.
+    """
+    made = [comparisons[path] for path, _ in compared]
+
+    def hold() -> bool:
+        now = [value.get() for _, value in compared]
+        if now != known:
+            if not all(map(come_out_alike, made, known, now)):
+                return False
+            known[:] = now
+        return True
+
+    return ("same_results", [hold] if compared else [], [True] if compared else [])
 
 
 def _hold(checks: Any) -> bool:

@@ -31,6 +31,7 @@ from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.roles import Role
 from graphplan.signature import Feed
 from graphplan.tracer import is_alike, runs_step, same_value
+from graphplan.tracer.comparisons import come_out_alike
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -159,7 +160,10 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
     """What the step works on and is not what it was in the traces, described: a Python value, or where slots lie."""
     for path, old in plan.values.items():
         value = walk.value(path)
-        if value is not None and not same_value(old, new := value.get()):
+        if value is None:
+            continue
+        new = value.get()
+        if not (same_value(old, new) or come_out_alike(plan.comparisons.get(path), old, new)):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
     for path, known in plan.traits.items():
         if not is_alike(known, traits := walk.traits(path)):

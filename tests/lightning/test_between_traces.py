@@ -117,3 +117,29 @@ def test_one_metric_on_two_validation_loaders(tmp_path: Path) -> None:
     expected, found = run(tmp_path / "eager"), run(tmp_path / "graphed", tape(eval=True))
     assert_same_fits(expected, found)
     assert found.callback.eval_stats.replayed > 10, found.callback.report()
+
+
+REPLAYED = {1: 21, 2: 17, 3: 13}
+"""Of 30 steps, by captures: the last one of an epoch has another shape."""
+
+
+def _unused(self: Any, loss: Tensor) -> Tensor:
+    epoch = self.current_epoch  # noqa: F841
+    step = self.global_step  # noqa: F841
+    return loss
+
+
+def _compared(self: Any, loss: Tensor) -> Tensor:
+    return 2 * loss if self.current_epoch >= 2 and self.trainer.global_step < 10**6 else loss
+
+
+def _computed(self: Any, loss: Tensor) -> Tensor:
+    return loss * (1 + self.current_epoch)
+
+
+@pytest.mark.parametrize(("use", "captured"), [(_unused, 1), (_compared, 2), (_computed, 3)])
+def test_a_step_that_looks_at_the_epoch(use: Any, captured: int, tmp_path: Path) -> None:
+    """It is captured anew where what it does with the number comes out otherwise, not in each epoch."""
+    make = with_step(lambda self, batch, batch_idx: use(self, self.loss_of(batch)))
+    found = assert_fit_equals_eager(make, tmp_path, replayed=REPLAYED[captured])
+    assert found.callback.stats.captured == captured

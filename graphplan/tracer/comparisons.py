@@ -1,0 +1,185 @@
+"""Numbers that code only compares: a replay is good for as long as the comparisons come out as they did.
+
+``if self.current_epoch < 5`` and ``if self.global_step % 100 == 0`` depend on one answer, not on the number. The
+bytecode is searched for each load of such an attribute. Where a load is followed by anything but a comparison with a
+literal or with another attribute of the same object, code computes with the number.
+"""
+
+from __future__ import annotations
+
+import dis
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "NOT_TAKEN")
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
+    "in": lambda number, others: number in others,
+}  # fmt: skip
+_NAMING = ("LOAD_ATTR", "LOAD_SUPER_ATTR", "STORE_ATTR", "DELETE_ATTR")
+"""Instructions that name an attribute, but for those that call it: nobody calls a number."""
+_LITERALS = (int, float, bool, type(None))
+NUMBERS = (int, float)
+_NAMESPACES = frozenset({"locals", "vars", "eval", "exec", "globals"})
+"""What shows local variables to other code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """Another attribute of the object whose method compares."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``number % modulus OPERATOR other``, or with its sides exchanged; whether the number is 0 without an operator."""
+
+    operator: str = ""
+    other: Any = 0
+    modulus: Any = None
+    is_exchanged: bool = False
+
+    def outcome(self, number: Any) -> bool:
+        """What it comes to for ``number``. A comparison that cannot be made raises, as in the step."""
+        if self.modulus is not None:
+            number = number % self.modulus
+        if not self.operator:
+            return bool(number)
+        sides = (self.other, number) if self.is_exchanged else (number, self.other)
+        return bool(_OPERATORS[self.operator](*sides))
+
+
+class _ComputedWith(Exception):
+    """Code does something else with the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    opname: str
+    argval: Any
+    argrepr: str
+    is_target: bool
+
+
+def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> frozenset[Comparison] | None:
+    """All comparisons that ``code`` makes with attributes called ``name``, of its first argument alone if ``of_self``;
+    None if it may do anything else with one.
+    """
+    if name in code.co_consts or not _NAMESPACES.isdisjoint(code.co_names):
+        return None
+    steps = list(_plain_steps(code))
+    found: set[Comparison] = set()
+    try:
+        for index, step in enumerate(steps):
+            if step.argval != name or step.opname not in _NAMING or "NULL" in step.argrepr:
+                continue
+            if of_self and not (index and _is_first_argument(code, steps[index - 1])):
+                continue
+            _only(step.opname == "LOAD_ATTR")
+            found.update(_uses(code, steps, index))
+    except (_ComputedWith, IndexError):
+        return None
+    return frozenset(found)
+
+
+def _plain_steps(code: CodeType) -> Iterator[_Step]:
+    """The instructions, those that Python 3.13 joins taken apart."""
+    for step in dis.get_instructions(code):
+        if step.opname in _PADDING:
+            continue
+        if "_FAST" in step.opname and isinstance(step.argval, tuple):
+            acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
+            for act, variable in zip(acts, step.argval, strict=True):
+                yield _Step(f"{act}_FAST", variable, variable, step.is_jump_target)
+        else:
+            kind = "LOAD_FAST" if step.opname.startswith("LOAD_FAST") else step.opname
+            yield _Step(kind, step.argval, step.argrepr, step.is_jump_target)
+
+
+def _only(condition: bool) -> None:
+    if not condition:
+        raise _ComputedWith
+
+
+def _uses(code: CodeType, steps: list[_Step], index: int) -> Iterator[Comparison]:
+    """What happens to the number that the instruction at ``index`` puts on the stack."""
+    following = steps[index + 1]
+    _only(not following.is_target)
+    if following.opname == "STORE_FAST":
+        yield from _uses_of_variable(code, steps, following.argval)
+    elif following.opname == "COMPARE_OP":
+        yield Comparison(_operator_of(following), _literal_before(steps, index), is_exchanged=True)
+    elif following.opname in ("TO_BOOL", "UNARY_NOT") or (
+        following.opname.startswith("POP_JUMP") and "NONE" not in following.opname
+    ):
+        yield Comparison()
+    elif following.opname != "POP_TOP":
+        yield _comparison_after(code, steps, index + 1)
+
+
+def _uses_of_variable(code: CodeType, steps: list[_Step], variable: str) -> Iterator[Comparison]:
+    """What happens to the number in a variable, which nothing else may be stored in."""
+    _only(variable not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    naming = [index for index, step in enumerate(steps) if step.argval == variable and "_FAST" in step.opname]
+    _only(sum(steps[index].opname != "LOAD_FAST" for index in naming) == 1)
+    for index in naming:
+        if steps[index].opname == "LOAD_FAST":
+            yield from _uses(code, steps, index)
+
+
+def _comparison_after(code: CodeType, steps: list[_Step], index: int) -> Comparison:
+    """The comparison with what is loaded from ``index`` on."""
+    modulus = None
+    other, end = _other_at(code, steps, index)
+    if (steps[end].opname, steps[end].argrepr) in (("BINARY_OP", "%"), ("BINARY_MODULO", "")):
+        _only(isinstance(other, NUMBERS) and other != 0)
+        modulus = other
+        if steps[end + 1].opname == "TO_BOOL" or steps[end + 1].opname.startswith(("POP_JUMP", "UNARY_NOT")):
+            return Comparison(modulus=modulus)
+        other, end = _other_at(code, steps, end + 1)
+    _only(not any(step.is_target for step in steps[index : end + 1]))
+    if steps[end].opname == "CONTAINS_OP":
+        _only(isinstance(other, tuple | frozenset) and all(isinstance(item, _LITERALS) for item in other))
+        return Comparison("in", other, modulus)
+    _only(steps[end].opname == "COMPARE_OP" and isinstance(other, (*_LITERALS, Attribute)))
+    return Comparison(_operator_of(steps[end]), other, modulus)
+
+
+def _other_at(code: CodeType, steps: list[_Step], index: int) -> tuple[Any, int]:
+    """The literal, or the attribute of the method's object, that is loaded at ``index``; and what comes after it."""
+    step, after = steps[index], steps[index + 1]
+    if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        return step.argval, index + 1
+    _only(_is_first_argument(code, step) and after.opname == "LOAD_ATTR" and "NULL" not in after.argrepr)
+    return Attribute(str(after.argval)), index + 2
+
+
+def _is_first_argument(code: CodeType, step: _Step) -> bool:
+    return step.opname == "LOAD_FAST" and code.co_argcount > 0 and step.argval == code.co_varnames[0]
+
+
+def _literal_before(steps: list[_Step], index: int) -> Any:
+    """The literal under the number that the instruction at ``index`` puts on the stack, loaded before its object."""
+    while steps[index].opname == "LOAD_ATTR":
+        index -= 1
+    _only(index > 0 and steps[index].opname == "LOAD_FAST")
+    before = steps[index - 1]
+    _only(before.opname in ("LOAD_CONST", "LOAD_SMALL_INT") and isinstance(before.argval, _LITERALS))
+    return before.argval
+
+
+def _operator_of(step: _Step) -> str:
+    name = str(step.argval)
+    _only(name in _OPERATORS)
+    return name
+
+
+def come_out_alike(comparisons: Iterable[Comparison] | None, one: Any, other: Any) -> bool:
+    """Return True if all comparisons have the same outcome for two numbers; False if none are given."""
+    if comparisons is None or type(one) not in NUMBERS or type(other) not in NUMBERS:
+        return False
+    return all(comparison.outcome(one) == comparison.outcome(other) for comparison in comparisons)
