@@ -15,6 +15,7 @@ from torch import Tensor
 
 from graphplan.errors import BackendError, CaptureMemoryError
 from graphplan.nodes import Nodes
+from graphplan.rng import SavedStates
 from graphplan.roles import Footprint
 
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
@@ -57,6 +58,8 @@ class Backend(Protocol):
     """Whether :meth:`record` also executes the work (the tape does, stream capture does not)."""
     reads: Sequence[Any] = ()
     """What the step that is recorded next may read on the host: values that it asserts, and constants."""
+    states: SavedStates = SavedStates()
+    """The states of generators that the step that is recorded next saves and puts back."""
 
     def record(self, body: Callable[[], Any]) -> tuple[Recording, Any]:
         """Run ``body`` once while recording it; return the recording and ``body``'s result.

@@ -27,6 +27,7 @@ from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.idleness import UNDISTURBED
 from graphplan.nodes import Nodes
 from graphplan.pools import Loan, memory_apart
+from graphplan.rng import CapturedStates
 from graphplan.roles import Footprint
 from graphplan.streams import lend
 from graphplan.tracer import AnsweredReads, DeviceConstants, find_raise, is_raised_by_user
@@ -53,8 +54,10 @@ class GraphRecording:
         generation: object = None,
         *,
         kept: bool = False,
+        states: CapturedStates | None = None,
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._states = states
         self._device = device
         self._watched = watched
         self.nbytes = nbytes
@@ -88,6 +91,7 @@ class GraphRecording:
             DeviceFault: if the recording is watched and would read memory that was freed. Nothing was launched.
         """
         assert self._graph is not None, "a closed program is refused before its recording is asked"
+        end = None if self._states is None else self._states.set_out()
         try:
             self._graph.replay()
         except RuntimeError as error:
@@ -100,6 +104,8 @@ class GraphRecording:
                 "as an object with __slots__. Hold it on an owner, or feed it. torch's own error, which this one comes "
                 "from, says where it was first read and where it was freed"
             ) from error
+        if self._states is not None and end is not None:
+            self._states.arrive(end)
 
     def reset(self) -> None:
         """Destroy the graph and let its pool's memory go, once no other recording of the pool is left."""
@@ -212,6 +218,8 @@ class CUDAGraphBackend(Backend):
         self._has_recorded = True
         graph, kept = new_graph()
         self._register_generators(graph)
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        states = CapturedStates(graph, generator, self.states) if self.states.saves else None
         # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
         # all that the process has, which takes 0.3 s.
         gc.collect(2 if self._living else 1)
@@ -223,13 +231,13 @@ class CUDAGraphBackend(Backend):
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
             with no_collections():
-                result = self._capture(graph, body, kept=kept)
+                result = self._capture(graph, body, states, kept=kept)
         finally:
             forget_workspaces()
         upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, kept=kept)
+        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, kept=kept, states=states)
         self._living.add(recording)
         return recording, result
 
@@ -251,7 +259,9 @@ class CUDAGraphBackend(Backend):
         """See :meth:`graphplan.backend.Backend.trim`."""
         _empty_cache()
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], *, kept: bool) -> Any:
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], states: CapturedStates | None, *, kept: bool
+    ) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(self.constants) if self.constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
@@ -261,7 +271,7 @@ class CUDAGraphBackend(Backend):
         with UNDISTURBED, torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, **options)
-                with constants, reads:
+                with constants, reads, nullcontext() if states is None else states.captured():
                     result = body()
             except BaseException as error:
                 # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.

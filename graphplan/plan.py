@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphplan.owners import Walk, storage_id
 from graphplan.policy import Policy
+from graphplan.rng import SavedStates
 from graphplan.roles import External, Footprint, Overlay, Role, TensorSpec
 from graphplan.signature import Feed, FeedSpec
 
@@ -108,6 +109,7 @@ class Plan:
         footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
+        states: the states of default generators that the step saves and puts back, as activation checkpointing does.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
         only.
         values: what ``reads`` were before each traced step, by path.
@@ -143,6 +145,7 @@ class Plan:
     footprint: Footprint
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]
+    states: SavedStates
     reads: tuple[str, ...]
     values: Mapping[str, Any]
     comparisons: Mapping[str, tuple[Any, ...]]

@@ -28,6 +28,7 @@ from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError
 from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
+from graphplan.rng import saving_states
 from graphplan.roles import Footprint
 from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, is_allocation, schema_of, tensors_in, written_tensors
@@ -88,6 +89,21 @@ def _alias(value: Any) -> Any:
     return pytree.tree_map_only(Tensor, alias, value)
 
 
+class _SavedState:
+    """A generator's state that replays save, and put back later on."""
+
+    def __init__(self, generator: torch.Generator, state: Tensor) -> None:
+        self.generator, self._state = generator, state
+
+    def save(self) -> None:
+        """Save the state."""
+        self._state = self.generator.get_state()
+
+    def put(self) -> None:
+        """Put it back."""
+        self.generator.set_state(self._state)
+
+
 class _TapeMode(TorchDispatchMode):
     def __init__(self, reads: KnownReads) -> None:
         super().__init__()
@@ -96,6 +112,7 @@ class _TapeMode(TorchDispatchMode):
         self.failure: str | None = None
         self.storages: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
+        self._saved: dict[int, _SavedState] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -110,6 +127,22 @@ class _TapeMode(TorchDispatchMode):
         """Take notice of a read, which the traced steps must have done too."""
         if find_place() not in self._reads:
             self.fail(f"{name} reads values on the host")
+
+    def save_state(self, generator: torch.Generator) -> Tensor:
+        """Have replays save the generator's state where the step does now."""
+        state = generator.get_state()
+        self._saved[id(state)] = saved = _SavedState(generator, state)
+        self.kernels.append(_Kernel(saved.save, (), {}, outs=[], writes=[], constant=False))
+        return state
+
+    def put_state(self, generator: torch.Generator, state: Tensor) -> None:
+        """Have replays put back what they saved."""
+        generator.set_state(state)
+        saved = self._saved.get(id(state))
+        if saved is None or saved.generator is not generator:
+            self.fail("the state of a generator is set to one that the step did not save")
+        else:
+            self.kernels.append(_Kernel(saved.put, (), {}, outs=[], writes=[], constant=False))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -304,7 +337,7 @@ class TapeBackend(Backend):
     def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
         mode = _TapeMode(KnownReads(self.reads))
-        with mode, Profile(mode.note_read):
+        with mode, saving_states(mode.save_state, mode.put_state), Profile(mode.note_read):
             result = body()
         if mode.failure is not None:
             raise CaptureError(

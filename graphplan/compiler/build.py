@@ -100,6 +100,7 @@ def build_plan(
         footprint=first.footprint.merge(second.footprint),
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),
+        states=second.states,
         device=second.device,
         reads=reads,
         values=frozen({path: second.entry_scalars[path] for path in reads}),

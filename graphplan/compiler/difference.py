@@ -43,6 +43,12 @@ def check_difference(first: Trace, second: Trace) -> None:
             _check_operands(a, b, number, kept)
     _check_externals(first, second)
     _check_generators(first, second)
+    if first.states != second.states:
+        raise GeneratorSeekError(
+            f"the step put {len(first.states.restores)} states of generators back on one step and "
+            f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
+            "back. Have each step save and restore alike, or pass on_failure='eager'"
+        )
 
 
 def is_reordered(first: Trace, second: Trace) -> bool:

@@ -214,6 +214,7 @@ def make_backend(name: str, plan: Plan) -> Backend:
         TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators, plan.device_constants)
     )
     backend.reads = plan.host_reads
+    backend.states = plan.states
     return backend
 
 

@@ -82,6 +82,7 @@ class Captures:
 
     def _record(self, plan: Plan, feed: Feed, backend: Backend) -> Program:
         backend.reads = plan.host_reads
+        backend.states = plan.states
         if isinstance(backend, CUDAGraphBackend):
             backend.generators = list(plan.generators)
             backend.constants = list(plan.device_constants)

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
@@ -162,7 +166,7 @@ class TraceMode(TorchDispatchMode):
             self._note_generator(kwargs.get("generator"), source)
         out = finish(name, aside.run(func, args, kwargs))
         if schema.is_random:
-            self._states = [(gen, gen.get_state()) for gen, _ in self._states]
+            self.take_states()
         made = tensors_in(out)
         self._watch.check(name, tensors, made, source)
         given = list(zip(tensors, operands, strict=True))
@@ -260,10 +264,20 @@ class TraceMode(TorchDispatchMode):
                 place = f"before the random operator at {source}" if source else "within the step"
                 self.refuse(
                     GeneratorSeekError,
-                    f"the {generator.device} generator's state was set {place} (manual_seed, set_rng_state, fork_rng, "
-                    "another thread that draws, or a checkpoint that restores it); a replay only draws on. Seed "
-                    "outside the step, or pass preserve_rng_state=False to activation checkpointing",
+                    f"the {generator.device} generator's state was set {place}, to another one than the step had saved "
+                    "itself (manual_seed, Generator.set_state, a state from before the step, or another thread that "
+                    "draws); a replay only draws on. Seed outside the step, save the state in it with "
+                    "torch.get_rng_state, or pass on_failure='eager'",
                 )
+
+    def check_states(self) -> None:
+        """Note a violation if a generator's state was set since the latest random operator."""
+        with _disable_current_modes():
+            self._check_seek(find_source())
+
+    def take_states(self) -> None:
+        """Take the generators' states for those that random operators left."""
+        self._states = [(gen, gen.get_state()) for gen, _ in self._states]
 
     def _note_generator(self, generator: torch.Generator | None, source: Source) -> None:
         """Take in a generator that the step draws from, before it does."""

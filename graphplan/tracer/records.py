@@ -11,6 +11,7 @@ from torch import Tensor
 
 from graphplan.errors import RefusalError
 from graphplan.owners import Slot, is_freed
+from graphplan.rng import SavedStates
 from graphplan.roles import Footprint, TensorSpec
 from graphplan.tracer.changes import Changes
 from graphplan.tracer.collectives import is_collective
@@ -87,6 +88,8 @@ class Trace:
     """Where the step left tensors that it had made, and that have a gradient."""
     host_draws: list[Callable[[], Any]] = field(default_factory=list)
     """What draws again what the step drew on the host, while it computed elsewhere, and nothing depends on."""
+    states: SavedStates = field(default_factory=SavedStates)
+    """The states of generators that the step saved and put back."""
     prints: list[str] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)
     drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)

@@ -15,6 +15,7 @@ from graphplan.errors import HostEffectError
 from graphplan.fed import Fed
 from graphplan.marks import PLAIN_KINDS, marks_of
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
+from graphplan.rng import TracedStates, saving_states
 from graphplan.roles import TensorSpec
 from graphplan.signature import Feed, is_dense, is_literal
 from graphplan.tracer.changes import Changes, Recorder
@@ -94,7 +95,8 @@ def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: 
     """Run the step under everything that watches it, and note what it ran, read and drew."""
     profile = Profile(mode.read, lambda: record.prints.append(str(find_source())))
     drawn, held = host_generators(), sharding.holds_gradients()
-    with presenting_capture(), mode, profile:
+    states = TracedStates(mode.check_states, mode.take_states)
+    with presenting_capture(), saving_states(states.save, states.put), mode, profile:
         result = fed.lend(lambda args, kwargs: fn(*args, **kwargs))
         sharding.settle()
     change = fed.change()
@@ -103,6 +105,7 @@ def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: 
     if held or sharding.holds_gradients():
         mode.refuse(HostEffectError, _HELD)
     mode.finish()
+    record.states = states.facts(record.device)
     record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
     record.reads = profile.reads()
     record.ran = profile.ran
