@@ -326,7 +326,7 @@ def reads_quietly(model: Any, x: Tensor, loss: Tensor) -> None:
 
 
 def test_a_value_that_only_decides_and_changes_is_refused() -> None:
-    """No operator gets the number, but the step's code does more than to compare it: path, both values, and what to do."""
+    """No operator gets the number, but the code does more than to compare it: path, both values, what to do."""
 
     def raise_it(model: Any, index: int) -> None:
         model.limit += 1
