@@ -1,7 +1,7 @@
-"""Copies of many tensors, their way back, and their comparison, each with few operators.
+"""Copies of many tensors, their way back, and their comparison, each with few launches.
 
-A step has hundreds of small tensors (biases, moments, step counters). Calling an operator takes longer than what it does
-to one of them, on a host as well as on a device. So small ones of one dtype and device are handled together.
+A step has hundreds of small tensors (biases, moments, step counters), and on a device a launch takes longer than what
+it does to one of them. So small ones of one dtype and device are handled together.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ _SMALL, _TOGETHER = 2**22, 2**24
 """Bytes of a tensor on a device that is compared with others, and of all of those: the others take longer than their
 launch, and a comparison needs two more copies of what is compared together.
 """
-_SMALL_ON_HOST, _TOGETHER_ON_HOST = 2**14, 2**18
-"""The same on the host, where memory that was just allocated costs more than an operator's call."""
 _COPIED = 2**28
 """Bytes of the copies that are one piece of memory."""
 _is_on_host = attrgetter("is_cpu")
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_JOINED = _INTEGERS | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-"""What ``torch.cat`` can put together, in every release."""
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -52,17 +48,14 @@ _unflat = torch._C._nn.unflatten_dense_tensors
 
 def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` can lie beside others in a flat one."""
-    if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided or tensor.dtype not in _JOINED:
+    if type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided:
         return False
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def _place(tensor: Tensor) -> Hashable | None:
-    return (tensor.device, tensor.dtype) if _is_plain(tensor) else None
-
-
 def _home(tensor: Tensor) -> Hashable | None:
-    return None if _is_on_host(tensor) and tensor.nbytes > _SMALL_ON_HOST else _place(tensor)
+    # On the host there are no launches.
+    return (tensor.device, tensor.dtype) if not _is_on_host(tensor) and _is_plain(tensor) else None
 
 
 def _small_home(tensor: Tensor) -> Hashable | None:
@@ -79,7 +72,7 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
         if key is None:
             yield False, [index]
             continue
-        if key in together and sizes[key] + tensor.nbytes > (_TOGETHER_ON_HOST if _is_on_host(tensor) else most):
+        if key in together and sizes[key] + tensor.nbytes > most:
             sizes[key] = 0
             yield True, together.pop(key)
         together.setdefault(key, []).append(index)
@@ -89,7 +82,7 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
 
 @torch.no_grad()
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
-    """Detached copies, beside the tensors or on ``device``. Small ones of one dtype share memory with each other.
+    """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other.
 
     What lies on the host stays there: on its way to a device it would have everybody wait for that. Nobody waits for
     copies from a device either, in pinned memory on the host: they are good for what is queued on the same stream, and
@@ -122,10 +115,10 @@ def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def beside(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """``tensors`` on ``device``. Those that lie in the host's memory one after the other, as :func:`copy_all` leaves
+    """``tensors`` on ``device``. Those that lie one after the other in memory elsewhere, as :func:`copy_all` leaves
     them, are one copy.
     """
-    if device.type == "cpu" or not any(map(_is_on_host, tensors)):
+    if all(tensor.device == device for tensor in tensors):
         return list(tensors)
     runs: list[list[Tensor]] = []
     for tensor in tensors:
@@ -154,9 +147,15 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy ``values`` into ``targets`` of the same shapes and dtypes."""
     # Tensors from inference mode may not be written to outside of it, other tensors on their memory may.
     targets = [target.detach() if target.is_inference() else target for target in targets]
+    here = [index for index, t in enumerate(targets) if _is_on_host(t) and type(t) in PLAIN_KINDS]
+    if here:
+        torch._foreach_copy_([targets[index] for index in here], [values[index] for index in here])
+        known = set(here)
+        rest = [index for index in range(len(targets)) if index not in known]
+        targets, values = [targets[index] for index in rest], [values[index] for index in rest]
     # What comes from elsewhere takes room here on its way.
     most = _TOGETHER if any(map(_is_on_host, values)) else _COPIED
-    for are_plain, members in _groups(targets, map(_place, targets), most):
+    for are_plain, members in _groups(targets, map(_home, targets), most):
         if are_plain:
             there = beside([values[i] for i in members], targets[members[0]].device)
             torch._foreach_copy_([targets[i] for i in members], there)
@@ -173,21 +172,11 @@ class Unequal:
     def __init__(self, ones: Sequence[Tensor], twos: Sequence[Tensor]) -> None:
         rows = [(two, one) if _is_on_host(one) else (one, two) for one, two in zip(ones, twos, strict=True)]
         self._ones, self._twos = [one for one, _ in rows], [two for _, two in rows]
-        self._found: list[int] = []
-        self._groups: list[list[int]] = []
-        for members in _compared_together(self._ones, self._twos):
-            if _is_on_host(self._ones[members[0]]):
-                self._found += self._differ(members)
-            else:
-                self._groups.append(members)
+        here = {index for index, (one, _) in enumerate(rows) if _is_on_host(one)}
+        self._groups = _on_devices(self._ones, self._twos) if len(here) < len(rows) else []
         self._flags = [_mark(self._ones, self._twos, members).any() for members in self._groups]
-
-    def _differ(self, members: list[int]) -> list[int]:
-        """Those of ``members``, on the host, that are not the same. Each comparison ends with its first difference."""
-        one, two = _joined(self._ones, members), _joined(self._twos, members)
-        if torch.equal(bits(one), bits(two)):
-            return []
-        return members if len(members) == 1 else [index for index in members for _ in self._differ([index])]
+        # Each is compared alone, up to its first difference.
+        self._found = [index for index in here if not torch.equal(*map(bits, rows[index]))]
 
     @torch.no_grad()
     def places(self) -> list[int]:
@@ -201,23 +190,20 @@ class Unequal:
         return sorted(found)
 
 
-def _compared_together(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of the tensors that are compared together."""
-    homes = ((_small_home(one), _small_home(two), two.device) for one, two in zip(ones, twos, strict=True))
-    keys = [(one, device) if one and two else None for one, two, device in homes]
-    return (members for _, members in _groups(ones, keys, _TOGETHER))
-
-
-def _joined(tensors: Sequence[Tensor], members: list[int]) -> Tensor:
-    return tensors[members[0]] if len(members) == 1 else _flat([tensors[index] for index in members])
+def _on_devices(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of the tensors that are compared together, without what lies on the host."""
+    homes = zip(map(_small_home, ones), twos, strict=True)
+    keys = [(home, two.device) if home and _is_plain(two) else None for home, two in homes]
+    groups = (members for _, members in _groups(ones, keys, _TOGETHER))
+    return [members for members in groups if not _is_on_host(ones[members[0]])]
 
 
 def _mark(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:
     """Which elements have other bits, those of several tensors one after the other."""
-    one, here = _joined(ones, members), ones[members[0]].device
-    two = _joined(beside([twos[index] for index in members], here), list(range(len(members))))
-    mark = bits(one) != bits(two.to(here))
-    return mark.any(-1) if one.is_complex() else mark
+    one = [ones[index] for index in members]
+    two = beside([twos[index] for index in members], one[0].device)
+    mark = bits(_flat(one)) != bits(_flat(two)) if members[1:] else bits(one[0]) != bits(two[0])
+    return mark.any(-1) if one[0].is_complex() else mark
 
 
 def _ends(ones: Sequence[Tensor], twos: Sequence[Tensor], members: list[int]) -> Tensor:

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphplan.dtensors import is_sharded, local
 from graphplan.errors import GradientError, GuardError
 from graphplan.native.tensors import Addresses, geometry
-from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, write_all
 from graphplan.plan import Plan
 from graphplan.program.memory import memory_uses
 from graphplan.program.together import Companions
@@ -143,6 +143,8 @@ class Bindings:
         sharded = any(map(is_sharded, self._written))
         self._memory = list(map(local, self._written)) if sharded else self._written
         self._addresses = Addresses(self._memory)
+        self.grad_memory = set(map(storage_id, self._memory))
+        """Storages of the gradients that the recording writes."""
         self._counts = self._count()
 
     def _count(self) -> list[int]:
@@ -172,14 +174,17 @@ class Bindings:
 
     def take_grads(self) -> None:
         """After an eager step: have gradients that nothing else refers to lie where replays leave them."""
+        taken: list[tuple[Tensor, Tensor]] = []
         for param, grad in self._grads:
             new = param.grad
             if grad is None or new is None or new is grad or type(new) is not Tensor or vars(new):
                 continue
             is_alone = getrefcount(new) == _references() and all(uses == 1 for uses in memory_uses([new]).values())
             if is_alone and type(grad) is Tensor and geometry(new) == geometry(grad):
-                grad.copy_(new)
-                param.grad = grad
+                taken.append((param, grad))
+        write_all([grad for _, grad in taken], [param.grad for param, _ in taken if param.grad is not None])
+        for param, grad in taken:
+            param.grad = grad
 
     def lost_memory(self) -> str | None:
         """The gradient that no longer has the memory that the recording writes, described. An alias shares its storage,

@@ -71,13 +71,12 @@ class Program:
         self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
         self.next_check = NO_CHECK
 
-    @property
-    def state_bytes(self) -> int:
+    def count_state_bytes(self) -> int:
         """Bytes of all tensors that the owners hold, but for those that the step has nothing to do with."""
         untouched = self.plan.untouched(self._walk)
         slots = [slot for path, slot in self._walk.slots.items() if path not in untouched]
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     @property
     def lent_bytes(self) -> int:
@@ -199,8 +198,17 @@ class Program:
         """Whether ``walk``, made before a replay, leads to all that the owners hold after it."""
         return self._bindings.keep_places(walk)
 
-    def run_between(self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any]) -> Any:
-        """Run ``body``, the step itself fed with ``leaves``, between two replays."""
+    @property
+    def changed_memory(self) -> set[Any]:
+        """Storages of owners' tensors and gradients that each replay writes to."""
+        return self._adopted.written | self._bindings.grad_memory
+
+    def run_between(
+        self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any], walk: Callable[[], Walk]
+    ) -> Any:
+        """Run ``body``, the step itself fed with ``leaves``, between two replays. ``walk`` leads to what its owners hold
+        afterwards.
+        """
         assert self._recording is not None
         if self.plan.communicates:
             # Another rank might have to capture anew after this, and this one not.
@@ -208,7 +216,7 @@ class Program:
 
         def left(result: Any) -> Iterator[Tensor]:
             self._bindings.take_grads()
-            for slot in walk_owners(self.plan.owners()).slots.values():
+            for slot in walk().slots.values():
                 yield from map(local, slot.tensors())
             for leaf in [*leaves, *(value for _, value in flatten_result(result)[0])]:
                 if isinstance(leaf, Tensor):

@@ -33,6 +33,7 @@ def take_back(left: Tensor, old: Tensor, rounding: float) -> None:
     """Take out of what a replay made of ``old``, nudged, the nudge itself: it may be larger than the step's update, and
     noise is in the update only.
     """
+    old = old.to(left.device)
     nudge = old.clone()
     nudge_by(nudge, rounding)
     left.sub_(nudge.sub_(old))
@@ -44,7 +45,9 @@ def nudged(
     old: Callable[[Tensor], Tensor | None],
     rounding: float,
 ) -> Mapping[str, Tensor]:
-    """What ``replay`` leaves if ``params`` have other last bits. ``old(param)`` is what a parameter held before."""
+    """What ``replay`` leaves if ``params`` have other last bits, but for these: parameters among it are changed once
+    more. ``old(param)`` is what a parameter held before.
+    """
     fit = {path: param for path, param in params.items() if can_be_nudged(param)}
     for param in fit.values():
         nudge_by(param, rounding)

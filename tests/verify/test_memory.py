@@ -30,25 +30,25 @@ def free(monkeypatch: pytest.MonkeyPatch, **nbytes: int | None) -> None:
 
 
 def test_where_copies_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the device where there is room for four copies and some, else on the host, else nowhere."""
-    free(monkeypatch, cuda=500, cpu=500)
+    """On the device where there is room for three copies and some, else on the host, else nowhere."""
+    free(monkeypatch, cuda=400, cpu=400)
     assert find_room(100, DEVICE) == (DEVICE, "")
-    free(monkeypatch, cuda=400, cpu=500)
+    free(monkeypatch, cuda=300, cpu=400)
     assert find_room(100, DEVICE) == (HOST, "")
-    free(monkeypatch, cuda=400, cpu=None)
+    free(monkeypatch, cuda=300, cpu=None)
     assert find_room(100, DEVICE) == (HOST, "")
     free(monkeypatch, cuda=1 << 20, cpu=1 << 20)
     assert find_room(1 << 20, DEVICE) == (
         None,
-        "a check needs 5 MiB for copies of parameters and state, and neither cuda:0 nor the host has that much free",
+        "a check needs 4 MiB for copies of parameters and state, and neither cuda:0 nor the host has that much free",
     )
 
 
 def test_copies_that_would_take_much_more_than_eager_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """They go to the host, whatever is free on the device."""
     free(monkeypatch, cuda=1 << 30, cpu=1 << 30)
-    assert find_room(1000, DEVICE, lambda nbytes: nbytes > 4800) == (HOST, "")
-    assert find_room(1000, DEVICE, lambda nbytes: nbytes == 4800) == (DEVICE, "")
+    assert find_room(1000, DEVICE, lambda nbytes: nbytes > 3600) == (HOST, "")
+    assert find_room(1000, DEVICE, lambda nbytes: nbytes == 3600) == (DEVICE, "")
 
 
 def test_what_is_free_on_the_host() -> None:
