@@ -6,7 +6,6 @@ it does to one of them. So small ones of one dtype and device are handled togeth
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -66,18 +65,19 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
     """Positions of tensors that belong together by their keys, in at most ``most`` bytes, and whether they do; those
     without a key alone.
     """
-    together: dict[Hashable, list[int]] = {}
-    sizes: Counter[Hashable] = Counter()
+    together: dict[Hashable, tuple[list[int], int]] = {}
     for index, (tensor, key) in enumerate(zip(tensors, keys, strict=True)):
         if key is None:
             yield False, [index]
             continue
-        if key in together and sizes[key] + tensor.nbytes > most:
-            sizes[key] = 0
-            yield True, together.pop(key)
-        together.setdefault(key, []).append(index)
-        sizes[key] += tensor.nbytes
-    yield from ((True, members) for members in together.values())
+        members, size = together.get(key, ([], 0))
+        nbytes = tensor.nbytes
+        if members and size + nbytes > most:
+            yield True, members
+            members, size = [], 0
+        members.append(index)
+        together[key] = members, size + nbytes
+    yield from ((True, members) for members, _ in together.values())
 
 
 @torch.no_grad()

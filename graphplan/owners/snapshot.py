@@ -149,16 +149,20 @@ def _put_back(container: Container, copy: Any) -> None:
             container.clear()
             container.extend(copy)
         return
-    if type(container) is dict and len(container) == len(copy):
-        # Most are what they were: asked without a look at each key.
-        if all(map(is_, container, copy)) and all(map(is_, container.values(), copy.values())):
-            return
+    if type(container) is dict and _holds_the_same(container, copy):
+        # So it is with most.
+        return
     for key in [key for key in container if key not in copy]:
         del container[key]
     held = present(container)
     for key, value in copy.items():
         if key not in container or held[key] is not value:
             container[key] = value
+
+
+def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dictionaries have the same keys and values, in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
 def default_generators() -> list[torch.Generator]:

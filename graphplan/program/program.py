@@ -206,8 +206,8 @@ class Program:
     def run_between(
         self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any], walk: Callable[[], Walk]
     ) -> Any:
-        """Run ``body``, the step itself fed with ``leaves``, between two replays. ``walk`` leads to what its owners hold
-        afterwards.
+        """Run ``body``, the step itself fed with ``leaves``, between two replays. ``walk`` leads to what its owners
+        hold afterwards.
         """
         assert self._recording is not None
         if self.plan.communicates:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -132,24 +131,23 @@ def _careful_norm(one: Tensor, *others: Tensor) -> float:
     return math.sqrt(_sum(_careful if others else _finite, one, *(other.to(one.device) for other in others)).item())
 
 
-def _alike(
-    rows: Sequence[tuple[Tensor, ...]], device: torch.device | None
-) -> Iterator[tuple[torch.device, list[int]]]:
+def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
     """Where rows are compared, and positions of those of one length and dtype, of a few bytes at a time: a difference
     takes as many.
     """
-    groups: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
-    sizes: Counter[tuple[int, torch.device, torch.dtype]] = Counter()
+    groups: dict[tuple[int, torch.device, torch.dtype], tuple[list[int], int]] = {}
     for index, row in enumerate(rows):
-        home = next((tensor.device for tensor in row if not tensor.is_cpu), device or row[0].device)
+        there = [tensor for tensor in row if not tensor.is_cpu]
+        home = there[0].device if there else device or row[0].device
+        most = _SIDE if len(there) == len(row) or home.type == "cpu" else _BROUGHT
         key, nbytes = (len(row), home, row[0].dtype), row[0].nbytes
-        most = _BROUGHT if any(tensor.device != home for tensor in row) else _SIDE
-        if key in groups and sizes[key] + nbytes > most:
-            yield home, groups.pop(key)
-            sizes[key] = 0
-        groups.setdefault(key, []).append(index)
-        sizes[key] += nbytes
-    yield from ((home, members) for (_, home, _), members in groups.items())
+        members, size = groups.get(key, ([], 0))
+        if members and size + nbytes > most:
+            yield home, members
+            members, size = [], 0
+        members.append(index)
+        groups[key] = members, size + nbytes
+    yield from ((home, members) for (_, home, _), (members, _) in groups.items())
 
 
 def _sum(term: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
