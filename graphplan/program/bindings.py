@@ -152,9 +152,9 @@ class Bindings:
         counts = map(getrefcount, self._written)
         return list(counts if self._memory is self._written else map(add, counts, map(getrefcount, self._memory)))
 
-    def settle_grads(self) -> None:
+    def settle_grads(self, *, are_kept: bool = True) -> None:
         """Before a replay: bring gradients that the recording writes back to its memory, and those that somebody keeps
-        out of it.
+        out of it, unless it is known that none ``are_kept``.
 
         ``module.to`` moves a gradient to other memory. And an eager step makes new gradients, so that one which the
         caller keeps stays what it was: it gets memory of its own, and another tensor takes its place. Gradients that
@@ -169,7 +169,7 @@ class Bindings:
                 raise GuardError(lost)
             for memory, alias in zip(self._memory, self._aliases, strict=True):
                 memory.data = local(alias)
-        if self._count() != self._counts:
+        if are_kept and self._count() != self._counts:
             self._release_kept()
 
     def take_grads(self) -> None:

@@ -162,8 +162,15 @@ class Program:
         """Bytes of the buffers that inputs are staged in."""
         return self._inputs.staged_bytes
 
-    def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
-        """Copy in, launch, repeat effects, return results. Guards are the caller's affair.
+    def run(
+        self,
+        leaves: Sequence[Any],
+        given: Mapping[Role, Mapping[str, Tensor]] | None = None,
+        *,
+        is_settled: bool = False,
+    ) -> Any:
+        """Copy in, launch, repeat effects, return results. Guards are the caller's affair. ``is_settled``: nobody
+        but the caller keeps a gradient since :meth:`settle`.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -173,7 +180,7 @@ class Program:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
         back = self._copied.load(given or {}) if self._copied.externals or given else ()
         self.plan.rates.push()
-        self._bindings.settle_grads()
+        self._bindings.settle_grads(are_kept=not is_settled)
         self._adopted.refresh()
         self._inputs.load(leaves)
         self._outputs.renew()
@@ -183,6 +190,10 @@ class Program:
             with torch.no_grad():
                 source.copy_(static)
         return self.collect(leaves)
+
+    def settle(self) -> None:
+        """Have gradients that somebody keeps out of the way of replays that overwrite them."""
+        self._bindings.settle_grads()
 
     def leave(self) -> None:
         """After a replay: note what :func:`settle_companions` has to know."""

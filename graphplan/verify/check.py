@@ -130,7 +130,7 @@ class _Check:
 
     def replay(self, walk: Walk) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and values that a replay leaves. ``walk`` is from before it."""
-        result = self._program.run(self._feed)
+        result = self._program.run(self._feed, is_settled=True)
         walk = walk if self._program.keeps_places(walk) else self.walk()
         leaves, _ = flatten_result(result)
         return self.left(walk, leaves), collect_values(walk, leaves, self.is_allowed)
@@ -217,7 +217,9 @@ class _Check:
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
         replay = lambda: self.replay(start.walk)[0]  # noqa: E731
-        params = {path: local(param) for path, param in start.walk.parameters.values()} if nudge else {}
+        if not nudge:
+            return Run.of(replayed.tensors, replay())
+        params = {path: local(param) for path, param in start.walk.parameters.values()}
         left = nudged(replay, params, start.snapshot.value, self._program.plan.rounding)
         return Run.of(replayed.tensors, left)
 
@@ -255,8 +257,10 @@ def check_replay(
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
     check = _Check(program, leaves, allow, device, on_any, noise or Noise())
-    # Device learning rates are among what is put back: they have to be up to date first.
+    # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
+    # which are no longer to be told from those that somebody else keeps.
     program.plan.rates.push()
+    program.settle()
     start = check.start()
     hosts = host_generators()
     try:

@@ -183,6 +183,40 @@ def test_checks_that_may_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded == set(map(id, grads)) <= {id(tensor) for tensor in left[-1]}
 
 
+@pytest.mark.parametrize("verify", [1, 3])
+@pytest.mark.parametrize("is_taken_off", [False, True])
+def test_gradients_that_somebody_keeps_over_a_check(
+    verify: int, is_taken_off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay what they were, whatever a check's replay and its eager step leave where recorded ones lie."""
+
+    def make() -> Rig:
+        rig = make_rig()
+        parameters = list(rig.owners["model"].parameters())
+        kept: list[list[Tensor | None]] = []
+        rig.extra["kept"] = kept
+
+        def after(index: int) -> None:
+            kept.append([parameter.grad for parameter in parameters[: index % 3]])
+            for parameter in parameters[: index % 2] if is_taken_off else ():
+                parameter.grad = None
+
+        rig.after = after
+        return rig
+
+    def run_between(backend: Any, body: Any, recording: Any, nbytes: int, tensors: Any) -> Any:
+        result = backend.run(body)
+        assert list(tensors(result))
+        return result
+
+    monkeypatch.setattr(TapeBackend, "run_between", run_between)
+    expected = run_eagerly(make)
+    rig = build(make)
+    step = managed(rig, verify=verify)
+    assert_same_runs(expected, drive(rig, step))
+    assert step.stats.verified == step.stats.replayed // verify > 3
+
+
 @pytest.mark.parametrize("keeps", ["the gradient", "a view of it"])
 def test_gradients_of_a_check_that_something_else_refers_to(keeps: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They stay where they are, as after any eager step."""
