@@ -183,12 +183,10 @@ def test_checks_that_may_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded == set(map(id, grads)) <= {id(tensor) for tensor in left[-1]}
 
 
-@pytest.mark.parametrize("verify", [1, 3])
+@pytest.mark.parametrize("verify", [1, 3, "off"])
 @pytest.mark.parametrize("is_taken_off", [False, True])
-def test_gradients_that_somebody_keeps_over_a_check(
-    verify: int, is_taken_off: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They stay what they were, whatever a check's replay and its eager step leave where recorded ones lie."""
+def test_gradients_that_somebody_keeps(verify: Any, is_taken_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stay what they were, whatever replays and eager steps of checks leave where recorded ones lie."""
 
     def make() -> Rig:
         rig = make_rig()
@@ -214,7 +212,8 @@ def test_gradients_that_somebody_keeps_over_a_check(
     rig = build(make)
     step = managed(rig, verify=verify)
     assert_same_runs(expected, drive(rig, step))
-    assert step.stats.verified == step.stats.replayed // verify > 3
+    # Gradients that are there in one trace and not in the other take two traces more.
+    assert step.stats.replayed == CALLS - BEFORE_REPLAY - 2 * is_taken_off
 
 
 @pytest.mark.parametrize("keeps", ["the gradient", "a view of it"])
