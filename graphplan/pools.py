@@ -105,8 +105,8 @@ class Loan:
 
 
 def _only(pool: Any) -> dict[str, Any]:
-    """How to ask for a snapshot of that pool alone, without a history, as far as this torch can: one of all memory has a
-    thousand dictionaries.
+    """How to ask for a snapshot of that pool alone, without a history, as far as this torch can: one of all memory
+    makes thousands of dictionaries.
     """
     wanted = {"mempool_id": tuple(pool), "include_traces": False}
     return {name: wanted[name] for name in signature(torch.cuda.memory_snapshot).parameters if name in wanted}
