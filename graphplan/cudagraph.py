@@ -180,11 +180,13 @@ class CUDAGraphBackend(Backend):
             except BaseException:
                 self._spoil(recording.generation)
                 raise
+            # Cycles may be all that has the rest: what the step has made, most likely, is young.
+            for youth in (0, 2):
+                if loan.is_over():
+                    return result
+                gc.collect(youth)
             if not loan.is_over():
-                # Cycles may be all that has the rest.
-                gc.collect()
-                if not loan.is_over():
-                    self._spoil(recording.generation)
+                self._spoil(recording.generation)
             return result
 
         return self.run(within)

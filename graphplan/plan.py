@@ -188,6 +188,8 @@ class Plan:
 
     def untouched(self, walk: Walk) -> set[str]:
         """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
+        if not walk.reached:
+            return set()
         return walk.reached - {external.path for external in self.externals} - {*self.carries, *self.rebinds}
 
     def changed_tensors(self, walk: Walk) -> list[Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class Loan:
     def __init__(self, device: torch.device, pool: Any) -> None:
         self._place = (torch.cuda.current_device() if device.index is None else device.index, pool)
         self._before: set[int] = set()
+        self._left: set[int] = set()
 
     @staticmethod
     def is_possible() -> bool:
@@ -71,23 +73,27 @@ class Loan:
 
     def move_out(self, tensors: Iterable[Tensor]) -> None:
         """Give what lies in memory that was borrowed other memory. Tensors keep their storages, and views see it."""
-        borrowed = self._used() - self._before
-        for tensor in tensors:
+        # Looking for them may let go of others.
+        tensors = list(tensors)
+        self._left = self._used() - self._before
+        for tensor in tensors if self._left else ():
             if tensor.device.type == "cuda" and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() in borrowed:
-                    borrowed.discard(storage.data_ptr())
+                if storage.data_ptr() in self._left:
+                    self._left.discard(storage.data_ptr())
                     _renew(storage)
 
     def is_over(self) -> bool:
         """Return True if nothing that was borrowed is in use any more."""
-        return self._used() <= self._before
+        if self._left:
+            self._left = self._used() - self._before
+        return not self._left
 
     def _used(self) -> set[int]:
         """Addresses of what is in use in the pool."""
         _, pool = self._place
         found = set()
-        for segment in torch.cuda.memory_snapshot():
+        for segment in torch.cuda.memory_snapshot(**_only(pool)):
             if tuple(segment["segment_pool_id"]) != tuple(pool):
                 continue
             address = segment["address"]
@@ -96,6 +102,14 @@ class Loan:
                     found.add(address)
                 address += block["size"]
         return found
+
+
+def _only(pool: Any) -> dict[str, Any]:
+    """How to ask for a snapshot of that pool alone, without a history, as far as this torch can: one of all memory
+    makes thousands of dictionaries.
+    """
+    wanted = {"mempool_id": tuple(pool), "include_traces": False}
+    return {name: wanted[name] for name in signature(torch.cuda.memory_snapshot).parameters if name in wanted}
 
 
 def _renew(storage: UntypedStorage) -> None:

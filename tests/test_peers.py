@@ -185,7 +185,9 @@ def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """Replays that are run, those of checks included."""
     runs: list[Program] = []
     plain = Program.run
-    monkeypatch.setattr(Program, "run", lambda program, leaves: (runs.append(program), plain(program, leaves))[1])
+    monkeypatch.setattr(
+        Program, "run", lambda program, *args, **kwargs: (runs.append(program), plain(program, *args, **kwargs))[1]
+    )
     return runs
 
 

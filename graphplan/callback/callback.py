@@ -63,9 +63,9 @@ class GraphPlanCallback(EvaluationHooks):
         prepare_optimizers: whether the optimizer may be made capturable while its step runs; what was changed is in the
             report, and neither in its groups between steps nor in checkpoints.
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
-            every 1000th, or so seldom that checks take 1 % of the time), n for every n-th, or ``"off"``. A checked
-            batch is also trained on eagerly, from the same state, and eager's outcome stands; that needs room for
-            copies of parameters and state meanwhile.
+            every 1000th, or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time), n for
+            every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same state, and eager's
+            outcome stands; that needs room for copies of parameters and state meanwhile.
         fuse_optimizer: whether Adam, AdamW and SGD run torch's fused kernels on CUDA: faster, with other roundings.
         compile: ``True`` has ``torch.compile`` compile the module's parts and its ``forward`` before their first step;
             or its arguments by name. Without those nothing is compiled on the CPU.

@@ -5,10 +5,12 @@ from graphplan.owners.contents import is_proxy as is_proxy
 from graphplan.owners.contents import state_of as state_of
 from graphplan.owners.contents import unseen as unseen
 from graphplan.owners.copying import Unequal as Unequal
+from graphplan.owners.copying import beside as beside
 from graphplan.owners.copying import bits as bits
 from graphplan.owners.copying import copy_all as copy_all
 from graphplan.owners.copying import same_bits as same_bits
 from graphplan.owners.copying import values_of as values_of
+from graphplan.owners.copying import write_all as write_all
 from graphplan.owners.counts import GroupCounts as GroupCounts
 from graphplan.owners.discovery import Discovery as Discovery
 from graphplan.owners.kinds import MAX_ITEMS as MAX_ITEMS

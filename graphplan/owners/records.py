@@ -64,10 +64,13 @@ class Slot:
 
 def tensor_leaves(value: Any) -> list[Tensor]:
     """Tensors with values in ``value``: itself, or the leaves of a (nested) tuple; of a DTensor its shard."""
+    kind = type(value)
+    if kind in PLAIN_KINDS:
+        return [value] if has_memory(value) else []
     # ``isinstance`` would ask the value too, whose answer is the user's code.
-    if issubclass(type(value), Tensor):
+    if issubclass(kind, Tensor):
         return [local(value)] if has_memory(value) else []
-    return [leaf for item in value for leaf in tensor_leaves(item)] if issubclass(type(value), tuple) else []
+    return [leaf for item in value for leaf in tensor_leaves(item)] if issubclass(kind, tuple) else []
 
 
 def holds_plain(value: Any) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from graphplan.errors import CaptureError
 from graphplan.marks import PLAIN_KINDS, has_own_operators
 from graphplan.owners.copying import Unequal, copy_all, write_all
-from graphplan.owners.records import Container, Walk, is_freed, is_optimizer_state
+from graphplan.owners.records import Container, Walk, is_freed, is_optimizer_state, storage_id
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.spaces import present
 
@@ -23,8 +24,9 @@ _as_memory = torch._C.DisableTorchFunctionSubclass
 
 
 class Snapshot:
-    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, and
-    the states of the default random generators (Python's and NumPy's too) and of ``generators``.
+    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, or of
+    ``tensors`` if given, and the states of the default random generators (Python's and NumPy's too) and of
+    ``generators``.
 
     Copies lie beside the tensors, or all on ``device``. ``without`` names attributes that are there now and shall be
     gone after ``restore``.
@@ -36,6 +38,7 @@ class Snapshot:
         *,
         values: bool = True,
         extra: Iterable[Tensor] = (),
+        tensors: Iterable[Tensor] | None = None,
         generators: Iterable[torch.Generator] = (),
         device: torch.device | None = None,
         without: Sequence[str] = (),
@@ -43,19 +46,21 @@ class Snapshot:
         containers = [*walk.containers, *Sharding(walk.modules).containers()]
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in containers]
         self._places = [(space, key, space[key]) for space, key in walk.places]
-        extra = list(extra)
+        if tensors is None:
+            # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
+            slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
+            tensors = [*slots, *extra] if values else [*extra]
+        each = list({id(t): t for t in tensors}.values())
         self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
         with _as_memory():
             # The step may have one ask for gradients that does not yet.
-            self._grads += [(tensor, tensor.grad) for tensor in extra if tensor.is_leaf]
+            self._grads += [(tensor, tensor.grad) for tensor in each if tensor.is_leaf]
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         if values:
-            # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
-            slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
             with _as_memory():
                 # An expanded tensor cannot be written to, by the step no more than by us.
-                live = list({id(t): t for t in [*slots, *extra] if _is_copied(t)}.values())
+                live = list(filter(_is_copied, each))
             _check_copies(walk, live)
             with _as_memory():
                 copies = copy_all(live, device)
@@ -68,8 +73,10 @@ class Snapshot:
         found = self._tensors.get(id(tensor))
         return None if found is None else found[1]
 
-    def restore(self) -> None:
-        """Put everything back. Tensors keep their identity and storage; new dict keys and list items go."""
+    def restore(self, changed: Collection[int | None] = ()) -> None:
+        """Put everything back. Tensors keep their identity and storage; new dict keys and list items go. ``changed``
+        are storages that surely have other values now.
+        """
         for container, copy in self._copies:
             _put_back(container, copy)
         for space, key, value in self._places:
@@ -79,22 +86,22 @@ class Snapshot:
             for param, grad in self._grads:
                 if param.grad is not grad:
                     param.grad = grad
-            self._write_values()
+            self._write_values(changed)
         for set_state, state in self._generators:
             set_state(state)
 
-    def _write_values(self) -> None:
+    def _write_values(self, changed: Collection[int | None]) -> None:
         # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
         pairs = [pair for pair in self._tensors.values() if not is_freed(pair[0])]
         for live, copy in pairs:
             if (live.shape, live.dtype) != (copy.shape, copy.dtype):
                 # Somebody gave it memory of another kind (``tensor.data = ...``).
                 live.data = torch.empty_like(copy, device=live.device)
-        on_host = [pair for pair in pairs if pair[0].device.type == "cpu"]
-        unequal = Unequal([live for live, _ in on_host], [copy for _, copy in on_host])
-        changed = [on_host[index] for index in unequal.places()]
-        changed += [pair for pair in pairs if pair[0].device.type != "cpu"]
-        write_all([live for live, _ in changed], [copy for _, copy in changed])
+        open_ = [pair for pair in pairs if pair[0].is_cpu and storage_id(pair[0]) not in changed]
+        unequal = Unequal([live for live, _ in open_], [copy for _, copy in open_])
+        left_alone = {id(live) for live, _ in open_} - {id(open_[index][0]) for index in unequal.places()}
+        written = [pair for pair in pairs if id(pair[0]) not in left_alone]
+        write_all([live for live, _ in written], [copy for _, copy in written])
 
 
 def _is_copied(tensor: Tensor) -> bool:
@@ -126,6 +133,8 @@ def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
 def _shallow(container: Container, without: Sequence[str]) -> Any:
     if isinstance(container, MutableMapping):
         kind: Any = dict if isinstance(container, dict) else type(container)
+        if kind is dict and not without:
+            return dict(container)
         return {key: value for key, value in kind.items(container) if key not in without}
     return set(container) if isinstance(container, set) else list(container)
 
@@ -140,12 +149,20 @@ def _put_back(container: Container, copy: Any) -> None:
             container.clear()
             container.extend(copy)
         return
+    if type(container) is dict and _holds_the_same(container, copy):
+        # So it is with most.
+        return
     for key in [key for key in container if key not in copy]:
         del container[key]
     held = present(container)
     for key, value in copy.items():
         if key not in container or held[key] is not value:
             container[key] = value
+
+
+def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two dictionaries have the same keys and values, in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
 def default_generators() -> list[torch.Generator]:

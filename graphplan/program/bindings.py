@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from operator import add, attrgetter, is_not
+from operator import add, attrgetter, is_, is_not, sub
 from sys import getrefcount
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphplan.dtensors import is_sharded, local
 from graphplan.errors import GradientError, GuardError
 from graphplan.native.tensors import Addresses, geometry
-from graphplan.owners import Slot, Walk, storage_id, tensor_leaves
+from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, write_all
 from graphplan.plan import Plan
 from graphplan.program.memory import memory_uses
 from graphplan.program.together import Companions
@@ -38,12 +38,16 @@ def _clone(value: Any) -> Any:
 
 
 @cache
-def _references() -> int:
-    """How many refer to a gradient in a variable, as ``getrefcount`` counts: torch itself may be among them."""
+def _references() -> tuple[int, int]:
+    """How many refer to a gradient in a variable, as ``getrefcount`` counts, and how many without its parameter: torch
+    itself may be among them.
+    """
     param = torch.empty(0, device="cpu", requires_grad=True)
     param.grad = torch.empty(0, device="cpu")
     grad = param.grad
-    return getrefcount(grad)
+    bound = getrefcount(grad)
+    param.grad = None
+    return bound, getrefcount(grad)
 
 
 class _Severed(torch.autograd.Function):
@@ -139,20 +143,30 @@ class Bindings:
         self._grad_params = [param for param, _ in self._grads]
         self._grad_values = [grad for _, grad in self._grads]
         self._written = [grad for grad in self._grad_values if grad is not None]
+        self._written_params = [param for param, grad in self._grads if grad is not None]
         self._aliases = [grad.detach() for grad in self._written]
         sharded = any(map(is_sharded, self._written))
         self._memory = list(map(local, self._written)) if sharded else self._written
         self._addresses = Addresses(self._memory)
+        self.grad_memory = set(map(storage_id, self._memory))
+        """Storages of the gradients that the recording writes."""
         self._counts = self._count()
 
     def _count(self) -> list[int]:
-        """How many refer to each gradient that is written, or to its shard."""
+        """How many refer to each gradient that is written, or to its shard, but for its parameter: who takes a gradient
+        off may keep it.
+        """
         counts = map(getrefcount, self._written)
-        return list(counts if self._memory is self._written else map(add, counts, map(getrefcount, self._memory)))
+        if self._memory is not self._written:
+            counts = map(add, counts, map(getrefcount, self._memory))
+        bound, alone = _references()
+        if bound == alone:
+            return list(counts)
+        return list(map(sub, counts, map(is_, map(_get_grad, self._written_params), self._written)))
 
-    def settle_grads(self) -> None:
+    def settle_grads(self, *, are_kept: bool = True) -> None:
         """Before a replay: bring gradients that the recording writes back to its memory, and those that somebody keeps
-        out of it.
+        out of it, unless it is known that none ``are_kept``.
 
         ``module.to`` moves a gradient to other memory. And an eager step makes new gradients, so that one which the
         caller keeps stays what it was: it gets memory of its own, and another tensor takes its place. Gradients that
@@ -167,19 +181,22 @@ class Bindings:
                 raise GuardError(lost)
             for memory, alias in zip(self._memory, self._aliases, strict=True):
                 memory.data = local(alias)
-        if self._count() != self._counts:
+        if are_kept and self._count() != self._counts:
             self._release_kept()
 
     def take_grads(self) -> None:
         """After an eager step: have gradients that nothing else refers to lie where replays leave them."""
+        taken: list[tuple[Tensor, Tensor]] = []
         for param, grad in self._grads:
             new = param.grad
             if grad is None or new is None or new is grad or type(new) is not Tensor or vars(new):
                 continue
-            is_alone = getrefcount(new) == _references() and all(uses == 1 for uses in memory_uses([new]).values())
+            is_alone = getrefcount(new) == _references()[0] and all(uses == 1 for uses in memory_uses([new]).values())
             if is_alone and type(grad) is Tensor and geometry(new) == geometry(grad):
-                grad.copy_(new)
-                param.grad = grad
+                taken.append((param, grad))
+        write_all([grad for _, grad in taken], [param.grad for param, _ in taken if param.grad is not None])
+        for param, grad in taken:
+            param.grad = grad
 
     def lost_memory(self) -> str | None:
         """The gradient that no longer has the memory that the recording writes, described. An alias shares its storage,
@@ -187,8 +204,7 @@ class Bindings:
         """
         if self._addresses.are_of(self._memory):
             return None
-        written = [param for param, grad in self._grads if grad is not None]
-        for param, alias, pointer in zip(written, self._aliases, self._addresses.pointers, strict=True):
+        for param, alias, pointer in zip(self._written_params, self._aliases, self._addresses.pointers, strict=True):
             if local(alias).data_ptr() != pointer:
                 path = next(path for path, known in self._walk.parameters.values() if known is param)
                 return f"the memory of {path}.grad was given back (untyped_storage().resize_)"
@@ -208,6 +224,7 @@ class Bindings:
             for number in kept:
                 self._memory[number].data = local(self._aliases[number]).clone()
             self._grads = [(param, released.get(id(grad), grad)) for param, grad in self._grads]
+            released.clear()
             self._bind_grads()
 
     def follow(self, walk: Walk) -> None:

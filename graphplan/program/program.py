@@ -71,13 +71,12 @@ class Program:
         self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
         self.next_check = NO_CHECK
 
-    @property
-    def state_bytes(self) -> int:
+    def count_state_bytes(self) -> int:
         """Bytes of all tensors that the owners hold, but for those that the step has nothing to do with."""
         untouched = self.plan.untouched(self._walk)
         slots = [slot for path, slot in self._walk.slots.items() if path not in untouched]
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     @property
     def lent_bytes(self) -> int:
@@ -163,8 +162,15 @@ class Program:
         """Bytes of the buffers that inputs are staged in."""
         return self._inputs.staged_bytes
 
-    def run(self, leaves: Sequence[Any], given: Mapping[Role, Mapping[str, Tensor]] | None = None) -> Any:
-        """Copy in, launch, repeat effects, return results. Guards are the caller's affair.
+    def run(
+        self,
+        leaves: Sequence[Any],
+        given: Mapping[Role, Mapping[str, Tensor]] | None = None,
+        *,
+        is_settled: bool = False,
+    ) -> Any:
+        """Copy in, launch, repeat effects, return results. Guards are the caller's affair. ``is_settled``: nobody
+        but the caller keeps a gradient since :meth:`settle`.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -174,7 +180,7 @@ class Program:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
         back = self._copied.load(given or {}) if self._copied.externals or given else ()
         self.plan.rates.push()
-        self._bindings.settle_grads()
+        self._bindings.settle_grads(are_kept=not is_settled)
         self._adopted.refresh()
         self._inputs.load(leaves)
         self._outputs.renew()
@@ -184,6 +190,10 @@ class Program:
             with torch.no_grad():
                 source.copy_(static)
         return self.collect(leaves)
+
+    def settle(self) -> None:
+        """Have gradients that somebody keeps out of the way of replays that overwrite them."""
+        self._bindings.settle_grads()
 
     def leave(self) -> None:
         """After a replay: note what :func:`settle_companions` has to know."""
@@ -199,8 +209,17 @@ class Program:
         """Whether ``walk``, made before a replay, leads to all that the owners hold after it."""
         return self._bindings.keep_places(walk)
 
-    def run_between(self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any]) -> Any:
-        """Run ``body``, the step itself fed with ``leaves``, between two replays."""
+    @property
+    def changed_memory(self) -> set[Any]:
+        """Storages of owners' tensors and gradients that each replay writes to."""
+        return self._adopted.written | self._bindings.grad_memory
+
+    def run_between(
+        self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any], walk: Callable[[], Walk]
+    ) -> Any:
+        """Run ``body``, the step itself fed with ``leaves``, between two replays. ``walk`` leads to what its owners
+        hold afterwards.
+        """
         assert self._recording is not None
         if self.plan.communicates:
             # Another rank might have to capture anew after this, and this one not.
@@ -208,7 +227,7 @@ class Program:
 
         def left(result: Any) -> Iterator[Tensor]:
             self._bindings.take_grads()
-            for slot in walk_owners(self.plan.owners()).slots.values():
+            for slot in walk().slots.values():
                 yield from map(local, slot.tensors())
             for leaf in [*leaves, *(value for _, value in flatten_result(result)[0])]:
                 if isinstance(leaf, Tensor):

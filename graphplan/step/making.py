@@ -71,9 +71,9 @@ def graph_step(
             takes is estimated from its traces. One that is too large is not captured: its steps are eager, with one
             warning and the reason in the report. Others go for a new one, those used least recently first.
         verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
-            every 1000th, or so seldom that checks take 1 % of the time), n for every n-th, or ``"off"``. A checked call
-            runs the step eagerly besides, from the same state, and eager's outcome stands; it needs copies of
-            parameters and state meanwhile.
+            every 1000th, or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time), n for
+            every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same state, and eager's
+            outcome stands; it needs copies of parameters and state meanwhile.
         min_speedup: how many times as fast as eager steps the calls have to be, from the end of one to the end of the
             next (in inference: each by itself). The first seven calls (in inference: of each signature) are calls of
             ``fn`` alone, and five of them are timed. Where replays turn out slower, or the device is busy all the time,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from graphplan.backend import first_line
 from graphplan.errors import CheckMemoryError, PeerError, VerifyError
 from graphplan.fed import Fed
+from graphplan.owners import Walk
 from graphplan.program import NO_CHECK, Program, settle_companions
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
@@ -61,7 +62,8 @@ class Replays:
         device = self._runner.device
         assert device is not None
         assert self._runner.backend is not None
-        room, reason = find_room(program.state_bytes, device, self._runner.backend.may_take)
+        nbytes = program.count_state_bytes()
+        room, reason = find_room(nbytes, device, self._runner.backend.may_take)
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
@@ -100,7 +102,7 @@ class Replays:
             self._stop_checks(program, verdict.open)
         else:
             self._stats.verified += 1
-            self._stats.bytes_verified = program.state_bytes
+            self._stats.bytes_verified = nbytes
         self._stats.end_call("verified")
         return verdict.result, None
 
@@ -125,10 +127,10 @@ class Replays:
             return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
-    def _eager(self, program: Program, fed: Fed, leaves: Sequence[Any]) -> Any:
-        """The eager step of a check."""
+    def _eager(self, program: Program, fed: Fed, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
+        """The eager step of a check. ``walk`` leads to what its owners hold afterwards."""
         try:
-            return self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves))
+            return self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise

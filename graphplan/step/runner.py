@@ -14,6 +14,7 @@ from graphplan.compiler import find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import RefusalError, SkipReason
 from graphplan.fed import Fed
+from graphplan.owners import Walk
 from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.signature import Feed, check_feed
@@ -71,19 +72,23 @@ class Runner:
         return result
 
     def run(
-        self, body: Callable[[], Any], *, traced: bool = False, between: tuple[Program, Sequence[Any]] | None = None
+        self,
+        body: Callable[[], Any],
+        *,
+        traced: bool = False,
+        between: tuple[Program, Sequence[Any], Callable[[], Walk]] | None = None,
     ) -> Any:
         """Run ``body`` as every managed step runs: as if captured, on the backend's stream, with device learning rates
-        for the optimizers; in a trace for all code. ``between``: the program between whose replays it runs, and what
-        it is fed.
+        for the optimizers; in a trace for all code. ``between``: the program between whose replays it runs, what it is
+        fed, and what leads to all that its owners hold afterwards.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
             if self.backend is None:
                 return body()
             if between is None:
                 return self.backend.run(body)
-            program, leaves = between
-            return program.run_between(self.backend, body, leaves)
+            program, leaves, walk = between
+            return program.run_between(self.backend, body, leaves, walk)
 
     def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
         """An eager step as managed ones run, counted under ``reason``."""

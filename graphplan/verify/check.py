@@ -9,8 +9,9 @@ rounding does to them. Once a check has measured that, only if something is furt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from graphplan.errors import PeerError
 from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, storage_id, walk_owners
 from graphplan.program import Program, StaticOutput
 from graphplan.trees import flatten_result, map_result
-from graphplan.verify.compare import Difference, Differing, differing_values
+from graphplan.verify.compare import Difference, Differing, Run, describe, differing_values
 from graphplan.verify.noise import Beyond, Moves, Noise
 from graphplan.verify.rounding import nudged
 from graphplan.verify.spread import beyond_spread
@@ -72,6 +73,7 @@ class _Check:
         self._allow = allow
         self._device = device
         plan = program.plan
+        self._home = plan.device
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
         unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
@@ -81,17 +83,23 @@ class _Check:
     def walk(self) -> Walk:
         return walk_owners(self._program.plan.owners())
 
-    def tensors(self, walk: Walk) -> dict[str, Tensor]:
-        """All that the step may change, also what only a name leads to: code that nobody sees may write anywhere."""
+    def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
+        """Copies of all that the step may change, also of what only a name leads to, since code that nobody sees may
+        write anywhere; and where that is.
+        """
+        held = tensors_of(walk)
+        untouched = self._program.plan.untouched(walk)
         lent = {lease.name: lease.tensor for lease, _ in self._lent}
-        return {**tensors_of(walk, self._program.plan.untouched(walk).__contains__), **self._extra, **lent}
-
-    def snapshot(self, walk: Walk, tensors: Iterable[Tensor]) -> Snapshot:
-        return Snapshot(walk, extra=tensors, generators=self._program.plan.generators, device=self._device)
+        tensors = {**{path: t for path, t in held.items() if path not in untouched}, **self._extra, **lent}
+        # What the step has nothing to do with may be a whole dataset, unless a module holds it.
+        others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
+        every = [*tensors.values(), *others]
+        generators = self._program.plan.generators
+        return Snapshot(walk, tensors=every, generators=generators, device=self._device), tensors
 
     def undo(self, snapshot: Snapshot) -> None:
         """Put everything back, and have the results that were lent before be good again."""
-        snapshot.restore()
+        snapshot.restore(self._program.changed_memory)
         for lease, number in self._lent:
             lease.number = number
 
@@ -112,8 +120,7 @@ class _Check:
 
     def _copied(self) -> _Start:
         walk = self.walk()
-        tensors = self.tensors(walk)
-        snapshot = self.snapshot(walk, tensors.values())
+        snapshot, tensors = self.snapshot(walk)
         old = {path: value for path, t in tensors.items() if (value := snapshot.value(t)) is not None}
         return _Start(walk, old, snapshot)
 
@@ -121,46 +128,48 @@ class _Check:
         """Whether replays may leave out what is at ``path``."""
         return is_allowed(path, self._allow)
 
-    def replay(self, walk: Walk) -> State:
-        """What a replay leaves. ``walk`` is from before it."""
-        result = self._program.run(self._feed)
+    def replay(self, walk: Walk) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and values that a replay leaves. ``walk`` is from before it."""
+        result = self._program.run(self._feed, is_settled=True)
         walk = walk if self._program.keeps_places(walk) else self.walk()
         leaves, _ = flatten_result(result)
-        left = self.left(walk, leaves)
-        copies = dict(zip(left, copy_all(list(left.values()), self._device), strict=True))
-        return State(copies, collect_values(walk, leaves, self.is_allowed))
+        return self.left(walk, leaves), collect_values(walk, leaves, self.is_allowed)
 
-    def moves(self, start: _Start, replayed: State) -> Moves | None:
-        """How far the replay has moved everything, where that tells noise; while the eager step is launched, the device
-        has time to measure it.
+    def first_replay(self, start: _Start) -> tuple[State, Moves | None]:
+        """Copies of what a replay leaves, and how far it has moved everything, where that tells noise."""
+        left, values = self.replay(start.walk)
+        replayed = State(dict(zip(left, copy_all(list(left.values()), self._device), strict=True)), values)
+        moves = Moves.of(start.old, replayed.tensors, self._home) if self._noise.is_known else None
+        return replayed, moves
+
+    def compare(
+        self, start: _Start, replayed: State, moves: Moves | None, result: Any, walk: Callable[[], Walk]
+    ) -> list[Difference]:
+        """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded, to
+        which ``walk()`` leads.
         """
-        return Moves.of(start.old, replayed.tensors) if self._noise.is_known else None
-
-    def compare(self, start: _Start, replayed: State, moves: Moves | None, result: Any) -> list[Difference]:
-        """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded."""
         # The device compares while owners are looked at, most likely the tensors that are there afterwards.
         leaves, _ = flatten_result(result)
         likely = self.left(start.walk, leaves)
         comparison = self.guessed(replayed, moves, likely)
-        walk = self.walk()
-        left = self.left(walk, leaves)
+        left = self.left(walk(), leaves)
         if comparison is None or not are_same(left, likely):
             comparison = self.compared(replayed, moves, left)
-        differences = differing_values(replayed.values, collect_values(walk, leaves, self.is_allowed))
-        found: list[Difference] = []
+        differences = differing_values(replayed.values, collect_values(walk(), leaves, self.is_allowed))
         beyond = comparison.paths()
-        if self._on_any(bool(beyond)):
-            # More replays write where the eager step has.
-            end, eager = self._where_all_have_room(lambda: self._kept(walk, left))
-            try:
-                found = beyond_spread(
-                    beyond, start.old, replayed.tensors, eager,
-                    repeat=lambda nudge: self._repeat(start, nudge=nudge),
-                    on_any=self._on_any, noise=self._noise, may_reorder=self._program.plan.may_reorder,
-                )  # fmt: skip
-            finally:
-                self.undo(end)
-        return found + differences
+        if not self._on_any(bool(beyond)):
+            return differences
+        # More replays write where the eager step has.
+        eager, (end, _) = self._where_all_have_room(lambda: (Run.of(replayed.tensors, left), self.snapshot(walk())))
+        try:
+            found = beyond_spread(
+                beyond, start.old, replayed.tensors, eager,
+                repeat=lambda nudge: self._repeat(start, replayed, nudge=nudge),
+                on_any=self._on_any, noise=self._noise, may_reorder=self._program.plan.may_reorder, device=self._home,
+            )  # fmt: skip
+        finally:
+            self.undo(end)
+        return describe(found, start.old, replayed.tensors, left) + differences
 
     def left(self, walk: Walk, result: Leaves) -> dict[str, Tensor]:
         """The tensors that can be compared, where they are now."""
@@ -201,25 +210,18 @@ class _Check:
         except RuntimeError:
             return None
 
-    def _kept(self, walk: Walk, tensors: Mapping[str, Tensor]) -> tuple[Snapshot, dict[str, Tensor]]:
-        """All that the step may change, to be put back, and copies of ``tensors``."""
-        end = self.snapshot(walk, self.tensors(walk).values())
-        copies = {path: copy for path, tensor in tensors.items() if (copy := end.value(tensor)) is not None}
-        others = [path for path in tensors if path not in copies]
-        copies.update(zip(others, copy_all([tensors[path] for path in others], self._device), strict=True))
-        return end, copies
-
-    def _repeat(self, start: _Start, *, nudge: bool) -> Mapping[str, Tensor]:
-        """What one more replay leaves; with ``nudge``, what it makes of parameters with other last bits."""
+    def _repeat(self, start: _Start, replayed: State, *, nudge: bool) -> Run:
+        """One more replay beside the first one; with ``nudge``, of parameters with other last bits."""
         self.undo(start.snapshot)
         if not self._program.fits():
             # The eager step gave tensors other memory (``tensor.data = ...``), which has their values now.
             self._program.resync()
-        replay = lambda: self.replay(start.walk).tensors  # noqa: E731
+        replay = lambda: self.replay(start.walk)[0]  # noqa: E731
         if not nudge:
-            return replay()
+            return Run.of(replayed.tensors, replay())
         params = {path: local(param) for path, param in start.walk.parameters.values()}
-        return nudged(replay, params, start.snapshot.value, self._program.plan.rounding)
+        left = nudged(replay, params, start.snapshot.value, self._program.plan.rounding)
+        return Run.of(replayed.tensors, left)
 
 
 def detached(result: Any) -> Any:
@@ -230,7 +232,7 @@ def detached(result: Any) -> Any:
 def check_replay(
     program: Program,
     leaves: Sequence[Any],
-    eager: Callable[[], Any],
+    eager: Callable[[Callable[[], Walk]], Any],
     *,
     allow: Sequence[str],
     device: torch.device,
@@ -242,7 +244,7 @@ def check_replay(
     Args:
         program: whose guards hold.
         leaves: the call's flat arguments, on the step's device.
-        eager: the same call of the step itself.
+        eager: the same call of the step itself; it may ask for a walk over what its owners hold afterwards.
         allow: paths that replays may leave out, so that they may differ.
         device: where copies go.
         on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
@@ -255,17 +257,19 @@ def check_replay(
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
     check = _Check(program, leaves, allow, device, on_any, noise or Noise())
-    # Device learning rates are among what is put back: they have to be up to date first.
+    # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
+    # which are no longer to be told from those that somebody else keeps.
     program.plan.rates.push()
+    program.settle()
     start = check.start()
     hosts = host_generators()
     try:
-        replayed = check.replay(start.walk)
-        moves = check.moves(start, replayed)
+        replayed, moves = check.first_replay(start)
     finally:
         check.undo(start.snapshot)
+    walk = cache(check.walk)
     try:
-        result = eager()
+        result = eager(walk)
     except torch.OutOfMemoryError:
         # The copies and a second set of activations are the check's doing; without it there was room.
         check.undo(start.snapshot)
@@ -277,7 +281,7 @@ def check_replay(
     ]
     reason = ""
     try:
-        found += check.compare(start, replayed, moves, result)
+        found += check.compare(start, replayed, moves, result, walk)
     except (torch.OutOfMemoryError, PeerError) as error:
         # The batch has been trained on: the caller must not go on as if it had not.
         reason = first_line(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners import Unequal, bits, values_of
+from graphplan.owners import Unequal, beside, bits, values_of
 from graphplan.roles import TensorSpec
 from graphplan.tracer.changes import same_value
 
@@ -26,12 +25,10 @@ at all; with the parameters off by a 512th, 1.1 %.)
 """
 _TOGETHER = 2**22
 """Elements that a distance takes into double precision at a time."""
-_SIDE = 2**28
-"""Bytes of differences that are there at a time."""
+_SIDE, _BROUGHT = 2**28, 2**24
+"""Bytes of differences that are there at a time; and where tensors are brought from the host for them."""
 _SUBTRACTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """What is subtracted many tensors at once, in its own precision: numbers that lie near each other lose nothing."""
-_FEW = 8
-"""Tensors of which one is other in each replay, most likely, if any is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +68,25 @@ def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list
     return Differing(first, second).paths()
 
 
-def lengths(tensors: Sequence[Tensor]) -> list[float]:
-    """Euclidean norms of the finite elements in float64."""
-    (found,) = numbers(Norms([(_real(tensor),) for tensor in tensors]))
-    return found
-
-
 class Norms:
     """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
     places counts as equal, NaN in one of the two as far. A device may still compute them: see :func:`numbers`.
+
+    Args:
+        rows: one or two tensors each. One of two may lie on the host: what a device has is compared there.
+        device: where to compute what lies on the host altogether, if not there.
     """
 
     @torch.no_grad()
-    def __init__(self, rows: Sequence[tuple[Tensor, ...]]) -> None:
+    def __init__(self, rows: Sequence[tuple[Tensor, ...]], device: torch.device | None = None) -> None:
         self.rows = rows
         self.vectors: list[Tensor] = []
         self.order: list[int] = []
         """To which rows the elements of the vectors belong."""
-        for members in _alike(rows):
-            one, *others = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
-            home = one[0].device
-            others = [[t if t.device == home else t.to(home) for t in column] for column in others]
+        for home, members in _alike(rows, device):
+            columns = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
             self.order += members
-            self.vectors.append(torch.stack(_norms_of(one, *others)))
+            self.vectors.append(torch.stack(_norms_of(*(beside(column, home) for column in columns))))
 
 
 def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
@@ -120,32 +113,41 @@ def apart(paths: Iterable[str], one: Mapping[str, Tensor], other: Mapping[str, T
     return Norms([(_real(one[path]), _real(other[path])) for path in paths])
 
 
-def moved(paths: Iterable[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> Norms:
-    """How far ``one`` is from ``old`` at ``paths``, or how large, if nothing was there before."""
+def moved(
+    paths: Iterable[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
+) -> Norms:
+    """How far ``one`` is from ``old`` at ``paths``, or how large, if nothing was there before. ``device``: see
+    :class:`Norms`.
+    """
     rows: list[tuple[Tensor, ...]] = []
     for path in paths:
         before, tensor = old.get(path), one[path]
         fit = before is not None and fits(before, tensor)
         rows.append((_real(tensor), _real(before)) if fit and before is not None else (_real(tensor),))
-    return Norms(rows)
+    return Norms(rows, device)
 
 
 def _careful_norm(one: Tensor, *others: Tensor) -> float:
     return math.sqrt(_sum(_careful if others else _finite, one, *(other.to(one.device) for other in others)).item())
 
 
-def _alike(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[list[int]]:
-    """Positions of rows of one length, device and dtype, of a few bytes at a time: a difference takes as many."""
-    groups: dict[tuple[int, torch.device, torch.dtype], list[int]] = {}
-    sizes: Counter[tuple[int, torch.device, torch.dtype]] = Counter()
-    for index, (tensor, *others) in enumerate(rows):
-        key = len(others), tensor.device, tensor.dtype
-        if key in groups and sizes[key] + tensor.nbytes > _SIDE:
-            yield groups.pop(key)
-            sizes[key] = 0
-        groups.setdefault(key, []).append(index)
-        sizes[key] += tensor.nbytes
-    yield from groups.values()
+def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
+    """Where rows are compared, and positions of those of one length and dtype, of a few bytes at a time: a difference
+    takes as many.
+    """
+    groups: dict[tuple[int, torch.device, torch.dtype], tuple[list[int], int]] = {}
+    for index, row in enumerate(rows):
+        there = [tensor for tensor in row if not tensor.is_cpu]
+        home = there[0].device if there else device or row[0].device
+        most = _SIDE if len(there) == len(row) or home.type == "cpu" else _BROUGHT
+        key, nbytes = (len(row), home, row[0].dtype), row[0].nbytes
+        members, size = groups.get(key, ([], 0))
+        if members and size + nbytes > most:
+            yield home, members
+            members, size = [], 0
+        members.append(index)
+        groups[key] = members, size + nbytes
+    yield from ((home, members) for (_, home, _), (members, _) in groups.items())
 
 
 def _sum(term: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -168,37 +170,35 @@ def _finite(one: Tensor) -> Tensor:
     return torch.nan_to_num(one, nan=0.0, posinf=0.0, neginf=0.0).square()
 
 
-def are_noisy(one: Mapping[str, Tensor], again: Iterable[Mapping[str, Tensor]], likely: Iterable[str] = ()) -> bool:
-    """Whether replays of one program from one state differ in anything; at ``likely`` paths is looked first."""
-    few = {path: one[path] for path in list(likely)[:_FEW] if path in one}
-    return any(
-        differing(few, {path: other[path] for path in few if path in other}) or differing(one, other) for other in again
-    )
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What another run from the same state has left, beside what the first replay left.
 
+    Attributes:
+        far: Euclidean distances by path, where both left something alike.
+        differs: whether anything is not the same bits.
+    """
 
-class Far:
-    """How far ``one``, what a replay left, lies from what others left. Each distance is measured once."""
+    far: Mapping[str, float]
+    differs: bool
 
-    def __init__(self, one: Mapping[str, Tensor]) -> None:
-        self.one = one
-        self._known: dict[int, tuple[Mapping[str, Tensor], dict[str, float]]] = {}
-
-    def to(self, other: Mapping[str, Tensor], paths: Sequence[str]) -> list[float]:
-        """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
-        _, known = self._known.setdefault(id(other), (other, {}))
-        new = [path for path in paths if path not in known]
-        known.update(zip(new, distances(new, self.one, other), strict=True))
-        return [known[path] for path in paths]
+    @classmethod
+    def of(cls, one: Mapping[str, Tensor], left: Mapping[str, Tensor]) -> Run:
+        """Compare ``one``, copies of what the first replay left, with what is there now. Waits for the device."""
+        alike = [path for path, t in left.items() if path in one and fits(one[path], t) and not t.is_quantized]
+        (distances,) = numbers(apart(alike, left, one))
+        return cls(dict(zip(alike, distances, strict=True)), any(distances) or bool(differing(one, left)))
 
 
 def unexplained(
     paths: Iterable[str],
-    far: Far,
-    again: Sequence[Mapping[str, Tensor]],
-    eager: Mapping[str, Tensor],
-    nudged: Mapping[str, Tensor] | None = None,
+    one: Mapping[str, Tensor],
+    again: Sequence[Run],
+    eager: Run,
+    nudged: Run | None = None,
     *,
     noisy: bool,
+    device: torch.device | None = None,
 ) -> dict[str, float]:
     """Of the tensors at ``paths``, those that differ from eager's by more than replays differ from each other.
 
@@ -206,40 +206,34 @@ def unexplained(
     in one place by chance, and what rounding does to the step.
 
     Args:
-        paths: where ``far.one`` and ``eager`` differ.
-        far: distances from what a replay left.
-        again: what more replays from the same state left, at least one.
-        eager: what the eager step left.
-        nudged: what a replay left whose parameters had been off by what rounding does to them.
+        paths: where ``one``, what the first replay left, and what the eager step left differ.
+        one: copies of what the first replay left.
+        again: more replays from the same state, at least one.
+        eager: the eager step.
+        nudged: a replay whose parameters had been off by what rounding does to them.
         noisy: whether replays differ in anything (atomic additions), or eager steps in the order of their additions.
+        device: where to compute what lies on the host.
 
     Returns:
         How far replays lie apart, by path; 0 where there is nothing to compare.
     """
-    paths, one = list(paths), far.one
-    sides = [one, eager, *again]
-    alike = [path for path in paths if all(path in side and fits(one[path], side[path]) for side in sides)]
-    spreads = [far.to(other, alike) for other in again]
-    spread = dict(zip(alike, map(max, zip(*spreads, strict=True)), strict=True))
-    found = {path: spread.get(path, 0.0) for path in paths}
+    found = {path: max(run.far.get(path, 0.0) for run in again) for path in paths}
+    alike = [path for path in found if all(path in run.far for run in (eager, *again))]
     if not alike or not noisy:
         return found
-    differences = far.to(eager, alike)
-    roundings = [2 * _last_place(one[path]) for path in alike]
-    responses = [0.0] * len(alike) if nudged is None else far.to(nudged, alike)
-    sizes = lengths([one[path] for path in alike])
-    for path, distance, response, rounding, size in zip(alike, differences, responses, roundings, sizes, strict=True):
-        if math.isfinite(distance) and distance <= SPREADS * spread[path] + RESPONSES * response + rounding * size:
+    for path, size in zip(alike, lengths([one[path] for path in alike], device), strict=True):
+        response = 0.0 if nudged is None else nudged.far.get(path, 0.0)
+        rounding = 2 * _last_place(one[path]) * size
+        distance = eager.far[path]
+        if math.isfinite(distance) and distance <= SPREADS * found[path] + RESPONSES * response + rounding:
             del found[path]
     return found
 
 
-def distances(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[float]:
-    """Euclidean distances at ``paths``; 0 where ``other`` has nothing alike."""
-    alike = [path for path in paths if path in other and fits(one[path], other[path])]
-    (far,) = numbers(apart(alike, one, other))
-    found = dict(zip(alike, far, strict=True))
-    return [found.get(path, 0.0) for path in paths]
+def lengths(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[float]:
+    """Euclidean norms of the finite elements in float64. ``device``: see :class:`Norms`."""
+    (found,) = numbers(Norms([(_real(tensor),) for tensor in tensors], device))
+    return found
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-_COPIES = 4
-"""Full copies alive at once: from before the step, after each of two replays, and eager's during the second one. Where
-noise takes more replays to explain and their copies do not fit, the check stays open.
-"""
+_COPIES = 3
+"""Full copies alive at once: from before the step, after the replay, and eager's while that is repeated."""
 _MARGIN = 1.2
 """Room is left for fragments and temporaries."""
 

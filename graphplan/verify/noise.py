@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Far, Norms, apart, fits, moved, numbers
+from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Norms, Run, apart, fits, moved, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,10 @@ class Moves:
     norms: Norms
 
     @classmethod
-    def of(cls, old: Mapping[str, Tensor], one: Mapping[str, Tensor]) -> Moves:
-        """Have the device measure how far ``one`` is from ``old``."""
+    def of(cls, old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None) -> Moves:
+        """Have ``device`` measure how far ``one`` is from ``old``, wherever both lie."""
         paths = [path for path in one if _has_numbers(one[path])]
-        return cls(paths, moved(paths, old, one))
+        return cls(paths, moved(paths, old, one, device))
 
 
 _LITTLE = 0.1
@@ -46,32 +47,23 @@ class Noise:
         """Whether one check has measured it, or two where the first found it large."""
         return self._measured >= (1 if max(self._shares.values(), default=0.0) <= _LITTLE else 2)
 
-    def learn(
-        self,
-        old: Mapping[str, Tensor],
-        far: Far,
-        again: Sequence[Mapping[str, Tensor]],
-        eager: Mapping[str, Tensor],
-        nudged: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """Take in what replays from one state, ``old``, left: ``far.one``, and others, at least one; and as ``nudged``
-        one from rounded parameters. What the eager step left was found to be as good by the check: as far away it may
-        be again, and no further.
+    def learn(self, moves: Moves, again: Sequence[Run], eager: Run, nudged: Run | None = None) -> None:
+        """Take in how far replays from one state lie from the first of them, which has made ``moves``: ``again``, at
+        least one, and as ``nudged`` one from rounded parameters. What the eager step left was found to be as good by
+        the check: as far away it may be again, and no further.
         """
         self._measured += 1
-        moves = Moves.of(old, far.one)
         (lengths,) = numbers(moves.norms)
         changes = dict(zip(moves.paths, lengths, strict=True))
         for other in again:
-            self._widen(changes, far, other, 1.0)
-        self._widen(changes, far, eager, 1 / SPREADS)
+            self._widen(changes, other, 1.0)
+        self._widen(changes, eager, 1 / SPREADS)
         if nudged is not None:
-            self._widen(changes, far, nudged, RESPONSES / SPREADS)
+            self._widen(changes, nudged, RESPONSES / SPREADS)
 
-    def _widen(self, changes: Mapping[str, float], far: Far, other: Mapping[str, Tensor], part: float) -> None:
-        alike = [path for path in changes if path in other and fits(far.one[path], other[path])]
-        for path, distance in zip(alike, far.to(other, alike), strict=True):
-            change = changes[path]
+    def _widen(self, changes: Mapping[str, float], other: Run, part: float) -> None:
+        for path in changes.keys() & other.far.keys():
+            change, distance = changes[path], other.far[path]
             if change > 0 and math.isfinite(distance) and math.isfinite(change):
                 self._shares[path] = max(self._shares.get(path, 0.0), part * distance / change)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from graphplan.owners import is_freed
+from graphplan.owners import beside, copy_all, is_freed
 from graphplan.verify.compare import fits
 
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -20,22 +20,28 @@ def can_be_nudged(tensor: Tensor) -> bool:
 
 
 @torch.no_grad()
-def nudge_by(tensor: Tensor, rounding: float) -> None:
-    """Change the elements of ``tensor`` by turns up and down: by ``rounding``, or what its own type can tell apart."""
-    part = max(torch.finfo(tensor.dtype).eps, rounding)
-    row = tensor.detach() if tensor.dim() else tensor.detach().view(1)
-    row[..., ::2].mul_(1 + part)
-    row[..., 1::2].mul_(1 - part)
+def nudge(tensors: Iterable[Tensor], rounding: float) -> None:
+    """Change the elements of each tensor by turns up and down: by ``rounding``, or what its own type can tell apart."""
+    rows = [tensor.detach() if tensor.dim() else tensor.detach().view(1) for tensor in tensors]
+    for kind in {row.dtype for row in rows}:
+        part = max(torch.finfo(kind).eps, rounding)
+        alike = [row for row in rows if row.dtype == kind]
+        torch._foreach_mul_([row[..., ::2] for row in alike], 1 + part)
+        torch._foreach_mul_([row[..., 1::2] for row in alike], 1 - part)
 
 
 @torch.no_grad()
-def take_back(left: Tensor, old: Tensor, rounding: float) -> None:
+def take_back(left: Sequence[Tensor], old: Sequence[Tensor], rounding: float) -> None:
     """Take out of what a replay made of ``old``, nudged, the nudge itself: it may be larger than the step's update, and
     noise is in the update only.
     """
-    nudge = old.clone()
-    nudge_by(nudge, rounding)
-    left.sub_(nudge.sub_(old))
+    for home in {tensor.device for tensor in left}:
+        here = [index for index, tensor in enumerate(left) if tensor.device == home]
+        before = beside([old[index] for index in here], home)
+        nudges = copy_all(before)
+        nudge(nudges, rounding)
+        torch._foreach_sub_(nudges, before)
+        torch._foreach_sub_([left[index] for index in here], nudges)
 
 
 def nudged(
@@ -44,13 +50,13 @@ def nudged(
     old: Callable[[Tensor], Tensor | None],
     rounding: float,
 ) -> Mapping[str, Tensor]:
-    """What ``replay`` leaves if ``params`` have other last bits. ``old(param)`` is what a parameter held before."""
+    """What ``replay`` leaves if ``params`` have other last bits, but for these: parameters among it are changed once
+    more. ``old(param)`` is what a parameter held before.
+    """
     fit = {path: param for path, param in params.items() if can_be_nudged(param)}
-    for param in fit.values():
-        nudge_by(param, rounding)
+    nudge(fit.values(), rounding)
     left = replay()
-    for path, param in fit.items():
-        before = old(param)
-        if before is not None and path in left and fits(before, left[path]):
-            take_back(left[path], before, rounding)
+    rows = [(left[path], before) for path, p in fit.items() if path in left and (before := old(p)) is not None]
+    rows = [(tensor, before) for tensor, before in rows if fits(before, tensor)]
+    take_back([tensor for tensor, _ in rows], [before for _, before in rows], rounding)
     return left

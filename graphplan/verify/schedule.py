@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -16,15 +16,17 @@ from graphplan.program import NO_CHECK
 EVERY = 1000
 """The geometric schedule doubles up to here, and then goes on in steps of this size."""
 SHARE = 0.01
-"""Part of the time that checks of the geometric schedule may take, once there were 64 replays."""
-_FREE = 64
-"""Replays whose checks come as often as they come, whatever they cost."""
+"""Part of the time that checks of the geometric schedule may take, from replay ``EARLY`` on."""
+EARLY = 64
+"""The first replays, of which the last one is checked in any case."""
+FREE = 0.2
+"""Seconds that checks of the first replays may take: as often as the schedule says as long as one more fits in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """``every`` is None for the geometric schedule (replays 1, 2, 4, 8, … and every 1000th), 0 for no checks. A
-    :class:`Timetable` makes the geometric one's distances longer where checks cost much.
+    :class:`Timetable` leaves some of the geometric one out where checks cost much.
     """
 
     every: int | None
@@ -54,14 +56,14 @@ class Schedule:
 
 
 class Timetable:
-    """When the replays of one program are checked: where a check takes long, the next one of the geometric schedule is
-    so far away that checks take no more than ``SHARE`` of the time.
+    """When the replays of one program are checked. Where checks take long, fewer of the first replays are, and later
+    the next one is so far away that checks take no more than ``SHARE`` of the time.
 
     Args:
         schedule: the least distances.
         device: which is waited for before a time is taken, as what it has queued is no part of a check.
         agree: makes of the number of the next check one for all ranks, which have to check the same steps.
-        clock: tells seconds.
+        clock: tells seconds; by default those of the process where it does all the work itself.
     """
 
     def __init__(
@@ -69,37 +71,39 @@ class Timetable:
         schedule: Schedule,
         device: torch.device,
         agree: Callable[[int], int] = int,
-        clock: Callable[[], float] = perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._schedule = schedule
         self._device = device
         self._agree = agree
-        self._clock = clock
+        self._clock = clock or (process_time if device.type == "cpu" else perf_counter)
         self._begun = 0.0
+        self._spent = 0.0
+        """Seconds that checks have taken."""
         self._latest: tuple[int, float] | None = None
         """Number of the check before, and when it ended."""
 
     def begin(self, number: int) -> None:
         """Replay ``number`` is about to be checked."""
-        if self._counts(number):
+        if self._schedule.every is None:
             self._begun = self._now()
 
     def end(self, number: int) -> int:
         """Replay ``number`` was checked; the replay to check next."""
         following = self._schedule.after(number)
-        if not self._counts(number):
+        if self._schedule.every is not None:
             return following
         now, before = self._now(), self._latest
+        seconds = now - self._begun
+        self._spent += seconds
         self._latest = number, now
-        if before is not None and number >= _FREE:
-            seconds_per_step = (self._begun - before[1]) / (number - before[0])
+        if number < EARLY:
+            return self._agree(EARLY if self._spent + seconds > FREE else following)
+        if before is not None and number - before[0] > 1:
+            seconds_per_step = (self._begun - before[1]) / (number - before[0] - 1)
             if seconds_per_step > 0:
-                following = max(following, number + ceil((now - self._begun) / (SHARE * seconds_per_step)))
+                following = max(following, number + ceil(seconds / (SHARE * seconds_per_step)))
         return self._agree(following)
-
-    def _counts(self, number: int) -> bool:
-        """Return True if the times of this check matter."""
-        return self._schedule.every is None and 2 * number >= _FREE
 
     def _now(self) -> float:
         if self._device.type == "cuda":

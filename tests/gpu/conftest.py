@@ -7,6 +7,7 @@ themselves.
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from graphplan.step import Options
+from graphplan.verify import schedule
 
 # cuBLAS reads it when its first handle is made; without it two runs of one matrix product may differ.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -52,6 +54,12 @@ def ungated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """
     if request.node.get_closest_marker("gated") is None:
         monkeypatch.setattr(Options, "least_speedup", lambda options, device: options.min_speedup or 0.0)
+
+
+@pytest.fixture(autouse=True)
+def thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replays are checked as often as they come, however long the first use of a kernel takes."""
+    monkeypatch.setattr(schedule, "FREE", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.verify.compare import Difference, Far, are_noisy, describe, differing, differing_values, unexplained
+from graphplan.verify.compare import Difference, Run, describe, differing, differing_values, unexplained
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.models import Box, descent
 from tests.twins import BEFORE_REPLAY, build, drive, managed
@@ -24,15 +24,17 @@ Tensors = dict[str, Tensor]
 def beyond_spread(
     paths: list[str], old: Tensors, one: Tensors, again: list[Tensors], eager: Tensors
 ) -> list[Difference]:
-    noisy = are_noisy(one, again, paths)
-    return describe(unexplained(paths, Far(one), again, eager, noisy=noisy), old, one, eager)
+    runs = [Run.of(one, left) for left in again]
+    noisy = any(run.differs for run in runs)
+    return describe(unexplained(paths, one, runs, Run.of(one, eager), noisy=noisy), old, one, eager)
 
 
 def test_no_number_is_explained_by_no_number() -> None:
     """Rounded parameters that give NaN somewhere say nothing of a NaN that the eager step gives elsewhere."""
-    one, nudged, eager = (torch.tensor(values) for values in ([1.0, 1.0], [NAN, 1.0], [1.0, NAN]))
-    found = unexplained(["a"], Far({"a": one}), [{"a": one.clone()}], {"a": eager}, {"a": nudged}, noisy=True)
-    assert found == {"a": 0.0}
+    one, *others = ({"a": torch.tensor(values)} for values in ([1.0, 1.0], [1.0, 1.0], [1.0, NAN], [NAN, 1.0]))
+    again, eager, nudged = (Run.of(one, left) for left in others)
+    assert (again.differs, eager.differs, nudged.differs) == (False, True, True)
+    assert unexplained(["a"], one, [again], eager, nudged, noisy=True) == {"a": 0.0}
 
 
 SAME: dict[str, Callable[[], Tensor]] = {

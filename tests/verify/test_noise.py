@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphplan import graph_step
 from graphplan.verify import Noise
-from graphplan.verify.compare import Far
+from graphplan.verify.compare import Run
 from graphplan.verify.noise import Beyond, Moves
 from tests.models import Box, descent
 
@@ -26,6 +26,12 @@ def apart(by: float) -> Tensors:
     return {path: tensor * (1 + by) for path, tensor in ONE.items()}
 
 
+def learn(noise: Noise, old: Tensors, one: Tensors, again: list[Tensors], eager: Tensors, **nudged: Tensors) -> None:
+    """Have ``noise`` learn of what runs from ``old`` have left, the first of them ``one``."""
+    off = {name: Run.of(one, left) for name, left in nudged.items()}
+    noise.learn(Moves.of(old, one), [Run.of(one, left) for left in again], Run.of(one, eager), **off)
+
+
 def beyond(noise: Noise, old: Tensors, one: Tensors, eager: Tensors) -> list[str]:
     return Beyond(noise, Moves.of(old, one), one, eager).paths()
 
@@ -33,7 +39,7 @@ def beyond(noise: Noise, old: Tensors, one: Tensors, eager: Tensors) -> list[str
 def measured(times: int = 2, by: float = 1e-3) -> Noise:
     noise = Noise()
     for _ in range(times):
-        noise.learn(OLD, Far(ONE), [apart(by), apart(by / 2)], apart(by / 3))
+        learn(noise, OLD, ONE, [apart(by), apart(by / 2)], apart(by / 3))
     return noise
 
 
@@ -64,7 +70,7 @@ def test_no_number_is_no_noise(value: float) -> None:
     broken = {**apart(1e-4), "a": torch.tensor([10.0, 10.0, 10.0, value])}
     assert beyond(measured(), OLD, ONE, broken) == ["a"]
     noise = measured()
-    noise.learn(OLD, Far(ONE), [broken], broken)
+    learn(noise, OLD, ONE, [broken], broken)
     assert beyond(noise, OLD, ONE, broken) == ["a"]
     assert beyond(noise, OLD, broken, broken) == []
 
@@ -73,7 +79,7 @@ def test_what_was_as_good_once_is_as_good_again() -> None:
     """A check may find eager right that is further away than replays are from each other, by what rounding does."""
     noise = Noise()
     for _ in range(2):
-        noise.learn(OLD, Far(ONE), [apart(1e-5)], apart(1e-3))
+        learn(noise, OLD, ONE, [apart(1e-5)], apart(1e-3))
     assert beyond(noise, OLD, ONE, apart(9e-4)) == []
     assert beyond(noise, OLD, ONE, apart(1.1e-3)) == ["a", "b", "result"]
 
@@ -82,7 +88,7 @@ def test_what_rounding_does_may_come_of_noise_that_is_rare() -> None:
     """One and a half times as far, as where a check asks for it."""
     noise = Noise()
     for _ in range(2):
-        noise.learn(OLD, Far(ONE), [apart(1e-6)], apart(1e-6), nudged=apart(1e-2))
+        learn(noise, OLD, ONE, [apart(1e-6)], apart(1e-6), nudged=apart(1e-2))
     assert beyond(noise, OLD, ONE, apart(1.4e-2)) == []
     assert beyond(noise, OLD, ONE, apart(1.6e-2)) == ["a", "b", "result"]
 
@@ -90,7 +96,7 @@ def test_what_rounding_does_may_come_of_noise_that_is_rare() -> None:
 def test_tensors_without_noise_and_of_other_kinds() -> None:
     noise = Noise()
     for _ in range(2):
-        noise.learn(OLD, Far(ONE), [{**apart(1e-3), "b": ONE["b"].clone()}], ONE)
+        learn(noise, OLD, ONE, [{**apart(1e-3), "b": ONE["b"].clone()}], ONE)
     assert beyond(noise, OLD, ONE, apart(1e-6)) == ["b"]
     assert beyond(noise, OLD, ONE, {**ONE, "a": torch.ones(5)}) == ["a"]
     assert beyond(noise, OLD, ONE, {**ONE, "new": torch.ones(1)}) == ["new"]
@@ -102,7 +108,7 @@ def test_numbers_in_two_parts_and_whole_ones() -> None:
     old, one = {"z": torch.zeros(2) * 1j}, {"z": torch.ones(2) * 2j, "count": torch.tensor([3, 4])}
     noise = Noise()
     for _ in range(2):
-        noise.learn(old, Far(one), [{**one, "z": one["z"] * 1.001}], one)
+        learn(noise, old, one, [{**one, "z": one["z"] * 1.001}], one)
     assert beyond(noise, old, one, {**one, "z": one["z"] * 1.005}) == []
     assert beyond(noise, old, one, {"z": one["z"] * 1.01, "count": torch.tensor([3, 5])}) == ["z", "count"]
 

@@ -43,15 +43,17 @@ def checked_replays(replays: int, **options: Any) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"verify": "geometric"}], ids=str)
 def test_the_geometric_schedule(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two, and from a thousand on every thousandth, as long as checks may take any share of the time."""
+    monkeypatch.setattr(schedule, "FREE", math.inf)
     monkeypatch.setattr(schedule, "SHARE", math.inf)
     powers = [2**exponent for exponent in range(10)]
     assert checked_replays(2 * PERIOD + 10, **options) == [*powers, PERIOD, 2 * PERIOD]
 
 
 def test_checks_whose_time_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first 64 replays are checked as ever; after that no time is short enough."""
+    """The first replay and the 64th are checked as ever; between them and after that no time is short enough."""
+    monkeypatch.setattr(schedule, "FREE", 0.0)
     monkeypatch.setattr(schedule, "SHARE", 1e-12)
-    assert checked_replays(PERIOD) == [1, 2, 4, 8, 16, 32, 64]
+    assert checked_replays(PERIOD) == [1, 64]
 
 
 class Clock:
@@ -67,7 +69,7 @@ class Clock:
         """The replays up to ``until`` that are checked, where a step and a check take so many seconds."""
         found, last, number = [], 0, 1
         while 0 < number <= until:
-            self.now += step * (number - last)
+            self.now += step * (number - last - 1)
             table.begin(number)
             self.now += check
             found.append(number)
@@ -79,6 +81,43 @@ CPU = torch.device("cpu")
 POWERS = [2**exponent for exponent in range(7)]
 
 
+@pytest.mark.parametrize(
+    ("check", "found"),
+    [
+        (0.02, POWERS),
+        (0.039, [1, 2, 4, 8, 16, 64]),
+        (0.06, [1, 2, 4, 64]),
+        (0.09, [1, 2, 64]),
+        (0.11, [1, 64]),
+        (1000.0, [1, 64]),
+    ],
+)
+def test_checks_of_the_first_replays_take_a_fifth_of_a_second(check: float, found: list[int]) -> None:
+    """As often as one more fits in; the first replay and the 64th are checked whatever that takes."""
+    clock = Clock()
+    assert clock.checks(Timetable(Schedule(None), CPU, clock=clock), 1e-3, check, 64) == found
+
+
+def test_the_first_check_may_take_longer_than_others() -> None:
+    """What it has taken beyond them is taken from what is left."""
+    clock = Clock()
+    table = Timetable(Schedule(None), CPU, clock=clock)
+    numbers, number = [1], 1
+    for check in (0.09, 0.04, 0.04):
+        table.begin(number)
+        clock.now += check
+        number = table.end(number)
+        numbers.append(number)
+    assert numbers == [1, 2, 4, 64]
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replays are checked as often as they come."""
+    monkeypatch.setattr(schedule, "FREE", math.inf)
+
+
+@pytest.mark.usefixtures("free")
 @pytest.mark.parametrize(
     ("step", "check", "following"),
     [
@@ -96,13 +135,14 @@ def test_checks_take_one_part_in_a_hundred(step: float, check: float, following:
     assert clock.checks(table, step, check, 3200) == [*POWERS, *following]
 
 
+@pytest.mark.usefixtures("free")
 def test_the_latest_check_counts() -> None:
     """One that took long is followed by a long distance, and one that did not by a short one."""
     clock = Clock()
     table = Timetable(Schedule(None), CPU, clock=clock)
     assert clock.checks(table, 1.0, 0.1, 127)[-1] == 64
     for number, check, following in ((128, 40.0, 4128), (4128, 0.1, 5000)):
-        clock.now += 64.0
+        clock.now += 63.0
         table.begin(number)
         clock.now += check
         assert table.end(number) == following if number == 128 else table.end(number) >= following
@@ -120,7 +160,11 @@ def test_other_schedules_ask_no_clock(every: int, found: list[int]) -> None:
     assert numbers == found
 
 
-def test_ranks_check_the_same_replays() -> None:
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [((30.0, 0.01), [1, 64, 3064, 6064]), ((0.01, 30.0), [*POWERS, 128, 256, 512, 1000, 2000, 3000])],
+)
+def test_ranks_check_the_same_replays(first: tuple[float, float], expected: list[int]) -> None:
     """The first one to end a check says when the next one is, whatever the others' clocks say."""
     store, clocks = HashStore(), [Clock(), Clock()]
     asked: list[list[int]] = [[], []]
@@ -133,8 +177,8 @@ def test_ranks_check_the_same_replays() -> None:
     for one in peers[1:]:
         one._prefix = peers[0]._prefix
     tables = [Timetable(Schedule(None), CPU, partial(agree, rank), clock=clocks[rank]) for rank in range(2)]
-    found = [clocks[rank].checks(tables[rank], 1.0, (30.0, 0.1)[rank], 9000) for rank in range(2)]
-    assert found[0] == found[1] == [*POWERS, 3064, 6064]
+    found = [clocks[rank].checks(tables[rank], 1.0, first[rank], expected[-1]) for rank in range(2)]
+    assert found[0] == found[1] == expected
     assert asked[1] != asked[0]
 
 
