@@ -1,10 +1,37 @@
-"""Whether a traced step leaves a tensor's memory alone."""
+"""Storages that a traced step must not lose sight of, and whether it leaves a tensor's memory alone."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+
+class WeakStorages:
+    """Keeps the identities of storages from being handed out again while it is there, but not their memory.
+
+    Does for many at once what torch's ``StorageWeakRef`` does for one.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        self._free = UntypedStorage._free_weak_ref
+
+    def add(self, storage: UntypedStorage) -> int:
+        """Hold a storage; returns what :meth:`living` takes."""
+        held: int = storage._weak_ref()  # type: ignore[assignment]
+        self._held.append(held)
+        return held
+
+    @staticmethod
+    def living(held: int) -> UntypedStorage | None:
+        """The storage, unless it is gone."""
+        found: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(held)
+        return found
+
+    def __del__(self) -> None:
+        for held in self._held:
+            self._free(held)
 
 
 class MemoryWatch:
