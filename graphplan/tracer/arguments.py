@@ -167,7 +167,9 @@ def _new_schema(func: Any) -> Schema:
 
 def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
-    written = [tensor for at in schema.written for tensor in tensors_in(schema.given(args, kwargs, at))]
+    written: list[Tensor] = []
+    for at in schema.written:
+        written += tensors_in(schema.given(args, kwargs, at))
     if schema.hidden and all(schema.given(args, kwargs, at) is not False for at in schema.flags):
         written += [tensor for at in schema.hidden for tensor in tensors_in(schema.given(args, kwargs, at))]
     return written
@@ -202,7 +204,8 @@ def tensors_and_others(
     """The operator's tensors, lists included, and its other arguments by name."""
     tensors: list[Tensor] = []
     others: list[tuple[str, Any]] = []
-    for name, value in [*zip(schema.arguments, args, strict=False), *kwargs.items()]:
+    named = zip(schema.arguments, args, strict=False)
+    for name, value in [*named, *kwargs.items()] if kwargs else named:
         kind = type(value)
         if kind in PLAIN_KINDS:
             tensors.append(value)

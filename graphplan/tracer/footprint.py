@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import UntypedStorage
 
 from graphplan.roles import Footprint
-from graphplan.tracer.memory import WeakStorages
+from graphplan.tracer.memory import WeakStorages, living
 
 _STRIDE = 1.05
 
@@ -43,14 +43,9 @@ class Allocations:
 
     def _count(self) -> None:
         """Forget storages that are gone, and see how large the others are: one may have been resized."""
-        living: list[int] = []
-        current = 0
-        for held in self._living:
-            storage = self._weak.living(held)
-            if storage is not None:
-                living.append(held)
-                current += storage.nbytes()
-        self._living, self._current = living, current
+        alive = [(held, storage) for held in self._living if (storage := living(held)) is not None]
+        self._living = [held for held, _ in alive]
+        self._current = sum([storage.nbytes() for _, storage in alive])
 
     @property
     def footprint(self) -> Footprint:

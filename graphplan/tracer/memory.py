@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
+
+
+living: Callable[[int], UntypedStorage | None] = UntypedStorage._new_with_weak_ptr
+"""A storage that is held weakly, unless it is gone."""
 
 
 class WeakStorages:
@@ -18,16 +23,10 @@ class WeakStorages:
         self._free = UntypedStorage._free_weak_ref
 
     def add(self, storage: UntypedStorage) -> int:
-        """Hold a storage; returns what :meth:`living` takes."""
+        """Hold a storage; returns what :data:`living` takes."""
         held: int = storage._weak_ref()  # type: ignore[assignment]
         self._held.append(held)
         return held
-
-    @staticmethod
-    def living(held: int) -> UntypedStorage | None:
-        """The storage, unless it is gone."""
-        found: UntypedStorage | None = UntypedStorage._new_with_weak_ptr(held)
-        return found
 
     def __del__(self) -> None:
         for held in self._held:

@@ -188,16 +188,17 @@ class TraceMode(TorchDispatchMode):
     ) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
         operands, offsets = [], []
+        known = self._operands
         for tensor in tensors:
-            storage = storage_id(tensor)
-            operand = self._operands.get(storage) or self._meet(tensor, storage, name, source)
+            operand = known.get(storage_id(tensor)) or self._meet(tensor, name, source)
             operands.append(operand)
-            is_placed = operand[0] == "external" and tensor.layout is torch.strided
-            offsets.append(int(tensor.storage_offset()) if is_placed else 0)
+            if operand[0] == "external":
+                offsets.append(int(tensor.storage_offset()) if tensor.layout is torch.strided else 0)
         return tuple(operands), tuple(offsets)
 
-    def _meet(self, tensor: Tensor, storage: int | None, name: str, source: Source) -> Operand:
+    def _meet(self, tensor: Tensor, name: str, source: Source) -> Operand:
         """The operand of a storage that turns up for the first time."""
+        storage = storage_id(tensor)
         if storage is None:
             self.refuse(
                 CaptureError,
@@ -229,11 +230,12 @@ class TraceMode(TorchDispatchMode):
         return True
 
     def _mark_written(self, tensor: Tensor, schema: Schema, source: Source) -> None:
-        storage, operand = storage_id(tensor), self._internal_operand(tensor)
+        storage = storage_id(tensor)
         self.writes[storage] += 1
+        external = self._trace.externals.get(storage or 0)
+        operand = self._operands.get(storage, _NOWHERE) if external is None else _NOWHERE
         self._fixed.discard(operand)
         self._draws.discard(operand)
-        external = self._trace.externals.get(storage or 0)
         if external is None:
             return
         external.communicated |= schema.communicates

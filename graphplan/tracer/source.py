@@ -104,14 +104,16 @@ class _Place:
     serves: bool
     """Whether an optimizer's step may be doing this."""
     runs_step: bool
-    says_nothing: bool
-    """Whether it is a library's code that calls nothing of the step's own."""
     sources: dict[Any, Source]
     """By the instruction, and what else there is to it."""
 
 
 _PLACES: dict[int, _Place] = {}
 """By identity, as the runners."""
+_PASSED: set[int] = set()
+"""Those of the code that neither is a ``step`` nor calls one."""
+_SILENT: set[int] = set()
+"""Those of them that belong to torch or this package, which say nothing of the source either."""
 _MANY = 2**16
 
 
@@ -119,23 +121,25 @@ def _place_of(code: CodeType) -> _Place:
     place = _PLACES.get(id(code))
     if place is None:
         if len(_PLACES) >= _MANY:
-            _PLACES.clear()
+            for known in (_PLACES, _PASSED, _SILENT):
+                known.clear()
         place = _PLACES[id(code)] = _new_place(code)
+        if not (place.is_step or place.runs_step):
+            _PASSED.add(id(code))
+            if place.is_library and not place.is_familiar:
+                _SILENT.add(id(code))
     return place
 
 
 def _new_place(code: CodeType) -> _Place:
     name = code.co_filename
-    library, familiar = is_library(name), is_library(name) and is_familiar(name)
-    is_step, runs = code.co_name == "step", runs_steps(code)
     return _Place(
         code,
-        is_library=library,
-        is_familiar=familiar,
-        is_step=is_step,
+        is_library=is_library(name),
+        is_familiar=is_library(name) and is_familiar(name),
+        is_step=code.co_name == "step",
         serves=is_ours(name) or _may_serve_optimizer(name),
-        runs_step=runs,
-        says_nothing=library and not (familiar or is_step or runs),
+        runs_step=runs_steps(code),
         sources={},
     )
 
@@ -144,17 +148,18 @@ def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
     or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
     """
-    innermost = frame = sys._getframe(1)
+    frame = innermost = sys._getframe(1)
     found: FrameType | None = None
     familiar: FrameType | None = None
     component: _Component | None = None
-    around: FrameType | None = frame
-    while around is not None and (found is None or component is None):
+    around: FrameType | None = innermost
+    dull = _SILENT
+    while around is not None:
         frame = around
-        place = _PLACES.get(id(frame.f_code)) or _place_of(frame.f_code)
-        if not place.says_nothing:
+        if id(frame.f_code) not in dull:
+            place = _place_of(frame.f_code)
             if found is None and not place.is_library:
-                found = frame
+                found, dull = frame, _PASSED
             if found is None and familiar is None and place.is_familiar:
                 familiar = frame
             if component is None and place.is_step:
@@ -163,6 +168,8 @@ def find_source() -> Source:
                 component = component or _STEP
                 if found is None:
                     found, familiar = familiar, None
+            if found is not None and component is not None:
+                break
         around = frame.f_back
     return _source(found or frame, component or _STEP, familiar if found is not None else None)
 
