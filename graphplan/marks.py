@@ -15,6 +15,9 @@ PLAIN_KINDS = frozenset({Tensor, Parameter})
 """Classes of tensors whose operators are torch's own."""
 
 
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether there are values in ``tensor``: not in one that only says what a tensor is like (on the meta device, of a
     ``FakeTensorMode``, a lazy module's before its first call), in a nested one, or in what a transform of torch.func
@@ -24,7 +27,7 @@ def has_memory(tensor: Tensor) -> bool:
         fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
         if is_lazy(tensor) or isinstance(tensor, fake):
             return False
-    return not (tensor.is_meta or tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+    return not (tensor.is_meta or tensor.is_nested or _is_transformed(tensor))
 
 
 marks_of: Callable[[Tensor], dict[str, Any]] = vars

@@ -31,9 +31,10 @@ from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.rng import saving_states
 from graphplan.roles import Footprint
 from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
-from graphplan.tracer.arguments import Schema, is_allocation, schema_of, tensors_in, written_tensors
-from graphplan.tracer.mode import IGNORED, LIFTS, is_kept_from_compiler
-from graphplan.tracer.profile import Aside, Profile
+from graphplan.tracer.arguments import Schema, schema_of, tensors_in, written_tensors
+from graphplan.tracer.mode import LIFTS, is_kept_from_compiler
+from graphplan.tracer.profile import Profile
+from graphplan.tracer.watching import Aside
 
 _CONSTANT = (
     "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.arange.default", "aten.arange.start",
@@ -152,7 +153,7 @@ class _TapeMode(TorchDispatchMode):
         kwargs = kwargs or {}
         schema = schema_of(func)
         name = schema.name
-        if name.startswith(IGNORED) or is_imagined():
+        if schema.is_ignored or is_imagined():
             return func(*args, **kwargs)
         if name in LIFTS:
             self._record_constant(args[0])
@@ -174,7 +175,7 @@ class _TapeMode(TorchDispatchMode):
             if new:
                 self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         written = written_tensors(schema, args, kwargs)
-        if is_allocation(schema.name) or not (written or any(made) or out is None):
+        if schema.allocates or not (written or any(made) or out is None):
             return  # None is what an operator gives that only looks at values, and raises.
         outs = [_alias(t) if new else None for t, new in zip(results, made, strict=True)]
         given, named = _alias((args, kwargs))

@@ -111,8 +111,8 @@ def _kept(first: Trace, second: Trace) -> set[int]:
 
 
 def _offsets(operator: Operator, kept: set[int]) -> list[int]:
-    pairs = zip(operator.operands, operator.offsets, strict=True)
-    return [offset for (kind, number), offset in pairs if kind == "external" and number in kept]
+    numbers = [number for kind, number in operator.operands if kind == "external"]
+    return [offset for number, offset in zip(numbers, operator.offsets, strict=True) if number in kept]
 
 
 def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> None:
@@ -161,9 +161,9 @@ def _name_text(names: set[str]) -> str:
 
 
 def _operand_text(operator: Operator) -> str:
-    pairs = zip(operator.operands, operator.offsets, strict=True)
+    offsets = iter(operator.offsets)
     return ", ".join(
-        f"{kind} {number}" + (f" at {offset}" if kind == "external" else "") for (kind, number), offset in pairs
+        f"{kind} {number}" + (f" at {next(offsets)}" if kind == "external" else "") for kind, number in operator.operands
     )
 
 

@@ -13,7 +13,7 @@ from graphplan.backend import Recording
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.owners import storage_id
 from graphplan.program import WATCHERS
-from graphplan.tracer import is_allocation, schema_of, tensors_in, written_tensors
+from graphplan.tracer import schema_of, tensors_in, written_tensors
 
 
 class LaunchCounter(TorchDispatchMode):
@@ -85,7 +85,7 @@ class LaunchCounter(TorchDispatchMode):
         out = func(*args, **kwargs)
         made = any(storage_id(tensor) not in taken for tensor in tensors_in(out))
         schema = schema_of(func)
-        if (made or written_tensors(schema, args, kwargs)) and not is_allocation(schema.name):
+        if (made or written_tensors(schema, args, kwargs)) and not schema.allocates:
             self.eager += 1
             self.operators[schema.name] += 1
         return out

@@ -30,7 +30,8 @@ THERE = _There()
 """Stands for the traits of a tensor, or a tuple with tensors, of which it only matters that it is there."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: one is made for each tensor of a trace, and that takes a frozen one three times as long.
+@dataclass(slots=True, unsafe_hash=True)
 class Traits:
     """What one tensor is like, apart from its values and from where it lies."""
 

@@ -4,7 +4,6 @@ The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares 
 """
 
 from graphplan.tracer.arguments import HIDDEN_WRITES as HIDDEN_WRITES
-from graphplan.tracer.arguments import is_allocation as is_allocation
 from graphplan.tracer.arguments import schema_of as schema_of
 from graphplan.tracer.arguments import tensors_in as tensors_in
 from graphplan.tracer.arguments import written_tensors as written_tensors
@@ -26,7 +25,6 @@ from graphplan.tracer.memory import MemoryWatch as MemoryWatch
 from graphplan.tracer.mode import is_traced as is_traced
 from graphplan.tracer.mode import refuse_trace as refuse_trace
 from graphplan.tracer.mode import watch_memory as watch_memory
-from graphplan.tracer.profile import Aside as Aside
 from graphplan.tracer.profile import Profile as Profile
 from graphplan.tracer.records import Operator as Operator
 from graphplan.tracer.records import Trace as Trace
@@ -38,3 +36,4 @@ from graphplan.tracer.source import find_source as find_source
 from graphplan.tracer.source import is_raised_by_user as is_raised_by_user
 from graphplan.tracer.source import runs_step as runs_step
 from graphplan.tracer.spaces import Ran as Ran
+from graphplan.tracer.watching import Aside as Aside

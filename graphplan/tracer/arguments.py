@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphplan.marks import PLAIN_KINDS
-from graphplan.tracer.collectives import name_object, written_argument
+from graphplan.tracer.collectives import is_collective, name_object, written_positions
 
 HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
@@ -24,7 +23,9 @@ _TRAINING = ("training", "train", "use_input_stats")
 """Arguments that say whether they do."""
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments that are no tensors and hold none."""
+_IGNORED = ("profiler.", "prim.")
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
+"""What only allocates: its contents are undefined, so it need not run again."""
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 CHECK = "aten._linalg_check_errors.default"
 """Looks at what an operator says of its success: on the host it does so in replays as well."""
@@ -58,11 +59,13 @@ HOST_READS = {
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
 """What operators read on the host although no tag says so, and what to do instead."""
-
-
-def is_allocation(name: str) -> bool:
-    """Whether the operator only allocates: its contents are undefined, so it need not run again."""
-    return name.startswith(_ALLOCATIONS)
+TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
+"""Operators that may copy from one device to another."""
+_BY_ARGUMENTS = (
+    *("aten.index.Tensor", *_INDEX_PUTS, "aten.repeat_interleave.Tensor"),
+    *("aten.one_hot.default", "aten._ctc_loss.default"),
+)
+"""Operators the shape of whose results depends on values for some arguments."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -93,7 +96,10 @@ class Schema:
     without one; and what it is tagged with.
     """
 
+    operator: Any
     name: str
+    call: Callable[..., Any]
+    """The operator's entry in C++: it saves the frame of the one in Python."""
     arguments: tuple[str, ...]
     written: tuple[int, ...]
     hidden: tuple[int, ...]
@@ -102,6 +108,12 @@ class Schema:
     is_random: bool
     reads_values: bool
     has_dynamic_shape: bool
+    is_ignored: bool
+    """Whether it is no part of what a step computes."""
+    communicates: bool
+    allocates: bool
+    may_synchronize: bool
+    """Whether the host may have to wait for what the operator reads or makes."""
 
     def draws_from_own_state(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether the operator is given a state of its own to draw from, and draws: torch hands one on for a share of 0
@@ -116,31 +128,51 @@ class Schema:
         return args[position] if position < len(args) else kwargs.get(self.arguments[position])
 
 
-@cache
+_SCHEMAS: dict[int, Schema] = {}
+"""By the identity of operators, which each holds: their hash is computed in Python."""
+
+
 def schema_of(func: Any) -> Schema:
     """The schema of an operator, which torch puts together anew whenever it is asked."""
-    arguments = func._schema.arguments
+    known = _SCHEMAS.get(id(func))
+    if known is None:
+        known = _SCHEMAS[id(func)] = _new_schema(func)
+    return known
+
+
+def _new_schema(func: Any) -> Schema:
+    arguments, name = func._schema.arguments, str(func)
     names = tuple(argument.name for argument in arguments)
     written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+    reads = torch.Tag.data_dependent_output in func.tags or name == "aten.is_nonzero.default"
+    dynamic = torch.Tag.dynamic_output_shape in func.tags
     return Schema(
-        str(func),
-        names,
-        tuple(written),
+        func,
+        name,
+        call=func._op if type(func) is torch._ops.OpOverload else func,
+        arguments=names,
+        written=tuple(written) or written_positions(name),
         hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
         flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
         own_state=names.index(OWN_STATE) if OWN_STATE in names else None,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
-        reads_values=torch.Tag.data_dependent_output in func.tags or str(func) == "aten.is_nonzero.default",
-        has_dynamic_shape=torch.Tag.dynamic_output_shape in func.tags,
+        reads_values=reads,
+        has_dynamic_shape=dynamic,
+        is_ignored=name.startswith(_IGNORED),
+        communicates=is_collective(name),
+        allocates=name.startswith(_ALLOCATIONS),
+        may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *HOST_READS),
     )
 
 
 def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
-    written = [tensor for at in schema.written for tensor in tensors_in(schema.given(args, kwargs, at))]
+    written: list[Tensor] = []
+    for at in schema.written:
+        written += tensors_in(schema.given(args, kwargs, at))
     if schema.hidden and all(schema.given(args, kwargs, at) is not False for at in schema.flags):
         written += [tensor for at in schema.hidden for tensor in tensors_in(schema.given(args, kwargs, at))]
-    return written or tensors_in(written_argument(schema.name, args))
+    return written
 
 
 def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -166,22 +198,23 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-def scalars_of(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The operator's arguments that are no tensors, by name."""
-    for name, value in zip(schema.arguments, args, strict=False):
-        yield from _plain(name, value)
-    for name, value in kwargs.items():
-        yield from _plain(name, value)
-
-
-def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Tensor | torch.Generator | torch.UntypedStorage | torch.TypedStorage):
-        return
-    if isinstance(value, torch.ScriptObject):
-        yield name, name_object(value)
-        return
-    if isinstance(value, list | tuple):
-        if not tensors_in(value):
-            yield name, tuple(value)
-        return
-    yield name, value
+def tensors_and_others(
+    schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[tuple[str, Any]]]:
+    """The operator's tensors, lists included, and its other arguments by name."""
+    tensors: list[Tensor] = []
+    others: list[tuple[str, Any]] = []
+    named = zip(schema.arguments, args, strict=False)
+    for name, value in [*named, *kwargs.items()] if kwargs else named:
+        kind = type(value)
+        if kind in PLAIN_KINDS:
+            tensors.append(value)
+        elif kind in _ATOMS:
+            others.append((name, value))
+        elif found := tensors_in(value):
+            tensors += found
+        elif isinstance(value, torch.ScriptObject):
+            others.append((name, name_object(value)))
+        elif not isinstance(value, torch.Generator | torch.UntypedStorage | torch.TypedStorage):
+            others.append((name, tuple(value) if isinstance(value, list | tuple) else value))
+    return tensors, others

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.dtensors import local
+from graphplan.marks import PLAIN_KINDS
 from graphplan.origin import is_librarys
 from graphplan.owners import (
     SCALARS,
@@ -29,9 +29,11 @@ from graphplan.owners import (
     holds_plain,
     is_there,
     storage_id,
+    tensor_leaves,
     traits_of,
     walk_owners,
 )
+from graphplan.tracer.memory import WeakStorages
 
 Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
 """Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
@@ -41,12 +43,12 @@ the same memory seen alike.
 
 def place_of(tensor: Tensor) -> Place:
     """Where ``tensor`` lies."""
-    tensor = local(tensor)
+    if type(tensor) not in PLAIN_KINDS:
+        tensor = local(tensor)
     if tensor.layout is not torch.strided:
         return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype, False, False)
-    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    bits = (tensor.is_conj(), tensor.is_neg())
-    return (storage_id(tensor), int(tensor.storage_offset()), shape, stride, tensor.dtype, *bits)
+    offset, shape, stride = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+    return (storage_id(tensor), offset, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +90,31 @@ class Recorder:
     def __init__(self, owners: Mapping[str, Any], walk: Walk) -> None:
         self._owners = owners
         self.walk = walk
-        self._weak: list[StorageWeakRef] = []
-        self.places = {path: self._note(slot.tensors()) for path, slot in self.walk.slots.items()}
-        # Gradients are other tensors in each step, which may get the places of those before.
-        slots = ((path, slot) for path, slot in self.walk.slots.items() if slot.param is None)
-        self._held = {path: [weakref.ref(tensor) for tensor in slot.tensors()] for path, slot in slots}
-        self._plain = {path for path, slot in self.walk.slots.items() if slot.param is None and holds_plain(slot.get())}
+        self._weak = WeakStorages()
+        self.places: dict[str, tuple[Place, ...]] = {}
+        self.traits: dict[str, Any] = {}
+        self._held: dict[str, list[weakref.ref[Tensor]]] = {}
+        self._plain: set[str] = set()
+        for path, slot in walk.slots.items():
+            value = slot.get()
+            tensors = tensor_leaves(value)
+            self.places[path] = self._note(tensors)
+            self.traits[path] = traits_of(value)
+            # Gradients are other tensors in each step, which may get the places of those before.
+            if slot.param is None:
+                self._held[path] = list(map(weakref.ref, tensors))
+                if holds_plain(value):
+                    self._plain.add(path)
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
-        self.traits = {path: traits_of(slot.get()) for path, slot in self.walk.slots.items()}
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
 
     def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:
-        for tensor in tensors:
-            if storage_id(tensor) is not None:
-                self._weak.append(StorageWeakRef(tensor.untyped_storage()))
-        return tuple(place_of(tensor) for tensor in tensors)
+        places = tuple(map(place_of, tensors))
+        for tensor, place in zip(tensors, places, strict=True):
+            if place[0] is not None:
+                self._weak.add(tensor.untyped_storage())
+        return places
 
     def entry_slots(self) -> dict[int, list[Slot]]:
         """Slots by the storage that they held when this recorder was made."""
@@ -118,9 +129,8 @@ class Recorder:
         """What differs now, and the walk that found it. ``used`` are storages that the step read or returned."""
         now = walk_owners(self._owners)
         found = Changes()
-        read = [path for path, places in self.places.items() if any(place[0] in used for place in places)]
         for path, items in now.lists.items():
-            self._compare_list(found, path, items, moves=any(place.startswith(f"{path}[") for place in read))
+            self._compare_list(found, path, items, used)
         grown = tuple(f"{path}[" for path in found.appended)
         places = {path: tuple(map(place_of, slot.tensors())) for path, slot in now.slots.items()}
         moved: list[str] = []
@@ -151,6 +161,8 @@ class Recorder:
 
     def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]]) -> None:
         """Replays leave the tensors at ``moved`` where they lie: what shares memory with them has to move alike."""
+        if not moved:
+            return
         before, after = (_Shared(sides, moved) for sides in (self.places, places))
         for path in moved:
             old, new = before.of(path), after.of(path)
@@ -160,14 +172,15 @@ class Recorder:
             joined = min(others, default=None)
             found.rebindings[path] = replace(found.rebindings[path], moved=True, joined=joined)
 
-    def _compare_list(self, found: Changes, path: str, items: Items, *, moves: bool) -> None:
-        """``moves``: a deque that drops items does not grow, but gives each item another place, since the step reads
-        what lies there.
-        """
+    def _compare_list(self, found: Changes, path: str, items: Items, used: Collection[int | None]) -> None:
         held, old = self.items.get(path, (None, ()))
         if held is not items:
             return
-        new = _new_items(old, items, may_drop=not moves)
+        # A deque that drops items does not grow, but gives each item another place, if the step reads what lies there.
+        inner = (places for place, places in self.places.items() if place.startswith(f"{path}["))
+        drops = getattr(items, "maxlen", None) is not None
+        may_drop = drops and not any(place[0] in used for places in inner for place in places)
+        new = _new_items(old, items, may_drop=may_drop)
         if new:
             found.appended[path] = new
         elif new is None and len(items) != len(old):

@@ -24,12 +24,11 @@ def is_collective(name: str) -> bool:
     return name.startswith((_IN_PLACE, _FUNCTIONAL))
 
 
-def written_argument(name: str, args: Any) -> Any:
-    """The argument that an in-place collective writes, of tensors or of results: its first one, or that of an operator
-    which prepares one. None for others.
+def written_positions(name: str) -> tuple[int, ...]:
+    """Which argument an in-place collective writes, of tensors or of results: its first one, or that of an operator
+    which prepares one. None of others.
     """
-    position = _SILENT.get(name, 0 if name.startswith(_IN_PLACE) else None)
-    return None if position is None or position >= len(args) else args[position]
+    return (_SILENT[name],) if name in _SILENT else (0,) if name.startswith(_IN_PLACE) else ()
 
 
 def finish(name: str, out: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphplan.roles import Footprint
+from graphplan.tracer.memory import WeakStorages, living
 
 _STRIDE = 1.05
 
@@ -18,15 +18,22 @@ class Allocations:
     """
 
     def __init__(self) -> None:
-        self._living: list[StorageWeakRef] = []
+        self._weak = WeakStorages()
+        self._living: list[int] = []
         self._current = 0
         self._peak = 0
         self._counted = 0
         self._total = 0
 
-    def add(self, storage: StorageWeakRef, nbytes: int) -> None:
-        """Count a storage that an operator has just made."""
-        self._living.append(storage)
+    def add(self, storage: UntypedStorage, *, counts: bool) -> None:
+        """Take in a storage that an operator has just made, whose identity then stays its own. ``counts``: whether its
+        bytes do.
+        """
+        held = self._weak.add(storage)
+        if not counts:
+            return
+        nbytes = storage.nbytes()
+        self._living.append(held)
         self._current += nbytes
         self._total += nbytes
         if self._current > self._counted * _STRIDE:
@@ -36,14 +43,9 @@ class Allocations:
 
     def _count(self) -> None:
         """Forget storages that are gone, and see how large the others are: one may have been resized."""
-        living: list[StorageWeakRef] = []
-        current = 0
-        for reference in self._living:
-            storage = UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is not None:
-                living += (reference,)
-                current += storage.nbytes()
-        self._living, self._current = living, current
+        alive = [(held, storage) for held in self._living if (storage := living(held)) is not None]
+        self._living = [held for held, _ in alive]
+        self._current = sum([storage.nbytes() for _, storage in alive])
 
     @property
     def footprint(self) -> Footprint:

@@ -1,10 +1,36 @@
-"""Whether a traced step leaves a tensor's memory alone."""
+"""Storages that a traced step must not lose sight of, and whether it leaves a tensor's memory alone."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+
+living: Callable[[int], UntypedStorage | None] = UntypedStorage._new_with_weak_ptr
+"""A storage that is held weakly, unless it is gone."""
+
+
+class WeakStorages:
+    """Keeps the identities of storages from being handed out again while it is there, but not their memory.
+
+    Does for many at once what torch's ``StorageWeakRef`` does for one.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[int] = []
+        self._free = UntypedStorage._free_weak_ref
+
+    def add(self, storage: UntypedStorage) -> int:
+        """Hold a storage; returns what :data:`living` takes."""
+        held: int = storage._weak_ref()  # type: ignore[assignment]
+        self._held.append(held)
+        return held
+
+    def __del__(self) -> None:
+        for held in self._held:
+            self._free(held)
 
 
 class MemoryWatch:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -28,24 +27,24 @@ from graphplan.tracer.arguments import (
     CHECK,
     HOST_READS,
     NESTED_FIX,
+    TRANSFERS,
     Schema,
     has_dynamic_shape,
-    is_allocation,
-    scalars_of,
     schema_of,
+    tensors_and_others,
     tensors_in,
     written_tensors,
 )
-from graphplan.tracer.collectives import finish, is_collective
+from graphplan.tracer.collectives import finish
 from graphplan.tracer.conversions import validates
 from graphplan.tracer.footprint import Allocations
 from graphplan.tracer.host_reads import HostRead, find_place, is_asserted
 from graphplan.tracer.memory import MemoryWatch
-from graphplan.tracer.profile import Aside
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, is_recomputed, optimizer_fix
-from graphplan.tracer.uniform import UNIFORM, UniformDraws
+from graphplan.tracer.uniform import UNIFORM, Operand, UniformDraws
+from graphplan.tracer.watching import Aside
 
 _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
@@ -59,7 +58,7 @@ _OWN_STATE_FIX = (
     "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
 )
-IGNORED = ("profiler.", "prim.")
+_NOWHERE: Operand = ("internal", -1)
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
 
@@ -103,14 +102,14 @@ class TraceMode(TorchDispatchMode):
         super().__init__()
         self._trace = trace
         self._watch = watch
-        self._internal: dict[int, int] = {}
-        self._external: dict[int, int] = {}
+        self._operands: dict[int | None, Operand] = {}
+        """Of each storage, those that the step made and the others numbered apart."""
+        self._internals = 0
         self._fixed: set[tuple[str, int]] = set()
         """What is made of Python's numbers alone, or is certain whatever is drawn: other values of it would be another
         program's.
         """
         self._draws = UniformDraws()
-        self._weak: list[StorageWeakRef] = []
         self._allocations = Allocations()
         self._thread = get_ident()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
@@ -131,64 +130,53 @@ class TraceMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_wrapped(types):
+        if types and is_wrapped(types):
             return NotImplemented
-        kwargs = kwargs or {}
-        schema = schema_of(func)
-        if schema.name.startswith(IGNORED) or is_imagined():
-            return func(*args, **kwargs)
         with Aside() as aside:
-            return self._note(aside, func, schema, args, kwargs)
+            return self._note(aside, func, args, kwargs or {})
 
-    def _note(self, aside: Aside, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it down."""
-        name = schema.name
-        source = find_source()
+        schema, trace = schema_of(func), self._trace
+        if schema.is_ignored or is_imagined():
+            return aside.run(func, args, kwargs)
+        name, source = schema.name, find_source()
         constant = self._lift(args) if name in LIFTS else None
-        tensors = tensors_in([args, list(kwargs.values())])
-        operands = tuple([self._operand(tensor, name, source) for tensor in tensors])
-        offsets = tuple([int(t.storage_offset()) if t.layout is torch.strided else 0 for t in tensors])
+        tensors, scalars = tensors_and_others(schema, args, kwargs)
+        operands, offsets = self._take_operands(tensors, name, source)
         written = written_tensors(schema, args, kwargs)
         for tensor in written:
-            self._mark_written(tensor, name, source)
-            external = self._trace.externals.get(storage_id(tensor) or 0)
-            if external is not None and is_collective(name):
-                external.communicated = True
-        if schema.draws_from_own_state(args, kwargs):
-            self.refuse(
-                GeneratorSeekError,
-                f"{name} draws dropout at {source} from a state that cuDNN keeps, which no generator shows and nobody "
-                f"can put back for a check; a replay would draw other numbers than the eager step. {_OWN_STATE_FIX}",
-                component=source.component,
-            )
-        if schema.is_random:
-            self._check_seek(source)
-            self._note_generator(kwargs.get("generator"), source)
-        out = finish(name, aside.run(func, args, kwargs))
+            self._mark_written(tensor, schema, source)
+        if schema.is_random or schema.own_state is not None:
+            self._note_draw(schema, args, kwargs, source)
+        out = aside.run(schema.call, args, kwargs)
+        if schema.communicates:
+            out = finish(name, out)
         if schema.is_random:
             self.take_states()
         made = tensors_in(out)
         self._watch.check(name, tensors, made, source)
-        given = list(zip(tensors, operands, strict=True))
-        self._check_sync(schema, args, kwargs, out, source, given)
-        if name in HOST_READS and not (name == CHECK and tensors[0].device.type == "cpu"):
-            self._check_read(name, args, given, source)
-        self._check_nested(name, tensors, made, source)
-        self._trace.dtypes.update([tensor.dtype for tensor in made])
-        fresh = [self._birth(tensor) for tensor in made]
-        computes = not (written or schema.is_random or is_allocation(name))
-        is_certain = self._draws.take(name, args, operands, views=bool(made) and not any(fresh))
+        if schema.may_synchronize:
+            self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
+        is_fresh = False
+        for tensor in made:
+            trace.dtypes.add(tensor.dtype)
+            is_fresh |= self._birth(tensor)
+        for tensor in (*tensors, *made):
+            if tensor.is_nested:
+                self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
+        computes = not (written or schema.is_random or schema.allocates)
+        is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
         if constant is not None or is_certain or (computes and self._fixed.issuperset(operands)):
             self._fixed.update(map(self._internal_operand, made))
         if name in UNIFORM:
             self._draws.add(self._internal_operand(out), func, args, kwargs, out)
-        launches = (bool(written) or any(fresh)) and not is_allocation(name) and constant is None
-        scalars = tuple(scalars_of(schema, args, kwargs))
+        launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         threaded = get_ident() != self._thread
-        if threaded and not self._trace.graph_elsewhere:
-            self._trace.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
-        self._trace.operators.append(
-            Operator(name, operands, offsets, scalars, source, launches, constant, schema.is_random, threaded)
+        if threaded and not trace.graph_elsewhere:
+            trace.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
+        trace.operators.append(
+            Operator(name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, threaded)
         )
         return out
 
@@ -199,7 +187,21 @@ class TraceMode(TorchDispatchMode):
         if self._trace.device is not None and self._trace.device.type != "cpu":
             self._trace.host_draws = self._draws.repeats()
 
-    def _operand(self, tensor: Tensor, name: str, source: Source) -> tuple[str, int]:
+    def _take_operands(
+        self, tensors: list[Tensor], name: str, source: Source
+    ) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
+        """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
+        operands, offsets = [], []
+        known = self._operands
+        for tensor in tensors:
+            operand = known.get(storage_id(tensor)) or self._meet(tensor, name, source)
+            operands.append(operand)
+            if operand[0] == "external":
+                offsets.append(int(tensor.storage_offset()) if tensor.layout is torch.strided else 0)
+        return tuple(operands), tuple(offsets)
+
+    def _meet(self, tensor: Tensor, name: str, source: Source) -> Operand:
+        """The operand of a storage that turns up for the first time."""
         storage = storage_id(tensor)
         if storage is None:
             self.refuse(
@@ -211,41 +213,41 @@ class TraceMode(TorchDispatchMode):
             return ("sparse", 0)
         if storage in self._trace.gathered:
             self._birth(tensor)
-        if storage in self._internal:
-            return ("internal", self._internal[storage])
-        if storage not in self._external:
-            self._external[storage] = len(self._external)
+        else:
+            self._operands[storage] = ("external", len(self._trace.externals))
             self._watch.meet(storage)
             self._trace.externals[storage] = TracedExternal(tensor, name, source)
-        return ("external", self._external[storage])
+        return self._operands[storage]
 
-    def _internal_operand(self, tensor: Tensor) -> tuple[str, int]:
-        return ("internal", self._internal.get(storage_id(tensor) or 0, -1))
+    def _internal_operand(self, tensor: Tensor) -> Operand:
+        operand = self._operands.get(storage_id(tensor), _NOWHERE)
+        return operand if operand[0] == "internal" else _NOWHERE
 
     def _birth(self, tensor: Tensor) -> bool:
         """Number a storage that the step made; False if it was known (a view, or a result written in place)."""
         storage = storage_id(tensor)
-        if storage is None or storage in self._internal or storage in self._external:
+        if storage is None or storage in self._operands:
             return False
-        self._internal[storage] = len(self._internal)
-        # The weak reference keeps the storage's identity from being handed out again within this trace.
-        self._weak.append(StorageWeakRef(tensor.untyped_storage()))
-        if tensor.device == self._trace.device:
-            self._allocations.add(self._weak[-1], tensor.untyped_storage().nbytes())
+        self._operands[storage] = ("internal", self._internals)
+        self._internals += 1
+        self._allocations.add(tensor.untyped_storage(), counts=tensor.device == self._trace.device)
         return True
 
-    def _mark_written(self, tensor: Tensor, name: str, source: Source) -> None:
+    def _mark_written(self, tensor: Tensor, schema: Schema, source: Source) -> None:
         storage = storage_id(tensor)
         self.writes[storage] += 1
-        self._fixed.discard(self._internal_operand(tensor))
-        self._draws.discard(self._internal_operand(tensor))
-        if storage in self._external:
-            external = self._trace.externals[storage]
-            copied = storage in self._trace.entry_slots and storage not in self._trace.found
-            if not external.mutated and not copied:
+        external = self._trace.externals.get(storage or 0)
+        operand = self._operands.get(storage, _NOWHERE) if external is None else _NOWHERE
+        self._fixed.discard(operand)
+        self._draws.discard(operand)
+        if external is None:
+            return
+        external.communicated |= schema.communicates
+        if not external.mutated:
+            is_copied = storage in self._trace.entry_slots and storage not in self._trace.found
+            if not is_copied:
                 self._trace.unowned_writes.append((external.tensor, external.tensor.detach().clone()))
-            if not external.mutated:
-                external.mutated, external.mutated_by, external.mutated_at = True, name, source
+            external.mutated, external.mutated_by, external.mutated_at = True, schema.name, source
 
     def _lift(self, args: tuple[Any, ...]) -> Tensor:
         """A constant made from Python values: not an external, but its value must stay the same."""
@@ -255,6 +257,20 @@ class TraceMode(TorchDispatchMode):
         if value.device.type != "cpu":
             self._trace.device_constants.append(constant)
         return constant
+
+    def _note_draw(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], source: Source) -> None:
+        """Take in what a random operator is about to draw from."""
+        if schema.draws_from_own_state(args, kwargs):
+            self.refuse(
+                GeneratorSeekError,
+                f"{schema.name} draws dropout at {source} from a state that cuDNN keeps, which no generator shows and "
+                f"nobody can put back for a check; a replay would draw other numbers than the eager step. "
+                f"{_OWN_STATE_FIX}",
+                component=source.component,
+            )
+        if schema.is_random:
+            self._check_seek(source)
+            self._note_generator(kwargs.get("generator"), source)
 
     def _check_seek(self, source: Source | None) -> None:
         for position, (generator, state) in enumerate(self._states):
@@ -305,7 +321,7 @@ class TraceMode(TorchDispatchMode):
             "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
         )
 
-    def _are_constants(self, given: list[tuple[Tensor, tuple[str, int]]]) -> bool:
+    def _are_constants(self, given: list[tuple[Tensor, Operand]]) -> bool:
         """Whether all values are computed on the host from Python's numbers alone."""
         return all(tensor.device.type == "cpu" and operand in self._fixed for tensor, operand in given)
 
@@ -316,23 +332,26 @@ class TraceMode(TorchDispatchMode):
         kwargs: dict[str, Any],
         out: Any,
         source: Source,
-        given: list[tuple[Tensor, tuple[str, int]]],
+        given: list[tuple[Tensor, Operand]],
     ) -> None:
         name = schema.name
         if schema.reads_values:
             is_constant = validates() or self._are_constants(given)
             if is_constant or is_asserted():
                 self._trace.host_reads.append(HostRead(find_place(), out, asserted=not is_constant))
-                return
-            is_comparison = name.startswith(("aten.equal", "aten.allclose"))
-            what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
-            self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
+            else:
+                is_comparison = name.startswith(("aten.equal", "aten.allclose"))
+                what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
+                self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
         elif has_dynamic_shape(schema, args, kwargs) and not self._are_constants(given):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
-        self._check_transfer(name, args, out, source)
+        if name in TRANSFERS:
+            self._check_transfer(name, args, out, source)
+        if name in HOST_READS and not (name == CHECK and given[0][0].device.type == "cpu"):
+            self._check_read(name, args, given, source)
 
     def _check_read(
-        self, name: str, args: tuple[Any, ...], given: list[tuple[Tensor, tuple[str, int]]], source: Source
+        self, name: str, args: tuple[Any, ...], given: list[tuple[Tensor, Operand]], source: Source
     ) -> None:
         # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
         read = [pair for pair in given if pair[0] is not args[0]] or given
@@ -340,14 +359,12 @@ class TraceMode(TorchDispatchMode):
             what, fix = HOST_READS[name]
             self._refuse_sync(f"{name} {what}", source, fix)
 
-    def _check_nested(self, name: str, tensors: list[Tensor], made: list[Tensor], source: Source) -> None:
-        for verb, found in (("gets", tensors), ("makes", made)):
-            if any(tensor.is_nested for tensor in found):
-                self.refuse(
-                    CaptureError,
-                    f"{name} {verb} a nested tensor at {source}; only dense tensors can be captured. {NESTED_FIX}",
-                    component=source.component,
-                )
+    def _refuse_nested(self, verb: str, name: str, source: Source) -> None:
+        self.refuse(
+            CaptureError,
+            f"{name} {verb} a nested tensor at {source}; only dense tensors can be captured. {NESTED_FIX}",
+            component=source.component,
+        )
 
     def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX) -> None:
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
@@ -362,8 +379,6 @@ class TraceMode(TorchDispatchMode):
         )
 
     def _check_transfer(self, name: str, args: tuple[Any, ...], out: Any, source: Source) -> None:
-        if name not in ("aten._to_copy.default", "aten.copy_.default"):
-            return
         target, origin = (args[0], args[1]) if name == "aten.copy_.default" else (out, args[0])
         if origin.device.type == target.device.type:
             return

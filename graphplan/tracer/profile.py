@@ -16,7 +16,7 @@ Longer than most rooms: the profiler and what it reads come from one pass over t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import getattr_static
@@ -35,7 +35,7 @@ from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import find_source
 from graphplan.tracer.spaces import Ran
 from graphplan.tracer.threads import STARTERS, STARTERS_IN_C, name_of_start
-from graphplan.tracer.watching import Watcher, is_silent, new_watcher, watcher_of_thread
+from graphplan.tracer.watching import Watcher, is_silent, new_watcher
 from graphplan.tracer.writes import WRITERS, name_of_saving, name_of_write
 
 _IMPORTS = "<frozen importlib."
@@ -151,7 +151,8 @@ class Profile:
         self._on_read = on_read
         self._on_print = on_print
         self._codes: dict[tuple[int, int], CodeType] = {}
-        self._owners: dict[int, str | None] = {}
+        self._owners: dict[int, tuple[str | None, bool]] = {}
+        """What :meth:`_meet` found, by the identity of code."""
         self._known: set[Any] = set()
         self._users: set[int] = set()
         """Identities of the user's code that ran."""
@@ -165,7 +166,7 @@ class Profile:
         on_read = self._on_read
         if on_read is not None:
             self._others.enter_context(Conversions(lambda name: on_read(name, None)))
-        self._watcher = new_watcher(self._note_call, self._note_c_call)
+        self._watcher = new_watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users)
         try:
             self._watcher.start()
         except BaseException:
@@ -193,21 +194,16 @@ class Profile:
         if self._importing is not None and self._is_importing():
             return False
         code = frame.f_code
-        if id(code) in STARTERS and (start := name_of_start(frame)) is not None:
-            self.ran.threads.setdefault(start, find_source())
-        name = self._owners.get(id(code), "")
-        if name == "":
-            if code.co_filename.startswith(_IMPORTS):
-                self._importing = frame
-                return False
-            name = self._owners[id(code)] = _owner_name(frame)
+        name, is_closure = self._owners.get(id(code)) or self._meet(frame)
         # The object or class whose method runs.
         owner = None if name is None else frame.f_locals.get(name)
         # By identity: to hash a code object takes as long as it has instructions.
         key = (id(code), 0 if owner is None else id(owner))
         known = key in self._codes
-        if known and not code.co_freevars:
+        if known and not is_closure:
             return name is None
+        if self._importing is not None:
+            return False
         self._codes[key] = code
         if is_library(code.co_filename):
             if not known:
@@ -220,10 +216,20 @@ class Profile:
             return False
         return name is None
 
+    def _meet(self, frame: FrameType) -> tuple[str | None, bool]:
+        """The variable that has the object or class whose method runs, if any, and whether the code is a closure's."""
+        code = frame.f_code
+        if code.co_filename.startswith(_IMPORTS):
+            self._importing = frame
+            return None, True
+        found = _owner_name(frame), bool(code.co_freevars)
+        if id(code) not in STARTERS:
+            self._owners[id(code)] = found
+        elif (start := name_of_start(frame)) is not None:
+            self.ran.threads.setdefault(start, find_source())
+        return found
+
     def _note_c_call(self, frame: FrameType, function: Any) -> None:
-        # Most calls are torch's own, of operators.
-        if function.__name__ not in _LOOKED_AT and id(frame.f_code) not in self._users:
-            return
         if is_silent(frame.f_code) or (self._importing is not None and self._is_importing()):
             return
         owner, home = function.__self__, function.__module__
@@ -312,32 +318,3 @@ def _is_method(code: CodeType, thing: Any) -> bool:
         return False
     found = next((vars(kind)[code.co_name] for kind in type(thing).__mro__ if code.co_name in vars(kind)), None)
     return getattr(found, "__code__", None) is code
-
-
-class Aside:
-    """Keeps graphplan's own work in the middle of a step from a :class:`Profile`, which would take as long as that work
-    itself. :meth:`run` runs what belongs to the step.
-    """
-
-    __slots__ = ("_watcher",)
-
-    def __init__(self) -> None:
-        watcher = watcher_of_thread()
-        self._watcher = None if watcher is None or watcher.is_paused else watcher
-
-    def __enter__(self) -> Aside:
-        if self._watcher is not None:
-            self._watcher.pause()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._watcher is not None:
-            self._watcher.resume()
-
-    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, watched."""
-        self.__exit__()
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.__enter__()

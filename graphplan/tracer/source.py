@@ -22,8 +22,7 @@ _OPTIM = os.path.join(_TORCH, "optim") + os.sep
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 
 
-# Not frozen: one is made for each operator of a trace, and that takes a frozen one five times as long.
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there.
 
@@ -105,50 +104,74 @@ class _Place:
     serves: bool
     """Whether an optimizer's step may be doing this."""
     runs_step: bool
+    sources: dict[Any, Source]
+    """By the instruction, and what else there is to it."""
 
 
 _PLACES: dict[int, _Place] = {}
 """By identity, as the runners."""
+_PASSED: set[int] = set()
+"""Those of the code that neither is a ``step`` nor calls one."""
+_SILENT: set[int] = set()
+"""Those of them that belong to torch or this package, which say nothing of the source either."""
 _MANY = 2**16
 
 
-def _note_place(code: CodeType) -> _Place:
-    if len(_PLACES) >= _MANY:
-        _PLACES.clear()
+def _place_of(code: CodeType) -> _Place:
+    place = _PLACES.get(id(code))
+    if place is None:
+        if len(_PLACES) >= _MANY:
+            for known in (_PLACES, _PASSED, _SILENT):
+                known.clear()
+        place = _PLACES[id(code)] = _new_place(code)
+        if not (place.is_step or place.runs_step):
+            _PASSED.add(id(code))
+            if place.is_library and not place.is_familiar:
+                _SILENT.add(id(code))
+    return place
+
+
+def _new_place(code: CodeType) -> _Place:
     name = code.co_filename
-    place = _PLACES[id(code)] = _Place(
+    return _Place(
         code,
         is_library=is_library(name),
         is_familiar=is_library(name) and is_familiar(name),
         is_step=code.co_name == "step",
         serves=is_ours(name) or _may_serve_optimizer(name),
         runs_step=runs_steps(code),
+        sources={},
     )
-    return place
 
 
 def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
     or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
     """
-    frame: FrameType | None = sys._getframe(1)
-    component = _component(frame)
-    last, familiar = frame, None
-    while frame is not None:
-        code = frame.f_code
-        try:
-            place = _PLACES[id(code)]
-        except KeyError:
-            place = _note_place(code)
-        if not place.is_library:
-            return _source(frame, component, familiar)
-        if familiar is None and place.is_familiar:
-            familiar = frame
-        if familiar is not None and place.runs_step:
-            return _source(familiar, component)
-        last, frame = frame, frame.f_back
-    assert last is not None
-    return _source(last, component)
+    frame = innermost = sys._getframe(1)
+    found: FrameType | None = None
+    familiar: FrameType | None = None
+    component: _Component | None = None
+    around: FrameType | None = innermost
+    dull = _SILENT
+    while around is not None:
+        frame = around
+        if id(frame.f_code) not in dull:
+            place = _place_of(frame.f_code)
+            if found is None and not place.is_library:
+                found, dull = frame, _PASSED
+            if found is None and familiar is None and place.is_familiar:
+                familiar = frame
+            if component is None and place.is_step:
+                component = _component(frame, innermost)
+            if place.runs_step:
+                component = component or _STEP
+                if found is None:
+                    found, familiar = familiar, None
+            if found is not None and component is not None:
+                break
+        around = frame.f_back
+    return _source(found or frame, component or _STEP, familiar if found is not None else None)
 
 
 _Component = tuple[str, str, bool]
@@ -156,40 +179,38 @@ _STEP: _Component = ("step", "", False)
 
 
 def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
+    """One object for each place, which most operators of a trace share with others."""
     led_to = _source(by, component) if by is not None else None
-    return Source(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, *component, led_to)
+    code = frame.f_code
+    known, key = _place_of(code).sources, (frame.f_lasti, component, led_to)
+    source = known.get(key)
+    if source is None:
+        source = known[key] = Source(code.co_filename, frame.f_lineno, code.co_name, *component, led_to)
+    return source
 
 
-def _component(frame: FrameType | None) -> _Component:
-    """``"optimizer"``, the optimizer's type and whether a scaler steps it, if the frames lead to the ``step`` of either
-    without passing a closure of somebody else's.
+def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
+    """``"optimizer"``, the optimizer's type and whether a scaler steps it, if ``frame``, of a function called ``step``,
+    is that of either and leads to ``innermost`` without passing a closure of somebody else's. None if it is neither's.
 
     Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
     the optimizer's own, which is what tells them apart.
     """
-    others: dict[str, None] = {}
+    local = frame.f_locals
+    stepper = local.get("self")
+    if isinstance(stepper, GradScaler):
+        # A scaler's step takes no closure: whatever runs in it serves the optimizer.
+        return ("optimizer", type(local.get("optimizer")).__name__, True)
+    if not isinstance(stepper, torch.optim.Optimizer):
+        return None
     within: list[CodeType] = []
-    while frame is not None:
-        code = frame.f_code
-        try:
-            place = _PLACES[id(code)]
-        except KeyError:
-            place = _note_place(code)
-        if place.is_step:
-            stepper = frame.f_locals.get("self")
-            if isinstance(stepper, GradScaler):
-                # A scaler's step takes no closure: whatever runs in it serves the optimizer.
-                return ("optimizer", type(frame.f_locals.get("optimizer")).__name__, True)
-            if isinstance(stepper, torch.optim.Optimizer):
-                is_own = others.keys() <= {code.co_filename} or _is_beside_closure(frame.f_locals, within)
-                return ("optimizer", type(stepper).__name__, False) if is_own else _STEP
-        if place.runs_step:
-            break
-        if not place.serves:
-            others[code.co_filename] = None
-        within.append(code)
-        frame = frame.f_back
-    return _STEP
+    inner: FrameType | None = innermost
+    while inner is not None and inner is not frame:
+        within.append(inner.f_code)
+        inner = inner.f_back
+    others = {code.co_filename for code in within if not _place_of(code).serves}
+    is_own = others <= {frame.f_code.co_filename} or _is_beside_closure(local, within)
+    return ("optimizer", type(stepper).__name__, False) if is_own else _STEP
 
 
 def _is_beside_closure(local: Mapping[str, Any], within: Collection[CodeType]) -> bool:

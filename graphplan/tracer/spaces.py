@@ -35,6 +35,7 @@ _WRITERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     *((f"{lightning}.loggers.", _LOGS) for lightning in _LIGHTNINGS),
 )
 """Modules of loggers, and how the names of methods begin that write."""
+_WRITING = tuple(start for _, starts in _WRITERS for start in starts)
 _MANY = 16
 """Calls of one function with other closure variables that are told apart."""
 
@@ -90,7 +91,10 @@ class Ran:
 
     def note_writer(self, frame: FrameType, owner: Any) -> None:
         """Note a call of a library's code, if that is a logger's which writes."""
-        home, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        name = frame.f_code.co_name
+        if not name.startswith(_WRITING):
+            return
+        home = str(frame.f_globals.get("__name__"))
         if any(f"{home}.".startswith(module) and name.startswith(starts) for module, starts in _WRITERS):
             homes = tuple(module for module, _ in _WRITERS)
             kinds = (kind for kind in type(owner).__mro__ if f"{kind.__module__}.".startswith(homes))

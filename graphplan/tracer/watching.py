@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
@@ -50,17 +50,32 @@ _PATIENCE = 1.0
 """Seconds, of which beginning to watch takes some millionths."""
 
 
+class _Here(threading.local):
+    """The innermost watcher of each thread, which goes with the thread."""
+
+    watcher: Watcher | None = None
+
+
+_HERE = _Here()
+
+
 class Watcher(ABC):
     """Has ``on_call(frame)`` called when Python code begins to run or goes on, and ``on_c_call(frame, function)`` when
     Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. ``on_call`` says
-    whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` need not be told of
-    the interpreter's own functions and classes, but of ``print``; where torch's operators are called from, see
-    :func:`is_silent`, it may be told of what is none of the step's.
+    whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` is told of functions
+    with one of ``names``, and of all that code with an identity among ``codes`` calls, which may become more; it need
+    not be told of the interpreter's own functions and classes, but of ``print``. Where torch's operators are called
+    from, see :func:`is_silent`, it may be told of what is none of the step's.
     """
 
-    def __init__(self, on_call: OnCall, on_c_call: OnCCall) -> None:
+    def __init__(
+        self, on_call: OnCall, on_c_call: OnCCall, names: Container[str] = (), codes: Container[int] = ()
+    ) -> None:
         self._on_call = on_call
         self._on_c_call = on_c_call
+        self._names = names
+        self._codes = codes
+        self._outer: Watcher | None = None
         self.is_paused = False
 
     @abstractmethod
@@ -71,13 +86,13 @@ class Watcher(ABC):
     def stop(self) -> None:
         """No longer watch."""
 
-    def pause(self) -> None:
-        """Take no notice, until :meth:`resume`."""
-        self.is_paused = True
+    @abstractmethod
+    def pause(self) -> bool:
+        """Take no notice, until :meth:`resume`; False where somebody else has taken this one's place."""
 
+    @abstractmethod
     def resume(self) -> None:
         """Watch again."""
-        self.is_paused = False
 
 
 class ProfileFunction(Watcher):
@@ -85,42 +100,53 @@ class ProfileFunction(Watcher):
 
     _previous: Any = None
 
-    def __init__(self, on_call: OnCall, on_c_call: OnCCall) -> None:
-        super().__init__(on_call, on_c_call)
+    def __init__(
+        self, on_call: OnCall, on_c_call: OnCCall, names: Container[str] = (), codes: Container[int] = ()
+    ) -> None:
+        super().__init__(on_call, on_c_call, names, codes)
         self._done: dict[int, CodeType] = {}
         """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
 
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
-        self._previous = sys.getprofile()
+        self._previous, self._outer = sys.getprofile(), _HERE.watcher
+        _HERE.watcher = self
         sys.setprofile(self._event)
 
     def stop(self) -> None:
         """See :meth:`Watcher.stop`."""
         sys.setprofile(None)
+        _HERE.watcher = self._outer
         if isinstance(self._previous, cProfile.Profile):
             # cProfile shows as its object, which is no profile function.
             self._previous.enable()
         elif self._previous is not None:
             sys.setprofile(self._previous)
 
-    def pause(self) -> None:
-        """See :meth:`Watcher.pause`."""
-        super().pause()
-        sys.setprofile(None)
+    def pause(self) -> bool:
+        """See :meth:`Watcher.pause`. It is enough that the profile function hears of the call."""
+        return self.is_paused
 
     def resume(self) -> None:
         """See :meth:`Watcher.resume`."""
-        super().resume()
+        self.is_paused = False
         sys.setprofile(self._event)
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call":
+        # Python calls this some twenty times for each operator of a traced step.
+        if event == "c_call":
+            if arg.__name__ in self._names or id(frame.f_code) in self._codes:
+                self._on_c_call(frame, arg)
+        elif event == "call" and id(frame.f_code) not in self._done:
             code = frame.f_code
-            if id(code) not in self._done and (code.co_filename.startswith(_SILENT) or self._on_call(frame)):
+            if code is _PAUSE:
+                sys.setprofile(None)
+                self.is_paused = True
+            elif code.co_filename.startswith(_SILENT) or self._on_call(frame):
                 self._done[id(code)] = code
-        elif event == "c_call":
-            self._on_c_call(frame, arg)
+
+
+_PAUSE = ProfileFunction.pause.__code__
 
 
 class Monitor(Watcher):
@@ -129,16 +155,14 @@ class Monitor(Watcher):
     Whatever an exception in the middle of :meth:`start` or :meth:`stop` leaves undone (Ctrl-C), the next one does.
     """
 
-    _here: ClassVar[_Here]
     _watching: ClassVar[weakref.WeakSet[Monitor]] = weakref.WeakSet()
     """The innermost of every thread."""
-    _outer: Monitor | None = None
 
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
         # Neither this is part of what is watched, nor the end.
         self.pause()
-        self._outer = self._here.monitor
+        self._outer = _HERE.watcher
         # Ctrl-C may come before a lock is given back: nobody waits for long.
         is_held = _LOCK.acquire(timeout=_PATIENCE)
         try:
@@ -164,17 +188,21 @@ class Monitor(Watcher):
             if is_held:
                 _LOCK.release()
 
-    def _take_turns(self, last: Monitor | None, following: Monitor | None) -> None:
-        if last is not None:
-            self._watching.discard(last)
-        if following is not None:
-            self._watching.add(following)
-        self._here.monitor = following
+    def pause(self) -> bool:
+        """See :meth:`Watcher.pause`."""
+        self.is_paused = True
+        return True
 
-    @staticmethod
-    def of_thread() -> Monitor | None:
-        """The innermost of this thread."""
-        return Monitor._here.monitor
+    def resume(self) -> None:
+        """See :meth:`Watcher.resume`."""
+        self.is_paused = False
+
+    def _take_turns(self, last: Watcher | None, following: Watcher | None) -> None:
+        if isinstance(last, Monitor):
+            self._watching.discard(last)
+        if isinstance(following, Monitor):
+            self._watching.add(following)
+        _HERE.watcher = following
 
     @staticmethod
     def place() -> int | None:
@@ -221,23 +249,23 @@ class Monitor(Watcher):
     def _starts(cls, code: CodeType, offset: int) -> object:
         if code.co_filename.startswith(_SILENT):
             return _monitoring.DISABLE
-        watcher = cls._here.monitor
-        is_known = watcher is not None and not watcher.is_paused and watcher._on_call(sys._getframe(1))
+        watcher = _HERE.watcher
+        is_known = type(watcher) is Monitor and not watcher.is_paused and watcher._on_call(sys._getframe(1))
         # Another thread's may not know yet what this one's knows.
         return _monitoring.DISABLE if is_known and len(cls._watching) == 1 else None
 
     @classmethod
     def _is_thrown_into(cls, code: CodeType, offset: int, error: BaseException) -> None:
-        watcher = cls._here.monitor
-        if watcher is not None and not watcher.is_paused:
+        watcher = _HERE.watcher
+        if type(watcher) is Monitor and not watcher.is_paused:
             watcher._on_call(sys._getframe(1))
 
     @classmethod
     def _calls(cls, code: CodeType, offset: int, function: Any, first: Any) -> object:
         if code.co_filename.startswith(_SILENT) and code.co_name != _RUN:
             return _monitoring.DISABLE
-        watcher = cls._here.monitor
-        if watcher is None or watcher.is_paused:
+        watcher = _HERE.watcher
+        if type(watcher) is not Monitor or watcher.is_paused:
             return None
         # One place in the code may call one function now and another one later: all of them are looked at.
         if type(function) is MethodDescriptorType:
@@ -250,35 +278,47 @@ class Monitor(Watcher):
                 return None
         elif not issubclass(type(function), BuiltinFunctionType) or function in _BUILT_IN:
             return None
-        watcher._on_c_call(sys._getframe(1), function)
+        if function.__name__ in watcher._names or id(code) in watcher._codes:
+            watcher._on_c_call(sys._getframe(1), function)
         return None
 
 
-class _Here(threading.local):
-    """The innermost monitor of each thread, which goes with the thread."""
-
-    monitor: Monitor | None = None
-
-
-Monitor._here = _Here()
-
-
-def new_watcher(on_call: OnCall, on_c_call: OnCCall) -> Watcher:
+def new_watcher(on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int]) -> Watcher:
     """The kind of watcher that takes the least time here; within another one, one of its kind."""
     around = watcher_of_thread()
-    if around is not None:
-        return type(around)(on_call, on_c_call)
-    kind = Monitor if _monitoring is not None and Monitor.place() is not None else ProfileFunction
-    return kind(on_call, on_c_call)
+    kind = type(around) if around is not None else Monitor
+    if around is None and (_monitoring is None or Monitor.place() is None):
+        kind = ProfileFunction
+    return kind(on_call, on_c_call, names, codes)
 
 
 def watcher_of_thread() -> Watcher | None:
     """The one that watches this thread now, if any."""
-    monitor = Monitor.of_thread()
-    if monitor is not None:
-        return monitor
-    function = sys.getprofile()
-    if getattr(function, "__func__", None) is not ProfileFunction._event:
-        return None
-    watcher: Watcher = function.__self__  # type: ignore[union-attr]
-    return watcher
+    return _HERE.watcher
+
+
+class Aside:
+    """Keeps graphplan's own work in the middle of a step from who watches it, which would take as long as that work
+    itself. :meth:`run` runs what belongs to the step.
+    """
+
+    __slots__ = ("_watcher",)
+
+    def __enter__(self) -> Aside:
+        watcher = _HERE.watcher
+        self._watcher = None if watcher is None or watcher.is_paused or not watcher.pause() else watcher
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._watcher is not None:
+            self._watcher.resume()
+
+    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """``func(*args, **kwargs)``, watched."""
+        if self._watcher is None:
+            return func(*args, **kwargs)
+        self._watcher.resume()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._watcher.pause()

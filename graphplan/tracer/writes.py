@@ -55,8 +55,10 @@ def name_of_write(frame: FrameType, function: Any) -> str | None:
 def name_of_saving(frame: FrameType) -> str | None:
     """What to call the library's function that runs in ``frame``, if it writes and the user's code called it."""
     name = frame.f_code.co_name
+    if name not in _FUNCTIONS:
+        return None
     home = str(frame.f_globals.get("__name__"))
-    found = next((module for module in _FUNCTIONS.get(name, ()) if f"{home}.".startswith(f"{module}.")), None)
+    found = next((module for module in _FUNCTIONS[name] if f"{home}.".startswith(f"{module}.")), None)
     if found is None or frame.f_back is None or not _is_users(frame.f_back):
         return None
     return f"{found.removesuffix('.serialization')}.{name}"
