@@ -11,7 +11,7 @@ Longer than most rooms: recording writes down what replaying relies on, operator
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.backend import Backend
-from graphplan.dtensors import is_imagined, is_wrapped
+from graphplan.dtensors import is_imagined
 from graphplan.errors import CaptureError
 from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
@@ -32,6 +31,7 @@ from graphplan.rng import saving_states
 from graphplan.roles import Footprint
 from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, schema_of, tensors_in, written_tensors
+from graphplan.tracer.composites import OperatorMode
 from graphplan.tracer.mode import LIFTS, is_kept_from_compiler
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.watching import Aside
@@ -105,7 +105,7 @@ class _SavedState:
         self.generator.set_state(self._state)
 
 
-class _TapeMode(TorchDispatchMode):
+class _TapeMode(OperatorMode):
     def __init__(self, reads: KnownReads) -> None:
         super().__init__()
         self._reads = reads
@@ -145,12 +145,8 @@ class _TapeMode(TorchDispatchMode):
         else:
             self.kernels.append(_Kernel(saved.put, (), {}, outs=[], writes=[], constant=False))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_wrapped(types):
-            return NotImplemented
-        kwargs = kwargs or {}
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and record it."""
         schema = schema_of(func)
         name = schema.name
         if schema.is_ignored or is_imagined():

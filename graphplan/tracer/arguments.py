@@ -112,6 +112,8 @@ class Schema:
     """Whether it is no part of what a step computes."""
     communicates: bool
     allocates: bool
+    is_composite: bool
+    """Whether torch puts it together from other operators."""
     may_synchronize: bool
     """Whether the host may have to wait for what the operator reads or makes."""
 
@@ -144,7 +146,7 @@ def _new_schema(func: Any) -> Schema:
     arguments, name = func._schema.arguments, str(func)
     names = tuple(argument.name for argument in arguments)
     written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
-    reads = torch.Tag.data_dependent_output in func.tags or name == "aten.is_nonzero.default"
+    reads = torch.Tag.data_dependent_output in func.tags
     dynamic = torch.Tag.dynamic_output_shape in func.tags
     return Schema(
         func,
@@ -161,6 +163,7 @@ def _new_schema(func: Any) -> Schema:
         is_ignored=name.startswith(_IGNORED),
         communicates=is_collective(name),
         allocates=name.startswith(_ALLOCATIONS),
+        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *HOST_READS),
     )
 

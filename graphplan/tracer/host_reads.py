@@ -17,12 +17,11 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.branches import Branches, Use
-from graphplan.dtensors import is_wrapped
 from graphplan.origin import is_ours
 from graphplan.tracer.arguments import schema_of
+from graphplan.tracer.composites import OperatorMode
 from graphplan.tracer.source import runs_steps
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -140,18 +139,15 @@ class KnownReads:
         return values[min(self._taken[place], len(values)) - 1]
 
 
-class AnsweredReads(TorchDispatchMode):
+class AnsweredReads(OperatorMode):
     """Gives the values that the traced steps read, so that a capture need not wait for the device."""
 
     def __init__(self, reads: Sequence[HostRead]) -> None:
         super().__init__()
         self._known = KnownReads(reads)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_wrapped(types):
-            return NotImplemented
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, or say what it read."""
         if schema_of(func).reads_values and (place := find_place()) in self._known:
             return self._known.take(place)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from threading import get_ident
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from graphplan.dtensors import is_imagined, is_wrapped
+from graphplan.dtensors import is_imagined
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.owners import default_generators, storage_id
 from graphplan.tracer.arguments import (
@@ -36,6 +32,7 @@ from graphplan.tracer.arguments import (
     written_tensors,
 )
 from graphplan.tracer.collectives import finish
+from graphplan.tracer.composites import OperatorMode
 from graphplan.tracer.conversions import validates
 from graphplan.tracer.footprint import Allocations
 from graphplan.tracer.host_reads import HostRead, find_place, is_asserted
@@ -95,7 +92,7 @@ def watch_memory(tensor: Tensor) -> MemoryWatch | None:
     return None
 
 
-class TraceMode(TorchDispatchMode):
+class TraceMode(OperatorMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
 
     def __init__(self, trace: Trace, watch: RateWatch, drawn: Iterable[torch.Generator] = ()) -> None:
@@ -127,16 +124,12 @@ class TraceMode(TorchDispatchMode):
         if self._trace.violation is None:
             self._trace.violation = error(message, component=component or find_source().component)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if types and is_wrapped(types):
-            return NotImplemented
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and write it down."""
         with Aside() as aside:
-            return self._note(aside, func, args, kwargs or {})
+            return self._note(aside, func, args, kwargs)
 
     def _note(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and write it down."""
         schema, trace = schema_of(func), self._trace
         if schema.is_ignored or is_imagined():
             return aside.run(func, args, kwargs)

@@ -23,9 +23,9 @@ from graphplan.tracer.spaces import Ran
 
 class Operator(NamedTuple):
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
-    first appearance; ``offsets`` are those of the external ones within their storages; ``scalars`` are the other arguments by name;
-    ``launches`` is False for views and allocations. ``threaded``: another thread than the step's ran it, as autograd's
-    engine does on devices.
+    first appearance; ``offsets`` are those of the external ones within their storages; ``scalars`` are the other
+    arguments by name; ``launches`` is False for views and allocations. ``threaded``: another thread than the step's ran
+    it, as autograd's engine does on devices.
     """
 
     name: str

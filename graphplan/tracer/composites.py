@@ -1,0 +1,93 @@
+"""Dispatch modes that hear of the parts of operators, in inference mode too.
+
+Operators that torch puts together from others (``narrow`` with a tensor, ``einsum``) are taken apart where torch looks
+after autograd, and come to a dispatch mode in parts. In inference mode they come whole: what they read on the host does
+not show, and the parts would not see the caller's autocast, which is off within a mode.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan.dtensors import is_imagined, is_wrapped
+from graphplan.tracer.arguments import schema_of
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode whose :meth:`operate` hears of every operator, and of composite ones only in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[str, bool] = {}
+        self._casting = ExitStack()
+        self._depth = 0
+
+    def __enter__(self) -> Any:
+        if not self._depth:
+            self._casts = {device: torch.is_autocast_enabled(device) for device in _AUTOCAST}
+            self._casting.enter_context(_watching_autocast(self._casts))
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._depth -= 1
+        if not self._depth:
+            self._casting.close()
+
+    @abstractmethod
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and is_wrapped(types):
+            return NotImplemented
+        if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
+            with self, _with_autocast(self._casts):
+                return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
+        return self.operate(func, args, kwargs or {})
+
+
+@contextmanager
+def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
+    """Keep ``casts`` what the step sets: within a mode, torch says that autocast is off."""
+    set_enabled: Any = torch.set_autocast_enabled
+
+    @wraps(set_enabled)
+    def set_autocast_enabled(*args: Any) -> None:
+        set_enabled(*args)
+        device, enabled = args if len(args) > 1 else ("cuda", *args)
+        casts[device] = bool(enabled)
+
+    space = vars(torch)
+    space["set_autocast_enabled"] = set_autocast_enabled
+    try:
+        yield
+    finally:
+        space["set_autocast_enabled"] = set_enabled
+
+
+@contextmanager
+def _with_autocast(casts: dict[str, bool]) -> Iterator[None]:
+    """Have operators cast as they do outside of the mode."""
+    keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
+    off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in off:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in off:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
