@@ -1,4 +1,4 @@
-"""What reads a tensor's values on the host, in all of torch's modes: refused by name, or right when the values change."""
+"""What reads a tensor's values on the host, in torch's modes: refused by name, or right when the values change."""
 
 from __future__ import annotations
 
