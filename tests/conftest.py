@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from graphplan.verify import schedule
 from tests.addresses import insist
 
 # Builds of the guards that the first capture begins would take the time of the tests.
@@ -47,6 +49,12 @@ def _installed() -> dict[str, object]:
         "inference mode": torch.is_inference_mode_enabled(),
         "default dtype": torch.get_default_dtype(),
     }
+
+
+@pytest.fixture(autouse=True)
+def thorough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first replays are checked as often as the schedule says, however busy the machine is."""
+    monkeypatch.setattr(schedule, "FREE", math.inf)
 
 
 @pytest.fixture(autouse=True)

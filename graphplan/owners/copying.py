@@ -109,9 +109,10 @@ def _stays(tensor: Tensor, device: torch.device | None) -> bool:
 
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A copy on another device; on the host in pinned memory, which is faster and which torch keeps for later ones."""
-    if device is None or device.type != "cpu" or tensor.device.type != "cuda" or not _is_plain(tensor):
+    is_pinned = device is not None and device.type == "cpu" and tensor.device.type == "cuda"
+    if not is_pinned or type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided:
         return tensor.to(device, copy=True)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def beside(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -129,7 +130,7 @@ def beside(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     found: list[Tensor] = []
     for run in runs:
         whole = run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,)) if run[1:] else run[0]
-        there = whole.to(device, non_blocking=True)
+        there = whole.to(device, non_blocking=device.type != "cpu")
         found += _unflat(there, run) if run[1:] else [there]
     return found
 
@@ -160,7 +161,8 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             there = beside([values[i] for i in members], targets[members[0]].device)
             torch._foreach_copy_([targets[i] for i in members], there)
         else:
-            targets[members[0]].copy_(values[members[0]])
+            target = targets[members[0]]
+            target.copy_(values[members[0]], non_blocking=not target.is_cpu)
 
 
 class Unequal:

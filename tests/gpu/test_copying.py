@@ -10,20 +10,24 @@ from tests.test_copying import *  # noqa: F403
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("place", ["cuda", "cpu"])
 @needs_cuda
-def test_nobody_waits_for_copies() -> None:
-    """Of the device's tensors and the host's, large and small, together."""
-    device = torch.device("cuda")
+def test_nobody_waits_for_copies(place: str) -> None:
+    """Of the device's tensors and the host's, large and small, together; on the device and on the host, and back."""
+    device, to = torch.device("cuda"), torch.device(place)
     tensors = [torch.randn(3, device=device), torch.randn(5, device=device), torch.randn(2**21, device=device)]
+    tensors += [torch.randn(2, 3, 4, 4, device=device).to(memory_format=torch.channels_last)]
     tensors.append(torch.cuda.get_rng_state())
-    copy_all(tensors, device)
+    copy_all(tensors, to)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        copies = copy_all(tensors, device)
+        copies = copy_all(tensors, to)
         write_all(tensors, copies)
+        unequal = Unequal(tensors, copies)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert [copy.device.type for copy in copies] == ["cuda", "cuda", "cuda", "cpu"]
+    assert [copy.device.type for copy in copies] == [place] * 4 + ["cpu"]
+    assert unequal.places() == []
 
 
 @needs_cuda

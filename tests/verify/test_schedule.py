@@ -17,7 +17,7 @@ from graphplan.verify import Schedule, Timetable, schedule
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, build, drive, managed
 
-PERIOD = 1000
+PERIOD, FREE = 1000, schedule.FREE
 
 
 def checked_replays(replays: int, **options: Any) -> list[int]:
@@ -43,7 +43,6 @@ def checked_replays(replays: int, **options: Any) -> list[int]:
 @pytest.mark.parametrize("options", [{}, {"verify": "geometric"}], ids=str)
 def test_the_geometric_schedule(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Powers of two, and from a thousand on every thousandth, as long as checks may take any share of the time."""
-    monkeypatch.setattr(schedule, "FREE", math.inf)
     monkeypatch.setattr(schedule, "SHARE", math.inf)
     powers = [2**exponent for exponent in range(10)]
     assert checked_replays(2 * PERIOD + 10, **options) == [*powers, PERIOD, 2 * PERIOD]
@@ -81,6 +80,13 @@ CPU = torch.device("cpu")
 POWERS = [2**exponent for exponent in range(7)]
 
 
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of other things leave checks all the time that they take."""
+    monkeypatch.setattr(schedule, "FREE", FREE)
+
+
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     ("check", "found"),
     [
@@ -98,6 +104,7 @@ def test_checks_of_the_first_replays_take_a_fifth_of_a_second(check: float, foun
     assert clock.checks(Timetable(Schedule(None), CPU, clock=clock), 1e-3, check, 64) == found
 
 
+@pytest.mark.usefixtures("hurried")
 def test_the_first_check_may_take_longer_than_others() -> None:
     """What it has taken beyond them is taken from what is left."""
     clock = Clock()
@@ -111,13 +118,6 @@ def test_the_first_check_may_take_longer_than_others() -> None:
     assert numbers == [1, 2, 4, 64]
 
 
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first replays are checked as often as they come."""
-    monkeypatch.setattr(schedule, "FREE", math.inf)
-
-
-@pytest.mark.usefixtures("free")
 @pytest.mark.parametrize(
     ("step", "check", "following"),
     [
@@ -135,7 +135,6 @@ def test_checks_take_one_part_in_a_hundred(step: float, check: float, following:
     assert clock.checks(table, step, check, 3200) == [*POWERS, *following]
 
 
-@pytest.mark.usefixtures("free")
 def test_the_latest_check_counts() -> None:
     """One that took long is followed by a long distance, and one that did not by a short one."""
     clock = Clock()
@@ -160,6 +159,7 @@ def test_other_schedules_ask_no_clock(every: int, found: list[int]) -> None:
     assert numbers == found
 
 
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize(
     ("first", "expected"),
     [((30.0, 0.01), [1, 64, 3064, 6064]), ((0.01, 30.0), [*POWERS, 128, 256, 512, 1000, 2000, 3000])],
