@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from graphplan.backend import Backend
 from graphplan.dtensors import is_imagined
@@ -74,20 +73,17 @@ class _Kernel:
         return tensors_in([self.args, list(self.kwargs.values()), self.outs])
 
 
-def _alias(value: Any) -> Any:
+def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
     """The same memory without its autograd history (which would keep a whole step's graph alive).
 
-    What is one tensor in several places stays one: some kernels ask whether two of their arguments are (torch's fused
-    attention takes another way for ``attention(h, h, h)``).
+    What is one tensor in several places stays one (``aliases`` by identity): some kernels ask whether two of their
+    arguments are (torch's fused attention takes another way for ``attention(h, h, h)``).
     """
-    aliases: dict[int, Tensor] = {}
-
-    def alias(tensor: Tensor) -> Tensor:
-        if id(tensor) not in aliases:
-            aliases[id(tensor)] = tensor.detach()
-        return aliases[id(tensor)]
-
-    return pytree.tree_map_only(Tensor, alias, value)
+    if isinstance(value, Tensor):
+        if id(value) not in aliases:
+            aliases[id(value)] = value.detach()
+        return aliases[id(value)]
+    return type(value)(_alias(item, aliases) for item in value) if isinstance(value, list | tuple) else value
 
 
 class _SavedState:
@@ -114,6 +110,7 @@ class _TapeMode(OperatorMode):
         self.storages: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
         self._saved: dict[int, _SavedState] = {}
+        self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -147,19 +144,23 @@ class _TapeMode(OperatorMode):
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it."""
-        schema = schema_of(func)
-        name = schema.name
-        if schema.is_ignored or is_imagined():
-            return func(*args, **kwargs)
-        if name in LIFTS:
-            self._record_constant(args[0])
-            return func(*args, **kwargs)
         with Aside() as aside:
-            taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
-            out = finish(name, aside.run(func, args, kwargs))
-            if schema.reads_values:
-                self.note_read(name)
-            self._record(func, schema, args, kwargs, out, taken)
+            return self._run(aside, func, args, kwargs)
+
+    def _run(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        schema = schema_of(func)
+        if schema.is_ignored or is_imagined():
+            return aside.run(func, args, kwargs)
+        if schema.name in LIFTS:
+            self._record_constant(args[0])
+            return aside.run(func, args, kwargs)
+        taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
+        out = aside.run(schema.call, args, kwargs)
+        if schema.communicates:
+            out = finish(schema.name, out)
+        if schema.reads_values:
+            self.note_read(schema.name)
+        self._record(func, schema, args, kwargs, out, taken)
         return out
 
     def _record(
@@ -173,14 +174,22 @@ class _TapeMode(OperatorMode):
         written = written_tensors(schema, args, kwargs)
         if schema.allocates or not (written or any(made) or out is None):
             return  # None is what an operator gives that only looks at values, and raises.
-        outs = [_alias(t) if new else None for t, new in zip(results, made, strict=True)]
-        given, named = _alias((args, kwargs))
+        outs = [t.detach() if new else None for t, new in zip(results, made, strict=True)]
+        aliases: dict[int, Tensor] = {}
+        given, named = _alias(args, aliases), {name: _alias(value, aliases) for name, value in kwargs.items()}
         writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
         lasts = schema.name in _CONSTANT
         kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts)
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
-        kernel.overload = _working_overload(kernel) if pure else None
+        kernel.overload = self._overload(kernel) if pure else None
         self._keep(kernel)
+
+    def _overload(self, kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
+        """What :func:`_working_overload` says of the first kernel of this form, which holds for the others."""
+        form = _form(kernel)
+        if form not in self._overloads:
+            self._overloads[form] = _working_overload(kernel)
+        return self._overloads[form]
 
     def _keep(self, kernel: _Kernel) -> None:
         self.kernels.append(kernel)
@@ -190,6 +199,21 @@ class _TapeMode(OperatorMode):
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
         self._keep(_Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True))
+
+
+def _form(kernel: _Kernel) -> Any:
+    """What a kernel is apart from the values in its tensors and from where these lie."""
+    numbers: dict[int | None, int] = {}
+
+    def form(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            number = numbers.setdefault(storage_id(value), len(numbers))
+            stride = value.stride() if value.layout is torch.strided else value.layout
+            return number, value.shape, stride, value.dtype, value.device, value.is_conj(), value.is_neg()
+        return tuple(map(form, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+    given = (kernel.args, tuple(kernel.kwargs), tuple(kernel.kwargs.values()), kernel.outs)
+    return id(kernel.func), kernel.modes, form(given)
 
 
 def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:

@@ -59,15 +59,17 @@ def build_plan(
     function: Callable[[], Callable[..., Any]],
     allow: Sequence[str] = (),
     rates: Rates,
+    walk: Walk | None = None,
     loose: bool = False,
 ) -> Plan:
-    """Compile two traces of consecutive real steps. ``feed`` is the second one's. ``loose``: see :func:`find_traits`.
+    """Compile two traces of consecutive real steps. ``feed`` is the second one's, and ``walk`` was at its end, if there
+    is one. ``loose``: see :func:`find_traits`.
 
     Raises:
         RefusalError: a subclass for every way in which a replay could differ from the step.
     """
     _check(feed, first, second, allow)
-    walk = walk_owners(owners())
+    walk = walk or walk_owners(owners())
     check_made_state(first, second, walk, allow)
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends = find_appends(first, second, allow)

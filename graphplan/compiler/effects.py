@@ -153,6 +153,7 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
         HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
     """
     carries, rebinds = [], []
+    used = _used(second)
     for path in {**first.changes.rebindings, **second.changes.rebindings}:
         if is_allowed(path, allow):
             continue
@@ -170,7 +171,8 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
                 f"gets would show in the other, or not. Give each memory of its own, or update it in place: "
                 f"{path}.data.copy_(...)"
             )
-        if two.moved or (_is_read(two, second) and not dropped):
+        is_read = any(place[0] in used for place in two.before or ())
+        if two.moved or (is_read and not dropped):
             _check_carry(two)
             carries.append(path)
         elif two.after is not None or two.before is not None:
@@ -189,11 +191,10 @@ def find_replaced(carries: Iterable[str], trace: Trace) -> frozenset[str]:
     )
 
 
-def _is_read(rebinding: Rebinding, trace: Trace) -> bool:
-    """Whether what the slot held is used: by an operator, as what another slot is bound to, or as a result."""
-    others = {place[0] for other in trace.changes.rebindings.values() for place in other.after or ()}
-    used = others | trace.externals.keys() | trace.output_storages
-    return any(place[0] in used for place in rebinding.before or ())
+def _used(trace: Trace) -> set[int | None]:
+    """Storages of what is used: by an operator, as what a slot is bound to, or as a result."""
+    bound = {place[0] for rebinding in trace.changes.rebindings.values() for place in rebinding.after or ()}
+    return bound | trace.externals.keys() | trace.output_storages
 
 
 def _check_carry(rebinding: Rebinding) -> None:

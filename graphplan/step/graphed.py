@@ -155,7 +155,10 @@ class GraphedStep(Exclusive, Gated):
         with running_step():
             if around is not None:
                 return self._runner.surrounded(args, kwargs, around, self._options)
-            return self._find_way(args, kwargs)
+            try:
+                return self._find_way(args, kwargs)
+            finally:
+                self._managed.end_call()
 
     def _find_way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, trace, capture or replay."""

@@ -75,6 +75,7 @@ class Managed:
         """Whether the code that was looked at last used no new name, and nothing that was met for the first time."""
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
+        self._walked: Walk | None = None
         self._sharding: Sharding | None = None
         self._last: tuple[Any, ...] | None = None
         self._last_id = 0
@@ -154,7 +155,7 @@ class Managed:
         what it runs itself is no part of the step.
         """
         try:
-            if self.runs_compiled(self.walk()):
+            if self.runs_compiled(self.walk_of_call()):
                 return call(), None
         except RefusalError as error:
             self.refusal = error
@@ -235,8 +236,9 @@ class Managed:
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
         # To steps that do not train, another step's preparations of the optimizers are nothing.
-        known = walk if self._trains else replace(walk, optimizers={})
+        known, count = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
         self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
+        self._walked = walk if len(self.owners) == count else None
         for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
             self._notices.register(name, owner)
         self._parameters = [param for _, param in walk.parameters.values()]
@@ -255,6 +257,15 @@ class Managed:
         """:meth:`refresh`, once the first step has made the owners known."""
         if self._fingerprint is not None:
             self.refresh()
+
+    def walk_of_call(self) -> Walk:
+        """The walk of the last :meth:`refresh` in this call, once, since code runs then; or :meth:`walk`."""
+        walk, self._walked = self._walked, None
+        return self.walk() if walk is None else walk
+
+    def end_call(self) -> None:
+        """Forget the walk: it holds whatever the owners held."""
+        self._walked = None
 
     @property
     def sharding(self) -> Sharding:

@@ -120,7 +120,7 @@ class Stages:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
         line = entry.lines.setdefault(self._managed.grad_presence(), Line())
         try:
-            walk = self._managed.walk()
+            walk = self._managed.walk_of_call()
         except RefusalError as error:
             return self._go_eager(entry, feed, error)
         gone = next((path for path in line.state if path not in walk.slots), None)
@@ -228,7 +228,7 @@ class Stages:
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
                     rehearsal.check(result, fn)
-                self._take(entry, line, feed, facts, walk if rehearsal is None else self._managed.walk())
+                self._take(entry, line, feed, facts, walk if rehearsal is None else None)
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
             except LearningRateError:
@@ -280,11 +280,14 @@ class Stages:
 
         return self._runner.run(run, traced=traced), walks.pop()
 
-    def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace, walk: Walk) -> None:
-        """Keep a trace, after which ``walk`` was over the owners; with the second one comes the plan."""
+    def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace, at_end: Walk | None) -> None:
+        """Keep a trace, at whose end ``at_end`` was over the owners, if they are still so; with the second one comes
+        the plan.
+        """
         check_threads(facts, self._options.allow)
         if facts.violation is not None:
             raise facts.violation
+        walk = at_end or self._managed.walk()
         if self._managed.take_names(facts.ran, walk):
             # Code ran that had not run before: what it uses was not watched yet.
             line.traces = []
@@ -304,6 +307,7 @@ class Stages:
                     function=lambda: self._runner.fn,
                     allow=self._options.allow,
                     rates=self._managed.rates,
+                    walk=at_end,
                     loose=line.straddling == _STRADDLING - 1,
                 )
         except RefusalError:
