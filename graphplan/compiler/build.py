@@ -16,6 +16,7 @@ from graphplan.compiler.effects import (
     find_appends,
     find_assignments,
     find_counters,
+    find_left,
     find_reads,
     find_rebindings,
     find_replaced,
@@ -72,6 +73,7 @@ def build_plan(
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends = find_appends(first, second, allow)
     counters = find_counters(first, second, walk, allow)
+    left = find_left(first, second, allow)
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
     _check_shared(feed, externals)
@@ -93,6 +95,7 @@ def build_plan(
         counters=counters,
         appends=appends,
         assignments=find_assignments(first, second, walk, counters, allow),
+        left=frozen(left),
         outputs=outputs,
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from graphplan.compiler.counts import is_item_of_optimizer, is_read
 from graphplan.compiler.grown import Grown
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Walk, is_proxy, unseen
+from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Walk, is_assignable, is_proxy, unseen
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
-from graphplan.tracer.changes import Rebinding, same_value
+from graphplan.tracer.changes import ABSENT, Rebinding, same_value
 from graphplan.tracer.comparisons import Comparison, come_out_alike
 
 _SHORT = Repr()
@@ -135,6 +135,33 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
     return tuple(appends)
 
 
+def find_left(first: Trace, second: Trace, allow: Iterable[str]) -> dict[str, Any]:
+    """Modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it finds
+    them, by path. The calls that a program serves begin with the same ones, so that they end with the same ones.
+
+    Raises:
+        HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
+    """
+    left = {}
+    for path in {**first.changes.flags, **second.changes.flags}:
+        if is_allowed(path, allow):
+            continue
+        one, two = first.changes.flags.get(path), second.changes.flags.get(path)
+        if one is None or two is None or not same_value(one[1], two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} otherwise on one call than on the next ({_change(one)}, then {_change(two)}), "
+                "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
+                f"may leave it alone, pass allow=({path!r},)"
+            )
+        if two[1] is ABSENT or not is_assignable(path, two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} changed ({_change(two)}), which cannot be set after a replay. Put it back "
+                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)"
+            )
+        left[path] = two[1]
+    return left
+
+
 def _alike(before: list[Any], after: list[Any]) -> bool:
     (old, shape), (new, other) = pytree.tree_flatten(before), pytree.tree_flatten(after)
     return shape == other and all(map(same_value, old, new))
@@ -154,7 +181,8 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
     """
     carries, rebinds = [], []
     for path in {**first.changes.rebindings, **second.changes.rebindings}:
-        if is_allowed(path, allow):
+        # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
+        if is_allowed(path, allow) or path in second.changes.flags:
             continue
         one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
         if two is None or (one is None and not path.endswith(".grad")):
