@@ -16,13 +16,13 @@ from graphplan.compiler.effects import (
     find_appends,
     find_assignments,
     find_counters,
-    find_left,
     find_reads,
     find_rebindings,
     find_replaced,
 )
 from graphplan.compiler.gradients import check_gradients
 from graphplan.compiler.host import check_draws, check_threads
+from graphplan.compiler.left import find_left
 from graphplan.compiler.made import check_made_state
 from graphplan.compiler.marked import check_marks
 from graphplan.compiler.together import find_together
@@ -231,7 +231,7 @@ def _host_facts(trace: Trace) -> list[str]:
 
 def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
     """Whether gradients may matter to the step: not to one that makes predictions while others train."""
-    if torch.is_grad_enabled() or walk.optimizers:
+    if torch.is_grad_enabled() or walk.optimizers or "torch.is_grad_enabled()" in second.changes.flags:
         return True
     for facts in (first, second):
         names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
@@ -256,7 +256,9 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
             before = tuple(_grad_places(parameter))
         if not before:
             # An optimizer drops the gradients of frozen parameters too, which only shows where there are some.
-            if parameter.requires_grad or id(parameter) in zeroed:
+            # One whose flag the step changes asks for gradients at some time.
+            asks = parameter.requires_grad or f"{path}.requires_grad" in trace.changes.flags
+            if asks or id(parameter) in zeroed:
                 needed[path] = "none"
         elif any(place[0] in trace.externals for place in before):
             needed[path] = "kept"

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 from graphplan.compiler.counts import is_item_of_optimizer, is_read
 from graphplan.compiler.grown import Grown
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Walk, is_assignable, is_proxy, unseen
+from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Walk, is_proxy, unseen
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
-from graphplan.tracer.changes import ABSENT, Rebinding, same_value
+from graphplan.tracer.changes import Rebinding, same_value
 from graphplan.tracer.comparisons import Comparison, come_out_alike
 
 _SHORT = Repr()
@@ -61,7 +61,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         is_item = scalar is not None and is_item_of_optimizer(scalar)
         if delta is not None and scalar is not None and is_read(scalar, second):
             raise HostScalarError(
-                f"the step's code reads {path}, which it also counts up ({_change(old)}, then {_change(new)}); a "
+                f"the step's code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
                 "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, or, "
                 f"if the step's results do not depend on it, pass allow=({path!r},)",
                 component=component,
@@ -69,7 +69,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         plain = scalar is not None and scalar.key in second.reads.assigned and not is_item
         if delta is None or plain:
             raise HostEffectError(
-                f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
+                f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
                 "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. Keep "
                 "it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
                 f"allow=({path!r},)",
@@ -87,7 +87,7 @@ def _check_stage(path: str, old: tuple[Any, Any] | None, new: tuple[Any, Any] | 
     """
     if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
         raise HostEffectError(
-            f"the step changes {path} ({_change(new)}): part of the gradient scaler's work lies outside the step, and "
+            f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the step, and "
             "a replay does not tell the scaler how far it came. Expected unscale_, step and update all in one step, "
             "or all outside: move them together"
         )
@@ -104,7 +104,8 @@ def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) ->
     return delta if repeats else None
 
 
-def _change(pair: tuple[Any, Any] | None) -> str:
+def describe(pair: tuple[Any, Any] | None) -> str:
+    """A change, from its first value to its second."""
     return "unchanged" if pair is None else f"{_SHORT.repr(pair[0])} to {_SHORT.repr(pair[1])}"
 
 
@@ -133,33 +134,6 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
             )
         appends.append(Append(path, len(after)))
     return tuple(appends)
-
-
-def find_left(first: Trace, second: Trace, allow: Iterable[str]) -> dict[str, Any]:
-    """Modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it finds
-    them, by path. The calls that a program serves begin with the same ones, so that they end with the same ones.
-
-    Raises:
-        HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
-    """
-    left = {}
-    for path in {**first.changes.flags, **second.changes.flags}:
-        if is_allowed(path, allow):
-            continue
-        one, two = first.changes.flags.get(path), second.changes.flags.get(path)
-        if one is None or two is None or not same_value(one[1], two[1]):
-            raise HostEffectError(
-                f"the step leaves {path} otherwise on one call than on the next ({_change(one)}, then {_change(two)}), "
-                "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
-                f"may leave it alone, pass allow=({path!r},)"
-            )
-        if two[1] is ABSENT or not is_assignable(path, two[1]):
-            raise HostEffectError(
-                f"the step leaves {path} changed ({_change(two)}), which cannot be set after a replay. Put it back "
-                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)"
-            )
-        left[path] = two[1]
-    return left
 
 
 def _alike(before: list[Any], after: list[Any]) -> bool:

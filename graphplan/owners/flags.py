@@ -70,10 +70,11 @@ class Flags:
                 (container, key), value = self._places[path], values[path]
                 if container[key] is not value:
                     container[key] = value
+        others = {path: values[path] for path in values.keys() - self._places.keys()}
         for prefix, group in self._groups.items():
-            own = {path.removeprefix(prefix): value for path, value in values.items() if str(path).startswith(prefix)}
+            own = {path.removeprefix(prefix): value for path, value in others.items() if path.startswith(prefix)}
             group.update((key, value) for key, value in own.items() if type(value) not in _CONTAINERS)
-        switches = {name: values[name] for name in NAMES if name in values}
+        switches = {name: others[name] for name in NAMES if name in others}
         if switches:
             set_some(switches)
 

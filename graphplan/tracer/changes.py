@@ -160,13 +160,15 @@ class Recorder:
         return found, now
 
     def _changed_flags(self) -> dict[str, tuple[Any, Any]]:
-        """Flags that are not what they were. What a group's tensor becomes is told with other tensors."""
+        """Flags that are not what they were. What becomes of a group's tensor, and of a number that an optimizer counts
+        with, is told elsewhere.
+        """
         now = self._flags.read()
         pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
         return {
             path: (old, new)
             for path, (old, new) in pairs.items()
-            if not (isinstance(new, Tensor) or new is COMPUTED or same_value(old, new))
+            if not (isinstance(new, Tensor) or new is COMPUTED or path in self.scalars or same_value(old, new))
         }
 
     def _is_held(self, path: str, now: Walk) -> bool:
