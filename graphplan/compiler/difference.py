@@ -163,7 +163,8 @@ def _name_text(names: set[str]) -> str:
 def _operand_text(operator: Operator) -> str:
     offsets = iter(operator.offsets)
     return ", ".join(
-        f"{kind} {number}" + (f" at {next(offsets)}" if kind == "external" else "") for kind, number in operator.operands
+        f"{kind} {number}" + (f" at {next(offsets)}" if kind == "external" else "")
+        for kind, number in operator.operands
     )
 
 

@@ -26,8 +26,8 @@ def find_left(first: Trace, second: Trace, allow: Iterable[str]) -> dict[str, An
         one, two = first.changes.flags.get(path), second.changes.flags.get(path)
         if one is None or two is None or not same_value(one[1], two[1]):
             raise HostEffectError(
-                f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), and "
-                "a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
+                f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), "
+                "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
                 f"may leave it alone, pass allow=({path!r},)"
             )
         if two[1] is ABSENT or not is_assignable(path, two[1]):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
 
-
 living: Callable[[int], UntypedStorage | None] = UntypedStorage._new_with_weak_ptr
 """A storage that is held weakly, unless it is gone."""
 
