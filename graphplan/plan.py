@@ -99,6 +99,8 @@ class Plan:
         counters: Python numbers that every step raises by the same amount.
         appends: lists and deques that every step appends to.
         assignments: Python values that every step assigns alike.
+        left: modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it
+            finds them, by path.
         outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
         entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
             that is missing here may have any gradient, since the step drops it unread.
@@ -138,6 +140,7 @@ class Plan:
     counters: tuple[Counter, ...]
     appends: tuple[Append, ...]
     assignments: tuple[Assignment, ...]
+    left: Mapping[str, Any]
     outputs: tuple[Output, ...]
     output_structure: Any
     entry_grads: Mapping[str, str]
@@ -250,6 +253,7 @@ class Plan:
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
+        notes += [f"left: {path} = {value!r}" for path, value in self.left.items()]
         return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.assertions)]
 
     def __str__(self) -> str:

@@ -28,6 +28,7 @@ from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.rng import saving_states
 from graphplan.roles import Footprint
+from graphplan.switches import NAMES, read_all, switched
 from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, schema_of, tensors_in, written_tensors
 from graphplan.tracer.composites import OperatorMode
@@ -42,6 +43,9 @@ _CONSTANT = (
 )  # fmt: skip
 """Operators whose results depend on no tensor: run once, unless somebody writes into the result. The ``*_like`` forms
 are left out because a backward pass may hand their results to the user as gradients."""
+
+_MODES = ("torch.is_grad", "torch.is_inference", "torch.is_autocast", "torch.get_autocast", "torch.get_default_device")
+"""How the names of switches begin that are set otherwise, or that operators below autograd do not depend on."""
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators that a copy into the recorded result repeats bitwise."""
@@ -67,6 +71,8 @@ class _Kernel:
     modes: tuple[bool, bool] = field(
         default_factory=lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
     )
+    switches: dict[str, Any] = field(default_factory=dict)
+    """torch's switches that the step had set otherwise than it found them."""
 
     def tensors(self) -> list[Tensor]:
         """What it reads and writes."""
@@ -111,6 +117,7 @@ class _TapeMode(OperatorMode):
         self.sizes: dict[int, int] = {}
         self._saved: dict[int, _SavedState] = {}
         self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
+        self._found = read_all()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -179,7 +186,7 @@ class _TapeMode(OperatorMode):
         given, named = _alias(args, aliases), {name: _alias(value, aliases) for name, value in kwargs.items()}
         writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
         lasts = schema.name in _CONSTANT
-        kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts)
+        kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts, switches=self._switched())
         pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
         kernel.overload = self._overload(kernel) if pure else None
         self._keep(kernel)
@@ -195,6 +202,11 @@ class _TapeMode(OperatorMode):
         self.kernels.append(kernel)
         for memory in (t.untyped_storage() for t in kernel.tensors() if t.layout is torch.strided):
             self.sizes[memory._cdata] = max(memory.nbytes(), self.sizes.get(memory._cdata, 0))
+
+    def _switched(self) -> dict[str, Any]:
+        """Switches that kernels may depend on, and that are not what they were when the step began."""
+        pairs = zip(NAMES, self._found, read_all(), strict=True)
+        return {name: now for name, old, now in pairs if now != old and not name.startswith(_MODES)}
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())
@@ -304,8 +316,8 @@ def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], 
     return again_many
 
 
-_Run = tuple[tuple[bool, bool], list[Callable[[], Any]]]
-"""Whether inference and grad mode were on, and what ran one after the other under them."""
+_Run = tuple[tuple[bool, bool, dict[str, Any]], list[Callable[[], Any]]]
+"""Whether inference and grad mode were on, other switches of torch's, and what ran one after the other under them."""
 
 
 class TapeRecording:
@@ -319,7 +331,8 @@ class TapeRecording:
         self._lent = [(memory, mode.sizes[memory._cdata]) for memory in lent.values()]
         live = [k for k in mode.kernels if not _is_unchanging(k, writers) or not lent.keys().isdisjoint(k.writes)]
         self._runs: list[_Run] | None = [
-            (modes, [_compile(kernel) for kernel in run]) for modes, run in groupby(live, lambda kernel: kernel.modes)
+            (state, [_compile(kernel) for kernel in run])
+            for state, run in groupby(live, lambda kernel: (*kernel.modes, kernel.switches))
         ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
@@ -336,8 +349,9 @@ class TapeRecording:
         try:
             casts = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
             with casts, torch._C._AutoDispatchBelowAutograd():
-                for (inference, grad), kernels in self._runs:
-                    with torch.inference_mode() if inference else nullcontext(), torch.set_grad_enabled(grad):
+                for (inference, grad, switches), kernels in self._runs:
+                    around = switched(switches) if switches else nullcontext()
+                    with around, torch.inference_mode() if inference else nullcontext(), torch.set_grad_enabled(grad):
                         for kernel in kernels:
                             kernel()
         finally:

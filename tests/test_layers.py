@@ -45,6 +45,7 @@ LAYERS = {
     "streams": 3,
     "unchanged": 3,
     "surroundings": 1,
+    "switches": 0,
     "native": 1,
     "owners": 1,
     "containers": 0,

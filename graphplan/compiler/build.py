@@ -22,6 +22,7 @@ from graphplan.compiler.effects import (
 )
 from graphplan.compiler.gradients import check_gradients
 from graphplan.compiler.host import check_draws, check_threads
+from graphplan.compiler.left import find_left
 from graphplan.compiler.made import check_made_state
 from graphplan.compiler.marked import check_marks
 from graphplan.compiler.together import find_together
@@ -74,6 +75,7 @@ def build_plan(
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends = find_appends(first, second, allow)
     counters = find_counters(first, second, walk, allow)
+    left = find_left(first, second, allow)
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
     _check_shared(feed, externals)
@@ -95,6 +97,7 @@ def build_plan(
         counters=counters,
         appends=appends,
         assignments=find_assignments(first, second, walk, counters, allow),
+        left=frozen(left),
         outputs=outputs,
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
@@ -230,7 +233,7 @@ def _host_facts(trace: Trace) -> list[str]:
 
 def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
     """Whether gradients may matter to the step: not to one that makes predictions while others train."""
-    if torch.is_grad_enabled() or walk.optimizers:
+    if torch.is_grad_enabled() or walk.optimizers or "torch.is_grad_enabled()" in second.changes.flags:
         return True
     for facts in (first, second):
         names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
@@ -255,7 +258,9 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
             before = tuple(_grad_places(parameter))
         if not before:
             # An optimizer drops the gradients of frozen parameters too, which only shows where there are some.
-            if parameter.requires_grad or id(parameter) in zeroed:
+            # One whose flag the step changes asks for gradients at some time.
+            asks = parameter.requires_grad or f"{path}.requires_grad" in trace.changes.flags
+            if asks or id(parameter) in zeroed:
                 needed[path] = "none"
         elif any(place[0] in trace.externals for place in before):
             needed[path] = "kept"

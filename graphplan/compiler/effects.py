@@ -61,7 +61,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         is_item = scalar is not None and is_item_of_optimizer(scalar)
         if delta is not None and scalar is not None and is_read(scalar, second):
             raise HostScalarError(
-                f"the step's code reads {path}, which it also counts up ({_change(old)}, then {_change(new)}); a "
+                f"the step's code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
                 "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, or, "
                 f"if the step's results do not depend on it, pass allow=({path!r},)",
                 component=component,
@@ -69,7 +69,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
         plain = scalar is not None and scalar.key in second.reads.assigned and not is_item
         if delta is None or plain:
             raise HostEffectError(
-                f"the step changes {path} in Python ({_change(old)}, then {_change(new)}), and a replay runs no "
+                f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
                 "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. Keep "
                 "it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
                 f"allow=({path!r},)",
@@ -87,7 +87,7 @@ def _check_stage(path: str, old: tuple[Any, Any] | None, new: tuple[Any, Any] | 
     """
     if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
         raise HostEffectError(
-            f"the step changes {path} ({_change(new)}): part of the gradient scaler's work lies outside the step, and "
+            f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the step, and "
             "a replay does not tell the scaler how far it came. Expected unscale_, step and update all in one step, "
             "or all outside: move them together"
         )
@@ -104,7 +104,8 @@ def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) ->
     return delta if repeats else None
 
 
-def _change(pair: tuple[Any, Any] | None) -> str:
+def describe(pair: tuple[Any, Any] | None) -> str:
+    """A change, from its first value to its second."""
     return "unchanged" if pair is None else f"{_SHORT.repr(pair[0])} to {_SHORT.repr(pair[1])}"
 
 
@@ -155,7 +156,8 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
     carries, rebinds = [], []
     used = _used(second)
     for path in {**first.changes.rebindings, **second.changes.rebindings}:
-        if is_allowed(path, allow):
+        # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
+        if is_allowed(path, allow) or path in second.changes.flags:
             continue
         one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
         if two is None or (one is None and not path.endswith(".grad")):

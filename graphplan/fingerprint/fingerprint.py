@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import repeat
-from operator import contains, getitem
+from operator import contains
 from typing import Any
 
 from torch import Tensor
@@ -94,12 +94,12 @@ class Fingerprint:
             or any(map(contains, self._dicts, repeat("forward")))
             or self._sharding.is_there
             or (hooks := self._hooks.rows()) is None
-            or not all(map(stays, map(getitem, self._containers, self._keys)))
+            or not all(map(stays, map(dict.get, self._containers, self._keys)))
         ):
             return None
         left: list[Tensor] = [param for param in self._parameters if id(param) not in placed]
         return [
-            ("same_items", self._containers, self._keys, list(map(getitem, self._containers, self._keys))),
+            ("same_values", self._containers, self._keys, list(map(dict.get, self._containers, self._keys))),
             ("same_values", self._dicts, self._training, list(map(dict.get, self._dicts, repeat("training")))),
             ("same_types", self._modules, list(map(type, self._modules))),
             ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
@@ -112,7 +112,8 @@ class Fingerprint:
 
     def values(self) -> tuple[Any, ...]:
         """The values now: hyper-parameters first, in the order of :attr:`labels`."""
-        hypers = tuple(map(getitem, self._containers, self._keys))
+        # One that is gone shows in the group's length.
+        hypers = tuple(map(dict.get, self._containers, self._keys))
         if not PLAIN.issuperset(map(type, hypers)):
             hypers = tuple(map(frozen, hypers))
         return (

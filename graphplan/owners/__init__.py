@@ -13,6 +13,9 @@ from graphplan.owners.copying import values_of as values_of
 from graphplan.owners.copying import write_all as write_all
 from graphplan.owners.counts import GroupCounts as GroupCounts
 from graphplan.owners.discovery import Discovery as Discovery
+from graphplan.owners.flags import COMPUTED as COMPUTED
+from graphplan.owners.flags import Flags as Flags
+from graphplan.owners.flags import is_assignable as is_assignable
 from graphplan.owners.kinds import MAX_ITEMS as MAX_ITEMS
 from graphplan.owners.kinds import PLAIN as PLAIN
 from graphplan.owners.kinds import SCALARS as SCALARS

@@ -199,6 +199,7 @@ class Walk:
     attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     marks: list[tuple[str, dict[str, Any], type]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
+    module_paths: list[str] = field(default_factory=list)
     empty: set[str] = field(default_factory=set)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)

@@ -18,18 +18,19 @@ from graphplan.owners.copying import Unequal, copy_all, write_all
 from graphplan.owners.records import Container, Walk, is_freed, is_optimizer_state, storage_id
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.spaces import present
+from graphplan.switches import read_all, set_all
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
 """What lies in a tensor is copied, whatever its class makes of being used: one may say that it is out of date."""
 
 
 class Snapshot:
-    """Owners' containers, gradients, and (with ``values``) the contents of every tensor in them and of ``extra``, or of
-    ``tensors`` if given, and the states of the default random generators (Python's and NumPy's too) and of
-    ``generators``.
+    """Owners' containers, gradients, modes and flags, torch's switches, and (with ``values``) the contents of every
+    tensor in them and of ``extra``, or of ``tensors`` if given, and the states of the default random generators
+    (Python's and NumPy's too) and of ``generators``.
 
     Copies lie beside the tensors, or all on ``device``. ``without`` names attributes that are there now and shall be
-    gone after ``restore``.
+    gone after ``restore``. In the middle of a step (``within``) torch's switches are the step's own affair.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Snapshot:
         generators: Iterable[torch.Generator] = (),
         device: torch.device | None = None,
         without: Sequence[str] = (),
+        within: bool = False,
     ) -> None:
         containers = [*walk.containers, *Sharding(walk.modules).containers()]
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in containers]
@@ -51,10 +53,13 @@ class Snapshot:
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
             tensors = [*slots, *extra] if values else [*extra]
         each = list({id(t): t for t in tensors}.values())
-        self._grads: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for _, p in walk.parameters.values()]
+        # A scripted module keeps its mode in C++.
+        self._modes = [(m, m.training) for m in walk.modules if "training" not in vars(m) and hasattr(m, "training")]
         with _as_memory():
             # The step may have one ask for gradients that does not yet.
-            self._grads += [(tensor, tensor.grad) for tensor in each if tensor.is_leaf]
+            leaves = [*(param for _, param in walk.parameters.values()), *(tensor for tensor in each if tensor.is_leaf)]
+            self._grads = [(leaf, leaf.requires_grad, leaf.grad) for leaf in leaves]
+        self._switches = None if within else read_all()
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._generators: list[tuple[Callable[[Any], object], Any]] = []
         if values:
@@ -83,10 +88,16 @@ class Snapshot:
             if space[key] is not value:
                 space[key] = value
         with _as_memory():
-            for param, grad in self._grads:
-                if param.grad is not grad:
-                    param.grad = grad
+            for leaf, asks, grad in self._grads:
+                if leaf.requires_grad is not asks and leaf.is_leaf:
+                    leaf.requires_grad = asks
+                if leaf.grad is not grad:
+                    leaf.grad = grad
             self._write_values(changed)
+        for module, training in self._modes:
+            module.training = training
+        if self._switches is not None:
+            set_all(self._switches)
         for set_state, state in self._generators:
             set_state(state)
 

@@ -36,6 +36,22 @@ class Numbers:
         return getattr(self.thing, name)
 
 
+class Setting:
+    """One attribute that a class computes or checks, used like a dictionary of one item."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.thing, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.thing, name, value)
+
+    def __contains__(self, name: str) -> bool:
+        return hasattr(self.thing, name)
+
+
 class Present:
     """A dictionary of a class that makes what it lacks, or what it is asked for: read as a plain one."""
 

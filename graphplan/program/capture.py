@@ -17,7 +17,7 @@ from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.fed import Fed
 from graphplan.marks import dressed
 from graphplan.native.tensors import geometry
-from graphplan.owners import Sharding, Walk, come_to_rest, difference, holds_plain, storage_id, walk_owners
+from graphplan.owners import Flags, Sharding, Walk, come_to_rest, difference, holds_plain, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.bindings import Bindings
@@ -122,6 +122,8 @@ def capture_program(
     bound = copied.stand_ins
     _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     _make_homes(plan, walk, homes, bound)
+    flags = Flags(walk)
+    found = {path: value for path, value in flags.read().items() if path in plan.left}
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, bound, () if backend.executes else plan.host_draws)
@@ -130,6 +132,8 @@ def capture_program(
     assert body.after is not None
     assert body.outputs is not None
     bindings.bind_back(body.after)
+    # A program compares what a call begins with.
+    flags.assign(found)
     program = Program(
         plan,
         policy,
@@ -142,6 +146,7 @@ def capture_program(
         values=values,
         feed=feed,
     )
+    flags.assign(plan.left)
     program.count_uses(before)
     return program
 

@@ -14,7 +14,7 @@ from graphplan.errors import ClosedError, FeedError, GuardError
 from graphplan.guards import Guards
 from graphplan.native.comparing import Row
 from graphplan.nodes import Nodes
-from graphplan.owners import Walk, storage_id, walk_owners
+from graphplan.owners import Flags, Walk, storage_id, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program.adopted import Adopted
@@ -63,6 +63,9 @@ class Program:
         self._bindings = bindings
         self._outputs = outputs
         self._walk = walk
+        self._flags = Flags(walk) if plan.left else None
+        asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.leaf_names)}
+        self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
         self._adopted = Adopted(plan, copied.paths, walk, values, bindings.entry_grads)
         self.bytes_per_replay = inputs.nbytes
         self.nbytes = recording.nbytes
@@ -189,7 +192,10 @@ class Program:
         for static, source in back:
             with torch.no_grad():
                 source.copy_(static)
-        return self.collect(leaves)
+        result = self.collect(leaves)
+        if self._flags is not None:
+            self._flags.assign(self.plan.left)
+        return result
 
     def settle(self) -> None:
         """Have gradients that somebody keeps out of the way of replays that overwrite them."""
@@ -245,7 +251,7 @@ class Program:
         stands_for = {id(worn[index]): leaves[index] for index in self._inputs.by_leaf}
         args, kwargs = self._rebuild(worn)
         result = self.plan.function()(*args, **kwargs)
-        self._inputs.give_back(leaves)
+        self._give_back(leaves)
         return map_result(lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
 
     def run_recorded(self, leaves: Sequence[Any], *, executed: bool) -> Any:
@@ -259,8 +265,14 @@ class Program:
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
-        self._inputs.give_back(leaves, self._outputs.lent)
+        self._give_back(leaves, self._outputs.lent)
         return self._outputs.build(leaves, self._walk)
+
+    def _give_back(self, leaves: Sequence[Any], lent: Sequence[Lease] = ()) -> None:
+        """Leave the caller's tensors as the step leaves what it is fed."""
+        self._inputs.give_back(leaves, lent)
+        for index, asks in self._asking:
+            leaves[index].requires_grad_(asks)
 
     def replay(
         self,
@@ -319,6 +331,7 @@ class Program:
             return f"{lost} is gone, with what it lay in"
         self._bindings.move_homes(walk)
         self._walk = walk
+        self._flags = Flags(walk) if self.plan.left else None
         self._adopted.take(walk)
         return None if self.guards.hold() else "what the step depends on has changed"
 

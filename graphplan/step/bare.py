@@ -88,7 +88,7 @@ def _compile(
     def on_first_sight(thing: Any) -> None:
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
         _, walk = come_to_rest({"": thing})
-        snapshots.append(Snapshot(walk, without=LENT))
+        snapshots.append(Snapshot(walk, without=LENT, within=True))
 
     traces: list[Trace] = []
 

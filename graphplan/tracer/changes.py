@@ -19,8 +19,10 @@ from graphplan.dtensors import local
 from graphplan.marks import PLAIN_KINDS
 from graphplan.origin import is_librarys
 from graphplan.owners import (
+    COMPUTED,
     SCALARS,
     THERE,
+    Flags,
     Inherited,
     Items,
     Numbers,
@@ -71,23 +73,25 @@ class Rebinding:
 @dataclass(slots=True)
 class Changes:
     """Differences between an owner walk before a step and one after. ``moved`` are lists and deques with fewer items,
-    or with more that are not all at the end: how many before and after.
+    or with more that are not all at the end: how many before and after. ``flags`` are those that a program is keyed by.
     """
 
     rebindings: dict[str, Rebinding] = field(default_factory=dict)
     scalars: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     appended: dict[str, list[Any]] = field(default_factory=dict)
     moved: dict[str, tuple[int, int]] = field(default_factory=dict)
+    flags: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class Recorder:
-    """Notes what owners hold now, as ``walk`` has just found it, and what has changed when asked again.
+    """Notes what owners hold now, as ``walk`` has just found it, and what has changed when asked again. ``fed`` are the
+    tensors that the step is fed, by name.
 
     Only weak storage references are kept of what lies in slots: a strong one would keep last step's gradients alive
     through the step.
     """
 
-    def __init__(self, owners: Mapping[str, Any], walk: Walk) -> None:
+    def __init__(self, owners: Mapping[str, Any], walk: Walk, fed: Mapping[str, Tensor]) -> None:
         self._owners = owners
         self.walk = walk
         self._weak = WeakStorages()
@@ -108,6 +112,8 @@ class Recorder:
         self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
         self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
+        self._flags = Flags(walk, fed)
+        self._found = self._flags.read()
 
     def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:
         places = tuple(map(place_of, tensors))
@@ -128,7 +134,7 @@ class Recorder:
     def changes(self, used: Collection[int | None]) -> tuple[Changes, Walk]:
         """What differs now, and the walk that found it. ``used`` are storages that the step read or returned."""
         now = walk_owners(self._owners)
-        found = Changes()
+        found = Changes(flags=self._changed_flags())
         for path, items in now.lists.items():
             self._compare_list(found, path, items, used)
         grown = tuple(f"{path}[" for path in found.appended)
@@ -152,6 +158,18 @@ class Recorder:
             if not (grown and path.startswith(grown)):
                 found.scalars[path] = (self.scalars[path], ABSENT)
         return found, now
+
+    def _changed_flags(self) -> dict[str, tuple[Any, Any]]:
+        """Flags that are not what they were. What becomes of a group's tensor, and of a number that an optimizer counts
+        with, is told elsewhere.
+        """
+        now = self._flags.read()
+        pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
+        return {
+            path: (old, new)
+            for path, (old, new) in pairs.items()
+            if not (isinstance(new, Tensor) or new is COMPUTED or path in self.scalars or same_value(old, new))
+        }
 
     def _is_held(self, path: str, now: Walk) -> bool:
         """Whether a slot holds the tensors that it held."""

@@ -54,7 +54,9 @@ def trace(
     """
     record.device = device
     sharding, walk = come_to_rest(owners)
-    recorder = Recorder(owners, walk)
+    tensors = feed.tensors()
+    names = feed.names() if tensors else []
+    recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
     result = _run(fn, feed, fed, TraceMode(record, watch, drawn), record, sharding)

@@ -133,7 +133,7 @@ class _Check:
         result = self._program.run(self._feed, is_settled=True)
         walk = walk if self._program.keeps_places(walk) else self.walk()
         leaves, _ = flatten_result(result)
-        return self.left(walk, leaves), collect_values(walk, leaves, self.is_allowed)
+        return self.left(walk, leaves), collect_values(walk, leaves, self.is_allowed, self._extra)
 
     def first_replay(self, start: _Start) -> tuple[State, Moves | None]:
         """Copies of what a replay leaves, and how far it has moved everything, where that tells noise."""
@@ -155,7 +155,7 @@ class _Check:
         left = self.left(walk(), leaves)
         if comparison is None or not are_same(left, likely):
             comparison = self.compared(replayed, moves, left)
-        differences = differing_values(replayed.values, collect_values(walk(), leaves, self.is_allowed))
+        differences = differing_values(replayed.values, collect_values(walk(), leaves, self.is_allowed, self._extra))
         beyond = comparison.paths()
         if not self._on_any(bool(beyond)):
             return differences

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan.dtensors import local
-from graphplan.owners import Inherited, Numbers, Walk, default_generators, is_freed
+from graphplan.owners import Flags, Inherited, Numbers, Walk, default_generators, is_freed
 
 _GENERATOR = "torch's random generator"
 Leaves = Sequence[tuple[str, Any]]
@@ -43,12 +43,18 @@ def collect_tensors(
     return {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided and not is_freed(tensor)}
 
 
-def collect_values(walk: Walk, result: Leaves, allowed: Callable[[str], bool]) -> dict[str, Any]:
-    """The Python values that owners and ``result`` hold now."""
+def collect_values(
+    walk: Walk, result: Leaves, allowed: Callable[[str], bool], fed: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The Python values that owners and ``result`` hold now, modes and flags of owners and of what is ``fed``, and
+    torch's switches.
+    """
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if not isinstance(scalar.container, (Numbers, Inherited)) and not allowed(path):
             values[path] = scalar.get()
+    flags = Flags(walk, fed).read().items()
+    values.update((path, flag) for path, flag in flags if not (isinstance(flag, Tensor) or allowed(path)))
     values.update({f"len({path})": len(items) for path, items in walk.lists.items() if not allowed(path)})
     return values
 

@@ -1,0 +1,108 @@
+"""What others set on owners and in torch, and a step may leave otherwise than it found it: modes of modules, whether
+tensors ask for gradients, values in parameter groups, torch's global switches.
+
+A program is keyed by these: all its replays begin with the same ones, and so they end with the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.owners.records import Walk, is_optimizer_state
+from graphplan.owners.spaces import Setting
+from graphplan.switches import NAMES, is_settable, read_all, set_some
+
+_Place = tuple[str, Any, str]
+"""A path, and the container and key that hold what lies there."""
+_CONTAINERS = (list, dict, set)
+_NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class _Computed:
+    def __repr__(self) -> str:
+        return "a result's"
+
+
+COMPUTED = _Computed()
+"""Stands for whether a tensor asks for gradients that an operator made: nobody can tell it otherwise."""
+
+
+class _Asking(Setting):
+    """Whether a tensor asks for gradients."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.thing.requires_grad if self.thing.is_leaf else COMPUTED
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.thing.is_leaf and value is not COMPUTED:
+            self.thing.requires_grad = value
+
+
+class Flags:
+    """The places of all of them. ``walk`` is over the owners; ``fed`` are further tensors, by name."""
+
+    def __init__(self, walk: Walk, fed: Mapping[str, Tensor] = _NO_TENSORS) -> None:
+        places = [*_modes(walk), *_tensors(walk), *map(_asking, fed, fed.values())]
+        self._places = {path: (container, key) for path, container, key in places}
+        self._groups = {
+            f"{path}.param_groups[{index}].": group
+            for path, optimizer in walk.optimizers.items()
+            for index, group in enumerate(optimizer.param_groups)
+        }
+
+    def read(self) -> dict[str, Any]:
+        """The values now, by path."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found = {path: container[key] for path, (container, key) in self._places.items()}
+        for path, group in self._groups.items():
+            found.update((f"{path}{key}", _kept(value)) for key, value in group.items() if key != "params")
+        return {**found, **dict(zip(NAMES, read_all(), strict=True))}
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Give places the values that :meth:`read` has found there, but for containers and what cannot be set."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for path in values.keys() & self._places.keys():
+                (container, key), value = self._places[path], values[path]
+                if container[key] is not value:
+                    container[key] = value
+        others = {path: values[path] for path in values.keys() - self._places.keys()}
+        for prefix, group in self._groups.items():
+            own = {path.removeprefix(prefix): value for path, value in others.items() if path.startswith(prefix)}
+            group.update((key, value) for key, value in own.items() if type(value) not in _CONTAINERS)
+        switches = {name: others[name] for name in NAMES if name in others}
+        if switches:
+            set_some(switches)
+
+
+def is_assignable(path: str, value: Any) -> bool:
+    """Return True if :meth:`Flags.assign` can leave ``value`` at ``path`` after each step."""
+    return is_settable(path) and type(value) not in _CONTAINERS and not isinstance(value, Tensor)
+
+
+def _modes(walk: Walk) -> Iterator[_Place]:
+    for path, module in zip(walk.module_paths, walk.modules, strict=True):
+        # A scripted module keeps its own in C++.
+        yield f"{path}.training", (inner if "training" in (inner := vars(module)) else Setting(module)), "training"
+
+
+def _asking(path: str, tensor: Tensor) -> _Place:
+    return f"{path}.requires_grad", _Asking(tensor), "requires_grad"
+
+
+def _tensors(walk: Walk) -> Iterator[_Place]:
+    for path, param in walk.parameters.values():
+        yield _asking(path, param)
+    for path, slot in walk.slots.items():
+        if not slot.is_parameter and slot.param is None and not is_optimizer_state(path):
+            for number, tensor in enumerate(slot.tensors()):
+                yield _asking(f"{path}[{number}]" if number else path, tensor)
+
+
+def _kept(value: Any) -> Any:
+    """``value``, or a copy of a container, which code may change where it is."""
+    return type(value)(value) if type(value) in _CONTAINERS else value

@@ -1,0 +1,243 @@
+"""torch's global switches, in one list: programs are keyed by them, guards compare them before each replay, a replay
+leaves them as the step does, and checks compare what it left.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributions import Distribution
+
+_C: Any = torch._C
+_Get = Callable[[], Any]
+count_of_modes: Callable[[], int] = _C._len_torch_function_stack
+"""How many function modes are active. A default device is one."""
+
+
+class Seen(Enum):
+    """Who sees that a switch was changed before a replay. To ask for one takes a ten-millionth of a second."""
+
+    BY_GUARDS = "by a comparison of its own"
+    BY_OTHERS = "by torch's GlobalStateGuard, or by the comparison of switches that change along with it"
+    BY_CHECKS = "by checks alone: nothing but a context manager sets it, or no replay depends on it"
+
+
+class Switch(NamedTuple):
+    """One of torch's global settings: ``name`` as messages and ``allow=`` call it, and how to read and write it;
+    ``set`` is None where torch has no function for that.
+    """
+
+    name: str
+    get: _Get
+    set: Callable[[Any], object] | None
+    seen: Seen = Seen.BY_GUARDS
+
+
+class _Mixed:
+    def __repr__(self) -> str:
+        return "mixed"
+
+
+MIXED = _Mixed()
+"""What an old switch says of newer ones that it cannot express, where torch itself raises."""
+
+
+def _or_mixed(get: _Get) -> Any:
+    try:
+        return get()
+    except RuntimeError:
+        return MIXED
+
+
+def _of_torch(name: str, getter: str, setter: str, seen: Seen = Seen.BY_GUARDS) -> list[Switch]:
+    """A switch of ``torch._C``, if this torch has it."""
+    get = getattr(_C, getter, None)
+    return [] if get is None else [Switch(name, get, getattr(_C, setter, None), seen)]
+
+
+def _set_anomaly(value: bool) -> None:
+    torch.set_anomaly_enabled(value, torch.is_anomaly_check_nan_enabled())
+
+
+def _set_check_nan(value: bool) -> None:
+    torch.set_anomaly_enabled(torch.is_anomaly_enabled(), value)
+
+
+def _of_autograd() -> list[Switch]:
+    hooks = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
+    return [
+        Switch("torch.is_grad_enabled()", torch.is_grad_enabled, _C._set_grad_enabled, Seen.BY_OTHERS),
+        Switch("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled, None),
+        Switch("torch.is_anomaly_enabled()", torch.is_anomaly_enabled, _set_anomaly),
+        Switch("torch.is_anomaly_check_nan_enabled()", torch.is_anomaly_check_nan_enabled, _set_check_nan),
+        *_of_torch(
+            "torch.autograd.set_multithreading_enabled", "_is_multithreading_enabled", "_set_multithreading_enabled"
+        ),
+        *([] if hooks is None else [Switch("torch.autograd.graph.saved_tensors_hooks", partial(hooks, False), None)]),
+    ]
+
+
+def _of_autocast() -> list[Switch]:
+    found = [
+        Switch(f"torch.{name}({device!r})", partial(getter, device), partial(setter, device), Seen.BY_OTHERS)
+        for device in ("cuda", "cpu")
+        # A dtype is seen while autocast is enabled.
+        for name, getter, setter in (
+            ("is_autocast_enabled", torch.is_autocast_enabled, torch.set_autocast_enabled),
+            ("get_autocast_dtype", torch.get_autocast_dtype, torch.set_autocast_dtype),
+        )
+    ]
+    cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    return [*found, Switch("torch.is_autocast_cache_enabled()", *cache, Seen.BY_OTHERS)]
+
+
+def default_device() -> torch.device | None:
+    """The default device; None if nobody has set one."""
+    return torch.get_default_device() if count_of_modes() else None
+
+
+def _set_deterministic(value: bool) -> None:
+    torch.use_deterministic_algorithms(value, warn_only=_C._get_deterministic_algorithms_warn_only())
+
+
+def _set_warn_only(value: bool) -> None:
+    _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=value)
+
+
+def _of_defaults() -> list[Switch]:
+    warn_only = _C._get_deterministic_algorithms_warn_only, _set_warn_only
+    fill = "deterministic_fill_uninitialized_memory"
+    validates = partial(getattr, Distribution, "_validate_args"), partial(setattr, Distribution, "_validate_args")
+    return [
+        Switch("torch.get_default_dtype()", torch.get_default_dtype, torch.set_default_dtype, Seen.BY_OTHERS),
+        Switch("torch.get_default_device()", default_device, torch.set_default_device, Seen.BY_OTHERS),
+        Switch(
+            "torch.are_deterministic_algorithms_enabled()",
+            _C._get_deterministic_algorithms, _set_deterministic, Seen.BY_OTHERS,
+        ),
+        Switch("torch.is_deterministic_algorithms_warn_only_enabled()", *warn_only, Seen.BY_OTHERS),
+        *_of_torch("torch.utils.deterministic.fill_uninitialized_memory", f"_get_{fill}", f"_set_{fill}"),
+        *_of_torch("torch function", "_is_torch_function_enabled", "", Seen.BY_OTHERS),
+        Switch("torch.distributions.Distribution.set_default_validate_args", *validates),
+    ]  # fmt: skip
+
+
+def _of_precision() -> list[Switch]:
+    """How exact matrix products and convolutions are. To set an old switch sets newer ones too, which come after it,
+    and to set that of a whole library sets those of its parts.
+    """
+    news = _of_fp32()
+    seen = Seen.BY_OTHERS if news else Seen.BY_GUARDS
+    olds = [
+        ("torch.backends.cuda.matmul.allow_tf32", _C._get_cublas_allow_tf32, _C._set_cublas_allow_tf32),
+        (
+            "torch.get_float32_matmul_precision()",
+            _C._get_float32_matmul_precision, _C._set_float32_matmul_precision,
+        ),
+        ("torch.backends.cudnn.allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
+    ]  # fmt: skip
+    found = [Switch(name, partial(_or_mixed, get), put, seen) for name, get, put in olds] + news
+    for kind in ("fp16", "bf16"):
+        full = f"allow_{kind}_reduced_precision_reduction"
+        put = partial(_set_reduction, getattr(_C, f"_set_cublas_{full}"))
+        found.append(
+            Switch(f"torch.backends.cuda.matmul.{full}", getattr(_C, f"_get_cublas_{full}"), put, Seen.BY_OTHERS)
+        )
+    full = "allow_fp16_accumulation"
+    return found + _of_torch(f"torch.backends.cuda.matmul.{full}", f"_get_cublas_{full}", f"_set_cublas_{full}")
+
+
+def _of_fp32() -> list[Switch]:
+    """The newer switches of precision, those of whole libraries first."""
+    get, put = getattr(_C, "_get_fp32_precision_getter", None), getattr(_C, "_set_fp32_precision_setter", None)
+    if get is None or put is None:
+        return []
+    seen = dict.fromkeys([(library, "all") for library in ("generic", "cuda", "mkldnn")], Seen.BY_CHECKS)
+    seen |= dict.fromkeys([("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul")], Seen.BY_GUARDS)
+    seen |= dict.fromkeys([("mkldnn", "conv"), ("mkldnn", "rnn")], Seen.BY_CHECKS)
+    return [
+        Switch(
+            f"fp32_precision of {place[1]} in torch.backends.{place[0]}", partial(get, *place), partial(put, *place), by
+        )
+        for place, by in seen.items()
+    ]
+
+
+def _set_reduction(setter: Callable[..., None], value: Any) -> None:
+    # A pair, where there is one more choice.
+    setter(*(value if isinstance(value, tuple) else (value,)))
+
+
+def _of_libraries() -> list[Switch]:
+    own = ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled", "nnpack_enabled")
+    names = [
+        *((name, name, name) for name in (*own, "math_sdp_allow_fp16_bf16_reduction")),
+        *(
+            (f"cuda.enable_{kind}_sdp", f"{kind}_sdp_enabled", f"sdp_use_{kind}")
+            for kind in ("flash", "mem_efficient", "math", "cudnn", "fa3", "overrideable")
+        ),
+        *(
+            (f"cuda.preferred_{kind}_library", f"{kind}_preferred_backend", f"{kind}_preferred_backend")
+            for kind in ("blas", "linalg")
+        ),
+    ]
+    found = [_of_torch(f"torch.backends.{name}", f"_get_{get}", f"_set_{put}") for name, get, put in names]
+    order = "_get_sdp_priority_order", "_set_sdp_priority_order"
+    found.append(_of_torch("the order of attention kernels", *order, Seen.BY_CHECKS))
+    return [switch for switches in found for switch in switches]
+
+
+SWITCHES: tuple[Switch, ...] = (
+    *_of_autograd(), *_of_autocast(), *_of_defaults(), *_of_precision(), *_of_libraries(),
+)  # fmt: skip
+"""All of torch's global switches that graphplan knows, in an order in which they can be set."""
+NAMES = tuple(switch.name for switch in SWITCHES)
+COMPARED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is Seen.BY_GUARDS]
+"""What guards call."""
+KEYED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is not Seen.BY_CHECKS]
+"""What a program's key is made of."""
+_call: Callable[[_Get], Any] = getattr(operator, "call", lambda function: function())
+
+
+def answers(functions: Sequence[_Get]) -> list[Any]:
+    """What each of ``functions`` says."""
+    return list(map(_call, functions))
+
+
+def read_all() -> list[Any]:
+    """The values of all switches."""
+    return [switch.get() for switch in SWITCHES]
+
+
+def set_all(values: Sequence[Any]) -> None:
+    """Set the switches that have other values, as far as torch has functions for that."""
+    for switch, value in zip(SWITCHES, values, strict=True):
+        if switch.set is not None and value is not MIXED and switch.get() != value:
+            switch.set(value)
+
+
+def set_some(values: Mapping[str, Any]) -> None:
+    """Set switches by name, and leave the others as they are, also those that change along with them."""
+    set_all([values.get(name, value) for name, value in zip(NAMES, read_all(), strict=True)])
+
+
+def is_settable(name: str) -> bool:
+    """Return False if that is a switch, and torch has no function to set it."""
+    return all(switch.set is not None for switch in SWITCHES if switch.name == name)
+
+
+@contextmanager
+def switched(values: Mapping[str, Any]) -> Iterator[None]:
+    """Have switches set to ``values`` for the block."""
+    before = read_all()
+    try:
+        set_some(values)
+        yield
+    finally:
+        set_all(before)
