@@ -130,6 +130,7 @@ class _Walker(Values):
         if not self._first_visit(module):
             return
         self.walk.modules.append(module)
+        self.walk.parts[path] = module
         inner = vars(module)
         # A scripted module keeps its own in C++ and shows views of that.
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))
