@@ -46,7 +46,8 @@ class Keeper:
 Step = Callable[[nn.Module, Any, Keeper, Tensor], Any]
 
 
-def _rig(step: Step) -> Rig:
+def rig_of(step: Step) -> Rig:
+    """A model, its optimizer and a keeper, for ``step``."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     keeper = Keeper()
@@ -75,6 +76,11 @@ def _adapted(model: nn.Module, optimizer: Any, x: Tensor, inner: nn.Module, desc
 def _reptile(make: Callable[..., Any], model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor) -> Tensor:
     inner = copy.deepcopy(model)
     return _adapted(model, optimizer, x, inner, make(inner.parameters()))
+
+
+def step_of_reptile(make: Callable[..., Any]) -> Step:
+    """A step whose inner optimizer ``make`` makes of the inner model's parameters."""
+    return partial(_reptile, make)
 
 
 def _copied_pair(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor) -> Tensor:
@@ -150,13 +156,13 @@ def _averaged(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor) -> Te
 
 
 DYING: dict[str, Step] = {
-    "SGD": partial(_reptile, partial(SGD, lr=0.1)),
-    "SGD, momentum": partial(_reptile, partial(SGD, lr=0.1, momentum=0.9)),
-    "Adam": partial(_reptile, partial(Adam, lr=0.1)),
-    "Adam, foreach": partial(_reptile, partial(Adam, lr=0.1, foreach=True)),
-    "AdamW, fused": partial(_reptile, partial(AdamW, lr=0.1, fused=True)),
-    "Adagrad": partial(_reptile, partial(Adagrad, lr=0.1)),
-    "RMSprop": partial(_reptile, partial(RMSprop, lr=0.01)),
+    "SGD": step_of_reptile(partial(SGD, lr=0.1)),
+    "SGD, momentum": step_of_reptile(partial(SGD, lr=0.1, momentum=0.9)),
+    "Adam": step_of_reptile(partial(Adam, lr=0.1)),
+    "Adam, foreach": step_of_reptile(partial(Adam, lr=0.1, foreach=True)),
+    "AdamW, fused": step_of_reptile(partial(AdamW, lr=0.1, fused=True)),
+    "Adagrad": step_of_reptile(partial(Adagrad, lr=0.1)),
+    "RMSprop": step_of_reptile(partial(RMSprop, lr=0.01)),
     "a copied optimizer": _copied_pair,
     "a loaded model": _loaded,
     "a schedule": _scheduled,
@@ -171,7 +177,7 @@ DYING: dict[str, Step] = {
 
 @pytest.mark.parametrize("name", DYING)
 def test_what_dies_in_the_step_is_captured(name: str) -> None:
-    step = assert_equals_eager(partial(_rig, DYING[name]))
+    step = assert_equals_eager(partial(rig_of, DYING[name]))
     assert set(step._managed.owners) == {"model", "optimizer", "keeper", "names"}
 
 
@@ -186,7 +192,7 @@ def _size(step: Any) -> dict[str, int]:
 @pytest.mark.parametrize("name", DYING)
 @pytest.mark.parametrize("warmup", [3, CALLS])
 def test_nothing_grows_with_the_calls(name: str, warmup: int) -> None:
-    rig = build(partial(_rig, DYING[name]))
+    rig = build(partial(rig_of, DYING[name]))
     step = managed(rig, warmup_steps=warmup, verify="off")
     drive(rig, step, CALLS // 2)
     first = _size(step)
@@ -269,19 +275,19 @@ KEPT: dict[str, tuple[Step, str, str]] = {
 @pytest.mark.parametrize("name", KEPT)
 def test_what_outlives_the_step_is_refused_by_name(name: str) -> None:
     step, path, kind = KEPT[name]
-    found = assert_refused(partial(_rig, step), HostEffectError, line_of(step), "which is still there after it")
-    assert f"the step makes {path} (a {kind}, at " in str(found)
+    found = assert_refused(partial(rig_of, step), HostEffectError, line_of(step), "which is still there after it")
+    assert f"the step makes {path} ({kind}, at " in str(found)
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_steps_that_keep_what_they_make_go_on_eagerly(name: str) -> None:
     step, *_ = KEPT[name]
-    assert_falls_back(partial(_rig, step), SkipReason.HOST_EFFECT, "which is still there after it")
+    assert_falls_back(partial(rig_of, step), SkipReason.HOST_EFFECT, "which is still there after it")
 
 
 @pytest.mark.parametrize("name", KEPT)
 def test_steps_that_keep_what_they_make_leave_no_owners(name: str) -> None:
-    rig = build(partial(_rig, KEPT[name][0]))
+    rig = build(partial(rig_of, KEPT[name][0]))
     step = managed(rig, on_failure="eager")
     with pytest.warns(UserWarning, match="which is still there after it"):
         drive(rig, step)
@@ -300,7 +306,7 @@ def _make_once(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor) -> T
 
 
 def test_what_the_first_call_makes_is_an_owner_from_the_next_one_on() -> None:
-    step = assert_equals_eager(partial(_rig, _make_once))
+    step = assert_equals_eager(partial(rig_of, _make_once))
     assert "sgd" in step._managed.owners
 
 
@@ -312,18 +318,18 @@ def _keep_sometimes(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor)
 
 
 def test_what_only_a_trace_makes_and_keeps_is_refused() -> None:
-    found = assert_refused(partial(_rig, _keep_sometimes), HostEffectError, line_of(_keep_sometimes))
-    assert "the step makes keeper.one (a Sequential, at " in str(found)
+    found = assert_refused(partial(rig_of, _keep_sometimes), HostEffectError, line_of(_keep_sometimes))
+    assert "the step makes keeper.one (Sequential, at " in str(found)
 
 
 def test_a_plan_is_not_compiled_of_a_step_that_keeps_what_it_makes() -> None:
-    rig = build(partial(_rig, _keep_one))
-    with pytest.raises(HostEffectError, match=r"the step makes keeper.one \(a Sequential, at "):
+    rig = build(partial(rig_of, _keep_one))
+    with pytest.raises(HostEffectError, match=r"the step makes keeper.one \(Sequential, at "):
         compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     assert rig.owners["keeper"].one is None
 
 
 def test_a_plan_is_compiled_of_a_step_whose_optimizer_dies_in_it() -> None:
-    rig = build(partial(_rig, DYING["Adam"]))
+    rig = build(partial(rig_of, DYING["Adam"]))
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     assert not any("adam" in external.name for external in plan.externals)

@@ -113,7 +113,7 @@ class Discovery:
         """
         made = {path: thing for path, thing in walk.parts.items() if self.has_made(thing)}
         made |= {name: leaf for name, leaf in flatten_result(result)[0] if self.has_made(leaf)}
-        return {path: f"a {type(thing).__name__}, at {self._made[id(thing)].source}" for path, thing in made.items()}
+        return {path: f"{type(thing).__name__}, at {self._made[id(thing)].source}" for path, thing in made.items()}
 
     def unknown(self, walk: Walk, fn: Callable[..., Any], before: Walk | None = None) -> dict[str, Any]:
         """What was seen and no owner holds, nor held ``before``, top modules only, under the names that ``fn`` knows it
