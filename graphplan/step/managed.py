@@ -51,8 +51,8 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
     if not may_be_captured(optimizer):
         refuse_trace(
             OptimizerError,
-            f"the step makes an optimizer ({type(optimizer).__name__}) that steps at {find_source()}, and torch refuses "
-            "to step it in a capture. Only optimizers from outside the step are made capturable: make this one with "
+            f"the step makes an optimizer ({type(optimizer).__name__}) that steps at {find_source()}, and torch steps "
+            "none such in a capture. Only optimizers from outside the step are made capturable: make this one with "
             "capturable=True",
         )
 
