@@ -63,6 +63,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def may_be_captured(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch steps the optimizer in a capture as it is."""
+    groups = optimizer.param_groups
+    return all(group.get("capturable", True) or device_of(group).type != "cuda" for group in groups)
+
+
 def device_of(group: Mapping[str, Any]) -> torch.device:
     """Where a group's parameters are; the CPU for an empty group."""
     params = group["params"]

@@ -92,6 +92,7 @@ class Behind(ABC):
         elif isinstance(value, MethodType | BuiltinMethodType):
             self._bound(value, path, depth, source)
         elif isinstance(value, torch.optim.Optimizer):
+            self.walk.parts[path] = value
             if not isinstance(source[0], LRScheduler):
                 self._named.append((path, unwrapped(value)))
         elif isinstance(value, partial):

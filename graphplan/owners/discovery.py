@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from inspect import unwrap
 from threading import get_ident
+from types import CodeType
 from typing import Any
 
 import torch
@@ -14,6 +18,23 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from graphplan.owners.naming import free_name
 from graphplan.owners.records import Walk
 from graphplan.owners.spaces import attributes_of
+from graphplan.trees import flatten_result
+
+_INITIALIZERS = (
+    nn.Module.__init__, nn.Module.__setstate__, torch.optim.Optimizer.__init__, torch.optim.Optimizer.__setstate__,
+)  # fmt: skip
+"""What runs wherever a module or an optimizer is made: ``__setstate__`` in copies, and where one is unpickled."""
+INITIALIZERS: dict[int, CodeType] = {id(code): code for code in (unwrap(fn).__code__ for fn in _INITIALIZERS)}
+"""By identity: to hash a code object takes as long as it has instructions."""
+_ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A module or an optimizer that a step has made, and the line where it did."""
+
+    reference: weakref.ref[Any]
+    source: str
 
 
 class Discovery:
@@ -21,23 +42,36 @@ class Discovery:
     threads run meanwhile is not the step's.
 
     ``on_optimizer`` is called with each optimizer before its step runs, so that one that nobody named is prepared in
-    time. ``on_first_sight`` is called once with each module and optimizer, before it runs.
+    time. ``on_first_sight`` is called once with each module and optimizer, before it runs. Neither is called with what
+    the step itself has made: ``on_made`` is, with an optimizer before it steps.
+
+    ``is_watched``: whether :func:`note_made` is called meanwhile. Where it is not, no optimizer is prepared either.
     """
 
     def __init__(
         self,
         on_optimizer: Callable[[torch.optim.Optimizer], None],
         on_first_sight: Callable[[Any], None] = lambda thing: None,
+        on_made: Callable[[torch.optim.Optimizer], None] = lambda optimizer: None,
+        *,
+        is_watched: bool = True,
     ) -> None:
         self._on_optimizer = on_optimizer
         self._on_first_sight = on_first_sight
+        self._on_made = on_made
+        self._is_watched = is_watched
         # Weakly: what the step makes and drops again is no owner.
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._made: dict[int, Made] = {}
         self._handles: list[Any] = []
         self._thread = get_ident()
+        self._token: Token[Discovery | None] | None = None
+        self.steps_own = False
+        """Whether an optimizer has stepped that the step itself has made."""
 
     def __enter__(self) -> Discovery:
+        self._token = _ENTERED.set(self)
         forward = nn.modules.module.register_module_forward_pre_hook(self._saw_module)
         step = register_optimizer_step_pre_hook(self._saw_optimizer)
         self._handles = [forward, step]
@@ -46,25 +80,49 @@ class Discovery:
     def __exit__(self, *exc: object) -> None:
         for handle in self._handles:
             handle.remove()
+        if self._token is not None:
+            _ENTERED.reset(self._token)
 
     def _saw_module(self, module: nn.Module, args: Any) -> None:
         if get_ident() == self._thread and not _knows(self._modules, module):
             self._modules[id(module)] = weakref.ref(module)
-            self._on_first_sight(module)
+            if not self.has_made(module):
+                self._on_first_sight(module)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if get_ident() != self._thread:
             return
-        self._on_optimizer(optimizer)
+        if self.has_made(optimizer):
+            self.steps_own = True
+            self._on_made(optimizer)
+            return
+        if self._is_watched:
+            self._on_optimizer(optimizer)
         if not _knows(self._optimizers, optimizer):
             self._optimizers[id(optimizer)] = weakref.ref(optimizer)
             self._on_first_sight(optimizer)
 
-    def unknown(self, walk: Walk, fn: Callable[..., Any]) -> dict[str, Any]:
-        """What was seen and no owner holds, top modules only, under the names that ``fn`` knows it by."""
-        known = {id(module) for module in walk.modules} | {id(opt) for opt in walk.optimizers.values()}
+    def has_made(self, thing: Any) -> bool:
+        """Whether the step has made ``thing``."""
+        made = self._made.get(id(thing))
+        return made is not None and made.reference() is thing
+
+    def kept(self, walk: Walk, result: Any) -> dict[str, str]:
+        """What the step has made and returned, or left where the walk after it finds it: its class and the line that
+        made it, by path.
+        """
+        made = {path: thing for path, thing in walk.parts.items() if self.has_made(thing)}
+        made |= {name: leaf for name, leaf in flatten_result(result)[0] if self.has_made(leaf)}
+        return {path: f"{type(thing).__name__}, at {self._made[id(thing)].source}" for path, thing in made.items()}
+
+    def unknown(self, walk: Walk, fn: Callable[..., Any], before: Walk | None = None) -> dict[str, Any]:
+        """What was seen and no owner holds, nor held ``before``, top modules only, under the names that ``fn`` knows it
+        by.
+        """
+        modules = [*walk.modules, *(before.modules if before is not None else ())]
+        known = {id(module) for module in modules} | {id(opt) for opt in walk.optimizers.values()}
         alive = {key: module for key, seen in self._modules.items() if (module := seen()) is not None}
-        fresh = {key: module for key, module in alive.items() if key not in known}
+        fresh = {key: module for key, module in alive.items() if key not in known and not self.has_made(module)}
         inner = {id(child) for module in fresh.values() for child in module.modules() if child is not module}
         found: list[Any] = [module for key, module in fresh.items() if key not in inner]
         optimizers = [(key, seen()) for key, seen in self._optimizers.items()]
@@ -74,6 +132,13 @@ class Discovery:
         for thing in found:
             named[free_name(names.get(id(thing), type(thing).__name__.lower()), named)] = thing
         return named
+
+
+def note_made(thing: Any, source: Callable[[], object]) -> None:
+    """Note in the innermost discovery that what it runs makes ``thing`` at ``source()``."""
+    discovery = _ENTERED.get()
+    if discovery is not None and not discovery.has_made(thing):
+        discovery._made[id(thing)] = Made(weakref.ref(thing), str(source()))
 
 
 def _knows(seen: Mapping[int, weakref.ref[Any]], thing: Any) -> bool:

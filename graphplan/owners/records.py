@@ -184,7 +184,7 @@ class Walk:
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
     ``attributes`` are modules and objects, with their dictionaries, ``marks`` the dictionaries of tensors, with their
-    classes. ``empty`` are the paths of parameters and buffers that are None.
+    classes. ``empty`` are the paths of parameters and buffers that are None, ``parts`` modules and optimizers by path.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -200,6 +200,7 @@ class Walk:
     marks: list[tuple[str, dict[str, Any], type]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
     module_paths: list[str] = field(default_factory=list)
+    parts: dict[str, Any] = field(default_factory=dict)
     empty: set[str] = field(default_factory=set)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)

@@ -131,6 +131,7 @@ class _Walker(Values):
             return
         self.walk.modules.append(module)
         self.walk.module_paths.append(path)
+        self.walk.parts[path] = module
         inner = vars(module)
         # A scripted module keeps its own in C++ and shows views of that.
         kinds = (inner[kind] for kind in ("_parameters", "_buffers", "_modules"))

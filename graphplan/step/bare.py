@@ -107,7 +107,8 @@ def _compile(
         device = find_device(managed.walk(), feed)
         check_feed(feed, device)
         with managed.rates:
-            _, walk = run(device)
+            _, walk = managed.discover(lambda: run(device))
+            managed.check_kept()
             if managed.take_names(traces[1].ran, walk):
                 # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
                 snapshots.append(Snapshot(managed.walk()))

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.errors import OptimizerError, RefusalError
+from graphplan.errors import HostEffectError, OptimizerError, RefusalError
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
-from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer
+from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer, may_be_captured
 from graphplan.owners import (
     Discovery,
     GroupCounts,
@@ -34,7 +34,7 @@ from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.faults import refusal_of
 from graphplan.step.notices import Notices
-from graphplan.tracer import Profile, Ran
+from graphplan.tracer import Profile, Ran, find_source, refuse_trace
 
 Result = TypeVar("Result")
 _NAMES = "names"
@@ -44,6 +44,17 @@ _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
 """New values of a hyper-parameter without one capture between them: it changes faster than steps can be captured."""
+
+
+def _check_made(optimizer: torch.optim.Optimizer) -> None:
+    """Have the trace refuse an optimizer that the step has made, and torch does not step in a capture."""
+    if not may_be_captured(optimizer):
+        refuse_trace(
+            OptimizerError,
+            f"the step makes an optimizer ({type(optimizer).__name__}) that steps at {find_source()}, and torch steps "
+            "none such in a capture. Only optimizers from outside the step are made capturable: make this one with "
+            "capturable=True",
+        )
 
 
 class Managed:
@@ -73,6 +84,8 @@ class Managed:
         self.refusal: RefusalError | None = None
         self.is_settled = False
         """Whether the code that was looked at last used no new name, and nothing that was met for the first time."""
+        self.kept: dict[str, str] = {}
+        """What the code that was looked at last made, and is there after it: by path, in words."""
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
         self._walked: Walk | None = None
@@ -135,12 +148,13 @@ class Managed:
         """Run ``call`` and take in the modules and optimizers that it turns out to use. Its result, and what a walk
         over the owners finds afterwards; ``call`` gives both too, for the owners known before.
         """
-        with Discovery(self.manage, on_first_sight) as discovery:
+        with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             result, walk = call()
+        self.kept = discovery.kept(walk, result)
         return result, self._take_owners(discovery, walk)
 
-    def _take_owners(self, discovery: Discovery, walk: Walk) -> Walk:
-        found = discovery.unknown(walk, self._fn)
+    def _take_owners(self, discovery: Discovery, walk: Walk, before: Walk | None = None) -> Walk:
+        found = discovery.unknown(walk, self._fn, before)
         for name, owner in found.items():
             self.owners[free_name(name, self.owners)] = owner
         return self.walk() if found else walk
@@ -155,26 +169,45 @@ class Managed:
         what it runs itself is no part of the step.
         """
         try:
-            if self.runs_compiled(self.walk_of_call()):
+            before = self.walk_of_call()
+            if self.runs_compiled(before):
                 return call(), None
         except RefusalError as error:
             self.refusal = error
             return call(), None
         profile = Profile()
-        with nullcontext() if is_settled else profile, Discovery(self.manage) as discovery:
+        with nullcontext() if is_settled else profile, Discovery(self.manage, is_watched=not is_settled) as discovery:
             result = call()
         try:
-            walk = self._take_owners(discovery, self.walk())
+            known = len(self.owners)
+            walk = self._take_owners(discovery, self.walk(), before)
             if is_settled:
+                self.is_settled &= len(self.owners) == known
                 return result, walk
             profile.ran.leave_out(fed)
             are_named = _NAMES in self.owners
             has_grown = self.take_names(profile.ran, walk)
+            self.kept = discovery.kept(self.walk() if has_grown else walk, result)
+            self.is_settled &= not (self.kept or discovery.steps_own)
         except RefusalError as error:
             # The step is done; the next call is told.
             self.refusal = error
             return result, None
         return result, walk if are_named and not has_grown else None
+
+    def check_kept(self) -> None:
+        """Refuse a step that has just made a module or an optimizer which is still there.
+
+        Raises:
+            HostEffectError: naming it.
+        """
+        for path, what in self.kept.items():
+            raise HostEffectError(
+                f"the step makes {path} ({what}), which is still there after it; a replay runs no Python, and would "
+                "leave the one of an earlier call there. Make it once, outside the step, and have the step write to "
+                "its tensors in place (load_state_dict, copy_), keep copies of its tensors instead, or make it after "
+                "the step"
+            )
 
     def take_names(self, ran: Ran, walk: Walk) -> bool:
         """Take in the names that code used, and the objects that it ran on; whether there are any new ones. ``walk`` is

@@ -75,6 +75,8 @@ class Stages:
         self._stats = runner.stats
         # What first calls in a row, each with a key of its own, changed in containers that they were fed.
         self._changes: list[str] = []
+        self._keeping = 0
+        """Warm-up steps in a row that have made modules or optimizers, and kept them."""
 
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it turns out to use."""
@@ -88,6 +90,7 @@ class Stages:
         if not entry.eager_calls:
             change = fed.change()
             self._changes = [] if change is None else [*self._changes, change]
+        self._keeping = self._keeping + 1 if self._managed.kept else 0
         self._runner.backend.note_eager()
         self._managed.refresh(walk)
         entry.eager_calls += 1
@@ -108,13 +111,16 @@ class Stages:
 
     def check_changes(self, entry: Entry) -> None:
         """Refuse a step whose calls are all first ones, and change what they are fed: that has another structure for
-        it in the next call, and a trace would never come.
+        it in the next call, and a trace would never come. So it may be where each call keeps what it has made.
 
         Raises:
-            HostEffectError: naming the container.
+            HostEffectError: naming the container, or what is kept.
         """
-        if not entry.eager_calls and len(self._changes) >= max(self._options.warmup_steps, _NO_ACCIDENT):
+        often = max(self._options.warmup_steps, _NO_ACCIDENT)
+        if not entry.eager_calls and len(self._changes) >= often:
             raise HostEffectError(self._changes[0])
+        if self._keeping >= often:
+            self._managed.check_kept()
 
     def advance(self, entry: Entry, feed: Feed) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
@@ -287,6 +293,7 @@ class Stages:
         check_threads(facts, self._options.allow)
         if facts.violation is not None:
             raise facts.violation
+        self._managed.check_kept()
         walk = at_end or self._managed.walk()
         if self._managed.take_names(facts.ran, walk):
             # Code ran that had not run before: what it uses was not watched yet.

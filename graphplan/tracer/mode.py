@@ -138,6 +138,8 @@ class TraceMode(OperatorMode):
         tensors, scalars = tensors_and_others(schema, args, kwargs)
         operands, offsets = self._take_operands(tensors, name, source)
         written = written_tensors(schema, args, kwargs)
+        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
+        stay_fixed = not schema.is_random and self._fixed.issuperset(operands)
         for tensor in written:
             self._mark_written(tensor, schema, source)
         if schema.is_random or schema.own_state is not None:
@@ -158,6 +160,8 @@ class TraceMode(OperatorMode):
         for tensor in (*tensors, *made):
             if tensor.is_nested:
                 self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
+        if stay_fixed:
+            self._fixed.update(operands)
         computes = not (written or schema.is_random or schema.allocates)
         is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
         if constant is not None or is_certain or (computes and self._fixed.issuperset(operands)):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from graphplan.collector import no_collections
 from graphplan.origin import file_of, is_library, is_librarys, is_users, is_users_file
-from graphplan.owners import Namespace, Scalar, is_known
+from graphplan.owners import INITIALIZERS, Namespace, Scalar, is_known, note_made
 from graphplan.tracer.conversions import READERS, Conversions
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import find_source
@@ -223,7 +223,9 @@ class Profile:
             self._importing = frame
             return None, True
         found = _owner_name(frame), bool(code.co_freevars)
-        if id(code) not in STARTERS:
+        if id(code) in INITIALIZERS:
+            note_made(frame.f_locals["self"], find_source)
+        elif id(code) not in STARTERS:
             self._owners[id(code)] = found
         elif (start := name_of_start(frame)) is not None:
             self.ran.threads.setdefault(start, find_source())
