@@ -110,7 +110,9 @@ def _stays(tensor: Tensor, device: torch.device | None) -> bool:
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A copy on another device; on the host in pinned memory, which is faster and which torch keeps for later ones."""
     is_pinned = device is not None and device.type == "cpu" and tensor.device.type == "cuda"
-    if not is_pinned or type(tensor) not in PLAIN_KINDS or tensor.layout is not torch.strided:
+    is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided
+    # A conjugate is resolved on the host, which would have to wait for the copy.
+    if not (is_pinned and is_plain) or tensor.is_conj() or tensor.is_neg():
         return tensor.to(device, copy=True)
     return torch.empty_like(tensor, device=device, pin_memory=True).copy_(tensor, non_blocking=True)
 

@@ -69,7 +69,9 @@ def trained(
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.05) -> None:
     """Have each replay take so much longer on the host."""
     run = Program.run
-    monkeypatch.setattr(Program, "run", lambda program, *args: (sleep(seconds), run(program, *args))[1])
+    monkeypatch.setattr(
+        Program, "run", lambda program, *args, **flags: (sleep(seconds), run(program, *args, **flags))[1]
+    )
 
 
 def test_a_step_that_keeps_the_device_busy_stands_down() -> None:

@@ -37,5 +37,9 @@ def test_an_inner_optimizer_is_replayed(name: str) -> None:
 def test_an_inner_adam_that_is_not_capturable_is_refused() -> None:
     make = on_device(partial(rig_of, DYING["Adam"]))
     assert_refused(
-        make, OptimizerError, "the step makes an optimizer \\(Adam\\)", "made with capturable=True", backend=BACKEND
+        make,
+        OptimizerError,
+        "the step makes an optimizer \\(Adam\\)",
+        "make this one with capturable=True",
+        backend=BACKEND,
     )
