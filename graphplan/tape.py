@@ -32,7 +32,7 @@ from graphplan.switches import NAMES, read_all, switched
 from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, schema_of, tensors_in, written_tensors
 from graphplan.tracer.composites import OperatorMode
-from graphplan.tracer.mode import LIFTS, is_kept_from_compiler
+from graphplan.tracer.mode import LIFTS
 from graphplan.tracer.profile import Profile
 from graphplan.tracer.watching import Aside
 
@@ -118,10 +118,6 @@ class _TapeMode(OperatorMode):
         self._saved: dict[int, _SavedState] = {}
         self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
         self._found = read_all()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return not is_kept_from_compiler(cls.__torch_dispatch__.__code__)
 
     def fail(self, why: str) -> None:
         """Note that the recording cannot be used; the step goes on, since it is a real one."""

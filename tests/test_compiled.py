@@ -19,7 +19,8 @@ from graphplan.owners import walk_owners
 from graphplan.signature import flatten
 from graphplan.step.compiled import refuse_graphs_within, runs_compiled
 from graphplan.tracer import Trace, trace
-from graphplan.tracer.mode import TraceMode, is_kept_from_compiler
+from graphplan.tracer.composites import is_kept_from_compiler
+from graphplan.tracer.mode import TraceMode
 from tests.twins import Rig, assert_equals_eager, assert_refused
 
 # What torch says when it imports Inductor.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 
@@ -13,6 +14,7 @@ from graphplan.tracer import Trace, same_value
 from graphplan.tracer.comparisons import NUMBERS, Attribute, Comparison, comparisons_in
 
 _Codes = dict[tuple[int, int], tuple[CodeType, int]]
+_Found = list[tuple[Comparison, int]]
 
 
 def find_comparisons(
@@ -23,11 +25,12 @@ def find_comparisons(
         return {}
     found = {}
     codes: _Codes = {(id(c), owner): (c, owner) for trace in (first, second) for c, owner in trace.reads.codes}
+    of_all = cache(partial(_comparisons_of_all, codes=list(codes.values())))
     for path, scalar in walk.scalars.items():
         if type(first.entry_scalars.get(path)) not in NUMBERS or not _is_attribute(scalar):
             continue
-        own = {code for trace in (first, second) for code in trace.reads.methods_on.get(id(scalar.owner), ())}
-        comparisons = _comparisons_with(scalar, codes, own)
+        methods = [code for trace in (first, second) for code in trace.reads.methods_on.get(id(scalar.owner), ())]
+        comparisons = _comparisons_with(scalar, of_all(scalar.attribute), methods)
         if comparisons is not None:
             found[path] = comparisons
     others = {
@@ -52,26 +55,31 @@ def _is_attribute(scalar: Scalar) -> bool:
     return inner is not None and inner.get(scalar.attribute) is scalar.get()
 
 
-def _comparisons_with(scalar: Scalar, codes: _Codes, own: Iterable[CodeType]) -> list[tuple[Comparison, int]] | None:
-    """The comparisons of all code, each with the id of the object whose method makes it; None if some code does more:
-    that of the user and of packages with any object's attribute, that of libraries with its own ``self``'s.
+def _comparisons_of_all(name: str, codes: Iterable[tuple[CodeType, int]]) -> _Found | None:
+    """The comparisons that code of the user and of packages makes with any object's attribute of that name, each with
+    the id of the object whose method makes it; None if there is none such, or it does more.
     """
-    name = scalar.attribute
-    found: list[tuple[Comparison, int]] = []
-    loads = False
-    for code, owner in codes.values():
+    found: list[tuple[Comparison, int]] | None = None
+    for code, owner in codes:
         if name in code.co_names or name in code.co_consts:
             comparisons = comparisons_in(code, name)
             if comparisons is None:
                 return None
-            loads = True
-            found += [(comparison, owner) for comparison in comparisons]
-    for code in own:
-        comparisons = comparisons_in(code, name, of_self=True) if name in code.co_names else frozenset()
+            found = [*(found or ()), *((comparison, owner) for comparison in comparisons)]
+    return found
+
+
+def _comparisons_with(scalar: Scalar, of_all: _Found | None, methods: Iterable[CodeType]) -> _Found | None:
+    """The comparisons of all code, methods of libraries with their own attributes; None if some code does more."""
+    if of_all is None:
+        return None
+    found, name = list(of_all), scalar.attribute
+    for code in {id(code): code for code in methods if name in code.co_names}.values():
+        comparisons = comparisons_in(code, name, of_self=True)
         if comparisons is None:
             return None
         found += [(comparison, id(scalar.owner)) for comparison in comparisons]
-    return found if loads else None
+    return found
 
 
 def _with_numbers(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dis
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -65,13 +66,14 @@ class _Step:
     is_target: bool
 
 
+@lru_cache(4096)
 def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> frozenset[Comparison] | None:
     """All comparisons that ``code`` makes with attributes called ``name``, of its first argument alone if ``of_self``;
     None if it may do anything else with one.
     """
     if name in code.co_consts or not _NAMESPACES.isdisjoint(code.co_names):
         return None
-    steps = list(_plain_steps(code))
+    steps = _plain_steps(code)
     found: set[Comparison] = set()
     try:
         for index, step in enumerate(steps):
@@ -86,8 +88,13 @@ def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> froze
     return frozenset(found)
 
 
-def _plain_steps(code: CodeType) -> Iterator[_Step]:
+@lru_cache(512)
+def _plain_steps(code: CodeType) -> Sequence[_Step]:
     """The instructions, those that Python 3.13 joins taken apart."""
+    return list(_taken_apart(code))
+
+
+def _taken_apart(code: CodeType) -> Iterator[_Step]:
     for step in dis.get_instructions(code):
         if step.opname in _PADDING:
             continue
@@ -105,7 +112,7 @@ def _only(condition: bool) -> None:
         raise _ComputedWith
 
 
-def _uses(code: CodeType, steps: list[_Step], index: int) -> Iterator[Comparison]:
+def _uses(code: CodeType, steps: Sequence[_Step], index: int) -> Iterator[Comparison]:
     """What happens to the number that the instruction at ``index`` puts on the stack."""
     following = steps[index + 1]
     _only(not following.is_target)
@@ -121,7 +128,7 @@ def _uses(code: CodeType, steps: list[_Step], index: int) -> Iterator[Comparison
         yield _comparison_after(code, steps, index + 1)
 
 
-def _uses_of_variable(code: CodeType, steps: list[_Step], variable: str) -> Iterator[Comparison]:
+def _uses_of_variable(code: CodeType, steps: Sequence[_Step], variable: str) -> Iterator[Comparison]:
     """What happens to the number in a variable, which nothing else may be stored in."""
     _only(variable not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     naming = [index for index, step in enumerate(steps) if step.argval == variable and "_FAST" in step.opname]
@@ -131,7 +138,7 @@ def _uses_of_variable(code: CodeType, steps: list[_Step], variable: str) -> Iter
             yield from _uses(code, steps, index)
 
 
-def _comparison_after(code: CodeType, steps: list[_Step], index: int) -> Comparison:
+def _comparison_after(code: CodeType, steps: Sequence[_Step], index: int) -> Comparison:
     """The comparison with what is loaded from ``index`` on."""
     modulus = None
     other, end = _other_at(code, steps, index)
@@ -149,7 +156,7 @@ def _comparison_after(code: CodeType, steps: list[_Step], index: int) -> Compari
     return Comparison(_operator_of(steps[end]), other, modulus)
 
 
-def _other_at(code: CodeType, steps: list[_Step], index: int) -> tuple[Any, int]:
+def _other_at(code: CodeType, steps: Sequence[_Step], index: int) -> tuple[Any, int]:
     """The literal, or the attribute of the method's object, that is loaded at ``index``; and what comes after it."""
     step, after = steps[index], steps[index + 1]
     if step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
@@ -162,7 +169,7 @@ def _is_first_argument(code: CodeType, step: _Step) -> bool:
     return step.opname == "LOAD_FAST" and code.co_argcount > 0 and step.argval == code.co_varnames[0]
 
 
-def _literal_before(steps: list[_Step], index: int) -> Any:
+def _literal_before(steps: Sequence[_Step], index: int) -> Any:
     """The literal under the number that the instruction at ``index`` puts on the stack, loaded before its object."""
     while steps[index].opname == "LOAD_ATTR":
         index -= 1

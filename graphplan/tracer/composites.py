@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from types import CodeType
 from typing import Any
 
 import torch
@@ -23,6 +24,19 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 
+def is_kept_from_compiler(code: CodeType) -> bool:
+    """Tell torch's compiler once and for all to look neither at ``code`` nor at what that calls. False where it cannot
+    be told: then torch has to guard every call of it, which takes a sixth of a trace.
+    """
+    compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    try:
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
 class OperatorMode(TorchDispatchMode):
     """A mode whose :meth:`operate` hears of every operator, and of composite ones only in parts."""
 
@@ -31,6 +45,10 @@ class OperatorMode(TorchDispatchMode):
         self._casts: dict[str, bool] = {}
         self._casting = ExitStack()
         self._depth = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not is_kept_from_compiler(cls.__torch_dispatch__.__code__)
 
     def __enter__(self) -> Any:
         if not self._depth:

@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from threading import get_ident
-from types import CodeType
 from typing import Any
 
 import torch
@@ -59,19 +58,6 @@ _NOWHERE: Operand = ("internal", -1)
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
 
-def is_kept_from_compiler(code: CodeType) -> bool:
-    """Tell torch's compiler once and for all to look neither at ``code`` nor at what that calls. False where it cannot
-    be told: then torch has to guard every call of it, which takes a sixth of a trace.
-    """
-    compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    try:
-        skip = compiler._FrameAction.SKIP
-        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):
-        return False
-    return True
-
-
 def refuse_trace(error: type[RefusalError], message: str) -> None:
     """Note a violation in the trace that is going on; nothing where none is."""
     for mode in reversed(_get_current_dispatch_mode_stack()):
@@ -114,10 +100,6 @@ class TraceMode(OperatorMode):
         """How often each storage was written to."""
         for generator in drawn:
             self._watch_generator(generator)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return not is_kept_from_compiler(cls.__torch_dispatch__.__code__)
 
     def refuse(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
         """Note a violation; the first one counts."""

@@ -6,7 +6,7 @@ import dis
 import linecache
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
@@ -203,25 +203,27 @@ def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
         return ("optimizer", type(local.get("optimizer")).__name__, True)
     if not isinstance(stepper, torch.optim.Optimizer):
         return None
-    within: list[CodeType] = []
-    inner: FrameType | None = innermost
-    while inner is not None and inner is not frame:
-        within.append(inner.f_code)
-        inner = inner.f_back
-    others = {code.co_filename for code in within if not _place_of(code).serves}
-    is_own = others <= {frame.f_code.co_filename} or _is_beside_closure(local, within)
+    is_own = _is_beside_closure(frame, innermost, local.get("closure", _STEP))
     return ("optimizer", type(stepper).__name__, False) if is_own else _STEP
 
 
-def _is_beside_closure(local: Mapping[str, Any], within: Collection[CodeType]) -> bool:
-    """Whether an optimizer's step with those variables calls ``within`` by itself, and not through its closure."""
-    closure = local.get("closure", _STEP)
+def _is_beside_closure(frame: FrameType, innermost: FrameType, closure: Any) -> bool:
+    """Whether an optimizer's step in ``frame`` leads to ``innermost`` by itself, in its own file or what serves it, and
+    not through its closure.
+    """
     while isinstance(closure, partial):
         closure = closure.func
     if closure is None:
         return True
-    code = getattr(getattr(closure, "__func__", closure), "__code__", None)
-    return code is not None and all(inner is not code for inner in within)
+    inner = getattr(getattr(closure, "__func__", closure), "__code__", None)
+    leaves, passes = False, inner is None
+    around: FrameType | None = innermost
+    while around is not None and around is not frame and not (leaves and passes):
+        code = around.f_code
+        leaves = leaves or not (code.co_filename == frame.f_code.co_filename or _place_of(code).serves)
+        passes = passes or code is inner
+        around = around.f_back
+    return not (leaves and passes)
 
 
 def _may_serve_optimizer(filename: str) -> bool:
