@@ -66,8 +66,9 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
                 f"if the step's results do not depend on it, pass allow=({path!r},)",
                 component=component,
             )
-        plain = scalar is not None and scalar.key in second.reads.assigned and not is_item
-        if delta is None or plain:
+        # Of an item, no name tells whether it is raised or set.
+        is_set = old == new if is_item else scalar is not None and scalar.key in second.reads.assigned
+        if delta is None or is_set:
             raise HostEffectError(
                 f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
                 "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. Keep "

@@ -116,7 +116,8 @@ class Preparation:
 
     Attributes:
         changes: what was changed, one line per flag.
-        counted: integers in parameter groups that were seen to change from the optimizer's step on.
+        counted: integers in parameter groups that were seen to change from the optimizer's step on; hyper-parameters,
+            which the step's own code may set, only if they went on from where the step before had left them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False, steps: bool = True) -> None:
@@ -127,6 +128,7 @@ class Preparation:
         self.changes: list[str] = []
         self.counted: set[_Place] = set()
         self._counts: dict[_Place, int] = {}
+        self._left: dict[_Place, int] = {}
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
@@ -162,10 +164,17 @@ class Preparation:
         if self._entered:
             self._entered = False
             self._before.remove()
-            now = _integers(self.optimizer)
-            self.counted |= {place for place, value in self._counts.items() if now.get(place, value) != value}
+            self._note_counts()
             for index, group in enumerate(self.optimizer.param_groups):
                 group.update(self._originals.get(index, {}))
+
+    def _note_counts(self) -> None:
+        """Note which integers have changed since the optimizer's step began."""
+        now = _integers(self.optimizer)
+        changed = {place: value for place, value in self._counts.items() if now.get(place, value) != value}
+        hypers = self.optimizer.defaults
+        self.counted |= {p for p, value in changed.items() if p[1] not in hypers or self._left.get(p) == value}
+        self._left = now if self._counts else self._left
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """Treat loaded groups and counters like those before them."""

@@ -19,7 +19,7 @@ from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
 from graphplan.fed import Fed
 from graphplan.optimizers import LENT
-from graphplan.owners import Namespace, Snapshot, Walk, come_to_rest, walk_owners
+from graphplan.owners import Flags, Namespace, Snapshot, Walk, come_to_rest, walk_owners
 from graphplan.plan import Plan
 from graphplan.policy import Policy
 from graphplan.program import Program, capture_program
@@ -84,6 +84,8 @@ def _compile(
     check_feed(feed, None)
     _, walk = come_to_rest(managed.owners)
     snapshots = [Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])]
+    flags = Flags(walk, {feed.names()[index]: tensor for index, tensor in feed.tensors()})
+    found = flags.read()
 
     def on_first_sight(thing: Any) -> None:
         # What nobody named is copied before its first run; its flags are already prepared, and stay so.
@@ -100,19 +102,27 @@ def _compile(
         fed = Fed(*feed.rebuild(feed.leaves)).watch()
         return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates, drawn=drawn)
 
+    def begin_again() -> None:
+        # A program begins with the flags that are there now. What optimizers count with goes on.
+        counted = managed.walk().scalars
+        flags.assign({path: value for path, value in found.items() if path not in counted})
+
     try:
         with managed.rates:
             _, walk = managed.discover(lambda: run(None), on_first_sight)
         managed.take_names(traces[0].ran, walk)
         device = find_device(managed.walk(), feed)
         check_feed(feed, device)
+        begin_again()
         with managed.rates:
             _, walk = managed.discover(lambda: run(device))
             managed.check_kept()
             if managed.take_names(traces[1].ran, walk):
                 # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
                 snapshots.append(Snapshot(managed.walk()))
+                begin_again()
                 run(device)
+            begin_again()
             run(device)
             first, second = traces[-2:]
             held = _weak_owners(managed.owners) if weak else lambda: managed.owners
