@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphplan.inference.ledger import Memory, ShapeStats
+from graphplan.inference.ledger import Memory
+from graphplan.padding import ShapeStats
 from graphplan.program import Program
 
 _MIB = 2**20
