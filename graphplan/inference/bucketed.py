@@ -210,7 +210,7 @@ class Bucketed:
                 problems.append(f"{feed.names()[index]}, which the function changes, differs")
         if problems:
             size.refusal = PaddingError(
-                f"padding from {_resizing(layout)} changes what comes out: {'; '.join(problems[:3])}. Expected the "
+                f"padding from {layout} changes what comes out: {'; '.join(problems[:3])}. Expected the "
                 "same as without padding, within rounding: have the function leave the padding out (mask= names an "
                 "argument that says what is real), pad with another value (pad=), name the dimensions that may be "
                 "padded (dynamic=), or pass shapes='exact'. What came out without padding stands",
@@ -225,15 +225,10 @@ class Bucketed:
         """
         size.drawing = PaddingError(
             f"the call draws random numbers {'; '.join(places[:3]) or 'in compiled code'}, and padding from "
-            f"{_resizing(layout)} may have it draw others, and more of them, than without padding. Expected a function "
+            f"{layout} may have it draw others, and more of them, than without padding. Expected a function "
             "that draws none: draw outside of it and feed it the numbers, or pass shapes='exact'. Calls of a capture "
             "size are replayed all the same. What came out without padding stands",
             result=expected,
         )
         self._step.refuse(size.drawing)
         return expected
-
-
-def _resizing(layout: Layout) -> str:
-    """What padding does to the dimensions, in words."""
-    return ", ".join(dict.fromkeys(f"{true} to {layout.sizes[place]}" for place, true in layout.true.items()))

@@ -17,6 +17,7 @@ from graphplan.padding.shapes import Dims as Dims
 from graphplan.padding.shapes import Dynamic as Dynamic
 from graphplan.padding.shapes import Place as Place
 from graphplan.padding.shapes import outer_first as outer_first
+from graphplan.padding.slicing import Slicer as Slicer
 from graphplan.padding.slicing import distance as distance
 from graphplan.padding.slicing import result_leaves as result_leaves
 from graphplan.padding.slicing import tolerance as tolerance

@@ -46,6 +46,9 @@ class Ladders:
             raise OptionError("buckets has no dimensions; expected capture sizes, such as {0: [1, 2, 4, 8]}")
         self._sizes = {dim: _parse_ladder(dim, given) for dim, given in sorted(by_dim.items())}
 
+    def __str__(self) -> str:
+        return "; ".join(f"dimension {dim} at {', '.join(map(str, sizes))}" for dim, sizes in self._sizes.items())
+
     @property
     def dims(self) -> tuple[int, ...]:
         """Dimensions that have a ladder."""

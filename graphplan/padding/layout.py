@@ -37,6 +37,9 @@ class Layout:
     makers: Mapping[int, tuple[Callable[[Tensor, tuple[int, ...]], Tensor], str]]
     mask: tuple[Tensor, Tensor] | None
 
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(f"{true} to {self.sizes[place]}" for place, true in self.true.items()))
+
     @property
     def is_padded(self) -> bool:
         """Whether anything is added."""
@@ -78,14 +81,17 @@ class Padding:
         """Bytes of the memory that padded inputs lie in."""
         return self._buffers.nbytes
 
-    def places(self, feed: Feed) -> list[Place]:
-        """The dynamic dimensions that have a ladder: what may be padded.
+    def places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
+        """The dynamic dimensions that have a ladder: what may be padded, of which there have to be some if they
+        ``are_expected``.
 
         Raises:
             OptionError: for a ladder that nothing is ever padded by, naming its dimension.
         """
         places = [(index, dim) for index, dim in self._dynamic.of(feed) if dim in self._ladders.dims]
-        missing = [dim for dim in self._ladders.dims if places and all(dim != padded for _, padded in places)]
+        missing = [
+            dim for dim in self._ladders.dims if (places or are_expected) and all(dim != padded for _, padded in places)
+        ]
         if missing:
             raise OptionError(
                 f"buckets has sizes for dimension {missing[0]}, which is a dynamic one of none of the arguments "

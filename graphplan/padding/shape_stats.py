@@ -35,6 +35,13 @@ class ShapeStats:
         """Padded elements for each element that was fed."""
         return self.padded_elements / self.unpadded_elements if self.unpadded_elements else 1.0
 
+    def __str__(self) -> str:
+        return (
+            f"padding: {len(self.shapes)} shapes on {len(self.capture_sizes)} capture sizes; {self.padded_calls} "
+            f"calls padded; {self.padding:.2f} elements for each that was fed; {self.checked} calls compared with "
+            "unpadded ones"
+        )
+
     def data(self) -> dict[str, Any]:
         """The counts as plain data."""
         return {
