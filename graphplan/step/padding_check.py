@@ -41,7 +41,7 @@ from graphplan.trees import flatten_result, map_result
 from graphplan.verify.compare import (
     RESPONSES,
     SPREADS,
-    Far,
+    Run,
     Sides,
     describe,
     differing_values,
@@ -135,19 +135,19 @@ class PaddingCheck:
         live = tensors_of(self._walk)
         old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
         alike = [path for path in came if path in padded and fits(came[path], padded[path])]
-        far = Far(came)
+        far = Run.of(came, padded).far
         (moves,) = numbers(moved(alike, old, came))
         sizes = lengths([came[path] for path in alike])
         over: dict[str, float] = {}
-        for path, apart, move, size in zip(alike, far.to(padded, alike), moves, sizes, strict=True):
+        for path, apart, move, size in zip(alike, (far.get(path, 0.0) for path in alike), moves, sizes, strict=True):
             excess = apart - tolerance(came[path].dtype) * move - _last_places(came[path]) * size
             if not excess <= 0:
                 if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
                     raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")
                 over[path] = excess
-        noise = far.to(self._nudged(rounding), list(over)) if over else []
+        noise = Run.of(came, self._nudged(rounding)).far if over else {}
         times = RESPONSES if rounding > torch.finfo(torch.float32).eps else SPREADS
-        found = {path: n for (path, excess), n in zip(over.items(), noise, strict=True) if not excess <= times * n}
+        found = {p: n for p, excess in over.items() if not excess <= times * (n := noise.get(p, 0.0))}
         found.update({path: 0.0 for path in [*came, *padded] if path not in alike})
         ranked = {path: found[path] for path in sorted(found, key=self._rank)}
         return list(map(str, describe(ranked, old, padded, came, _SIDES)))
@@ -198,7 +198,7 @@ class PaddingCheck:
 
         left = collect_tensors(walk, named, extra, (), is_left_out)
         copies = dict(zip(left, copy_all(list(left.values()), self._room), strict=True))
-        values = collect_values(walk, (), lambda path: is_allowed(path, self._allow))
+        values = collect_values(walk, (), lambda path: is_allowed(path, self._allow), {})
         names = frozenset(name for name, leaf in named if isinstance(leaf, Tensor))
         return _Left(copies, values, result, names, mode.rounding)
 
