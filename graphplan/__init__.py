@@ -45,10 +45,10 @@ from graphplan.errors import VerifyError as VerifyError
 from graphplan.inference import Graphed as Graphed
 from graphplan.inference import LaunchCounter as LaunchCounter
 from graphplan.inference import Pool as Pool
-from graphplan.inference import buckets as buckets
 from graphplan.inference import graphed as graphed
 from graphplan.inference import piecewise as piecewise
 from graphplan.optimizers import prepare_optimizer as prepare_optimizer
+from graphplan.padding import buckets as buckets
 from graphplan.plan import Plan as Plan
 from graphplan.policy import Policy as Policy
 from graphplan.program import Program as Program

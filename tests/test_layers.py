@@ -18,6 +18,7 @@ LAYERS = {
     "inference": 8,
     "step": 7,
     "report": 6,
+    "padding": 6,
     "verify": 6,
     "program": 5,
     "compiler": 4,

@@ -69,7 +69,7 @@ class AutomaticSeam(RenewingSeam):
         self._optimizer = self._trainer.optimizers[0]
         self._update: GraphedStep | None = None
         self._components: GraphedStep | None = None
-        self._logs.sums_in_step = True
+        self._logs.sums_in_step = self._may_sum
         self._whole = self._make(self._whole_body, self._owners(self._progress))
         self._whole.decide_refusals(self._escalates)
         outside = keeps_optimizer_outside(self._module)
@@ -98,7 +98,7 @@ class AutomaticSeam(RenewingSeam):
         # What is left in the step knows nothing of the batch, whose size the means count with.
         self._logs.sums_in_step = False
         self._whole.close()
-        self._update = self._make(self._update_body, self._owners(self._progress))
+        self._update = self._make(self._update_body, self._owners(self._progress), feeds=False)
         self._update.decide_refusals(lambda error: self._must_raise())
         self._put(self._loop, "_optimizer_step", self._step_optimizer)
 

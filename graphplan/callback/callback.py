@@ -30,6 +30,7 @@ from graphplan.callback.stock import StockBatches
 from graphplan.callback.variants import Variant, VariantOf
 from graphplan.errors import GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.origin import leave_out_own_frames
+from graphplan.padding import Buckets, Dims, PadValue
 from graphplan.plan import Plan
 from graphplan.policy import parse_policies
 from graphplan.report import describe, outcome, summary
@@ -87,6 +88,13 @@ class GraphPlanCallback(EvaluationHooks):
         prefetch: whether inputs of 4 MiB and more are copied to the device while it is busy with the replay before,
             into buffers as large as they are, one for each program: where ``transfer`` leaves batches in host memory,
             and they are pinned, and written when the loader hands them out, as a ``DataLoader``'s are.
+        shapes: ``"exact"``, or ``"bucket"``: ``training_step`` is given batches that are padded to a capture size, and
+            trains on them; see :func:`graphplan.graph_step` for what is compared and refused. Hooks and Lightning's
+            batch sizes are those of the batch as it came. Evaluation is not padded.
+        buckets: capture sizes of dimension 0, or by dimension; see :func:`graphplan.buckets.fit`.
+        pad: what padding holds, a number or ``function(tensor, shape)``; or those by key of the batch (``"labels"``) or
+            by path (``"batch[1]"``).
+        dynamic: dimensions that may vary, by the same names, or for all of the batch: ``{"batch": 1}``.
         variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of
             ``(batch, batch_idx)``, or the name of such a method of the module, whose answer, a literal or a tuple of
             literals, says which way the step goes. Each answer has a program of its own.
@@ -124,6 +132,10 @@ class GraphPlanCallback(EvaluationHooks):
         debug: bool = False,
         debug_eager: bool = False,
         prefetch: bool = False,
+        shapes: str = "exact",
+        buckets: Buckets | None = None,
+        pad: PadValue | Mapping[str, PadValue] = 0,
+        dynamic: Mapping[str, Dims] | None = None,
         variant: VariantOf = None,
         eval: bool = False,
         transfer: str = "auto",
@@ -153,6 +165,10 @@ class GraphPlanCallback(EvaluationHooks):
             debug=debug,
             debug_eager=debug_eager,
             prefetch=prefetch,
+            shapes=shapes,
+            buckets=buckets,
+            pad=pad,
+            dynamic=dynamic,
         )
         self.variant = Variant(variant)
         self.eval = eval

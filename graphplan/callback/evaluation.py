@@ -30,7 +30,7 @@ class EvaluationSeam(RenewingSeam):
 
     def __init__(self, trainer: Trainer, module: LightningModule, options: Options, backends: Backends) -> None:
         policy = options.policy or METRICS_TOO
-        options = replace(options, mode="inference", policy=policy, eager_if=None)
+        options = replace(options, mode="inference", policy=policy, eager_if=None, shapes="exact", buckets=None)
         super().__init__(trainer, module, options, Variant(None), backends)
         self._strategy: Any = trainer.strategy
         self._gates: dict[str, Gate | None] = {}

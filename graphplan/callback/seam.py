@@ -34,7 +34,7 @@ from graphplan.owners import Via
 from graphplan.plan import Plan
 from graphplan.signature import with_new_containers
 from graphplan.stats import Stats
-from graphplan.step import Backends, CompiledModules, Gate, GraphedStep, Options, find_peers
+from graphplan.step import Backends, CompiledModules, Gate, GraphedStep, Options, find_peers, step_class
 from graphplan.tracer import find_source, is_traced, refuse_trace
 
 _BATCH_CHANGED = (
@@ -98,7 +98,9 @@ class Seam(ABC):
         )
         reads_index = options.eager_if is not None or variant.is_given or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
-        self._logs = LogNotes(trainer, module, sums_in_step=options.mode == "train")
+        # How many rows a batch has is a number in those sums, and no program is for one number where rows are padded.
+        self._may_sum = options.mode == "train" and not options.pads_rows
+        self._logs = LogNotes(trainer, module, sums_in_step=self._may_sum)
         self._steps: list[GraphedStep] = []
         self._standins: list[StandIn] = []
         self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
@@ -165,9 +167,10 @@ class Seam(ABC):
         numbers = trainer_numbers(self._trainer, trains=trains)
         return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
-    def _make(self, body: Callable[..., Any], owners: dict[str, Any]) -> GraphedStep:
+    def _make(self, body: Callable[..., Any], owners: dict[str, Any], *, feeds: bool = True) -> GraphedStep:
+        """A step of ``body``, which is given batches if it ``feeds``."""
         gate = None if self._gate is None else self._gate.with_same_eager_time()
-        step = GraphedStep(
+        step = (step_class(self._options) if feeds else GraphedStep)(
             body, owners, self._options, self._backends, find_peers(), compiles=False, gate=gate, opens_gate=False
         )
         self._steps.append(step)
@@ -201,7 +204,7 @@ class Seam(ABC):
         return Figures(
             stats=total,
             plans=sum(step.stats.captured - step.stats.recaptured for step in self._steps),
-            notes=[*(f"prepared: {change}" for step in self._steps for change in step.prepared), *self.notes],
+            notes=[*(fact for step in self._steps for fact in step.facts), *self.notes],
             plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -10,55 +10,43 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from graphplan.errors import HostEffectError, OptionError, PaddingError, RefusalError, SkipReason
+from graphplan.errors import HostEffectError, PaddingError, RefusalError, SkipReason
 from graphplan.fed import Fed
-from graphplan.inference.buckets import Ladders
 from graphplan.inference.effects import Draws, Effects
-from graphplan.inference.ledger import ShapeStats
 from graphplan.inference.options import ServeOptions
-from graphplan.inference.padding import Layout, Padding
-from graphplan.inference.reach import handed_on, out_of_reach
-from graphplan.inference.shapes import Dynamic, Place
-from graphplan.inference.slicing import Slicer, distance, result_leaves, tolerance
 from graphplan.owners import walk_owners
+from graphplan.padding import (
+    Dynamic,
+    Kind,
+    Kinds,
+    Ladders,
+    Layout,
+    Padding,
+    Place,
+    ShapeStats,
+    Size,
+    distance,
+    handed_on,
+    out_of_reach,
+    result_leaves,
+    tolerance,
+)
 from graphplan.program import Program, plain
-from graphplan.signature import Feed, asks_for_gradients, leaf_key
+from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step import ServedStep
+from graphplan.trees import flatten_result
 from graphplan.verify import find_room
-
-_MOST_SHAPES = 65536
-_MOST_SIZES = 1024
-_MOST_KINDS = 4096
-"""Shapes that are counted, and capture sizes and kinds of calls that are remembered: literals among the arguments make
-others of them."""
 
 
 @dataclass(slots=True)
-class _Size:
-    """One capture size: what is known of its results, its padded calls so far, which of them is checked next, and the
-    programs of which a padded replay was checked. ``drawing`` refuses padded calls only: those of the size itself draw
-    what they should.
+class _Size(Size):
+    """One capture size, and the programs of which a padded replay was checked. ``drawing`` refuses padded calls only:
+    those of the size itself draw what they should.
     """
 
-    slicer: Slicer = field(default_factory=Slicer)
-    calls: int = 0
-    next_check: int = 0
     refusal: RefusalError | None = None
     drawing: PaddingError | None = None
     checked: WeakSet[Program] = field(default_factory=WeakSet)
-
-
-@dataclass(slots=True)
-class _Kind:
-    """Calls of one signature: how they are padded, and what is known of their capture size. ``sure_of`` is what was
-    known of its results when that was enough to cut those of these calls.
-    """
-
-    layout: Layout
-    size: _Size
-    fed: int
-    padded: int
-    sure_of: object = None
 
 
 class _UnpaddedError(Exception):
@@ -77,8 +65,8 @@ class Bucketed:
         self._device = options.step.feed_device
         self._schedule = options.step.schedule
         self._allow = options.allow
-        self._sizes: dict[Hashable, _Size] = {}
-        self._kinds: dict[Hashable, _Kind] = {}
+        make_size = lambda: _Size(next_check=self._schedule.after(0))  # noqa: E731
+        self._kinds = Kinds(self.padding, stats, make_size)
 
     def call(self, feed: Feed) -> Any:
         """One call of dense tensors.
@@ -86,37 +74,20 @@ class Bucketed:
         Raises:
             PaddingError: if padding changes what comes out.
         """
-        kind = self._kinds.get(feed.key)
-        places = self._places(feed) if kind is None else kind.layout.places
+        kind = self._kinds.get(feed)
+        places = self.padding.places(feed) if kind is None else kind.layout.places
         misfit = self.padding.misfit(feed, places) if kind is None else None
         if misfit is not None:
             return self._leave(feed, places, SkipReason.BUCKET, misfit)
         if any(map(asks_for_gradients, feed.leaves)) or self._trains():
             return self._leave(feed, places, SkipReason.GRADIENT)
         if kind is None:
-            kind = self._learn_kind(feed, places)
-        self._stats.unpadded_elements += kind.fed
-        self._stats.padded_elements += kind.padded
+            kind = self._kinds.learn(feed, places, self._device)
+        self._stats.count(kind.fed, kind.padded)
         refusal = kind.size.refusal or (kind.size.drawing if kind.layout.is_padded else None)
         if refusal is not None:
             return self._leave(feed, places, SkipReason.PADDING, str(refusal))
         return self._run(feed, kind)
-
-    def _places(self, feed: Feed) -> Sequence[Place]:
-        """What may be padded.
-
-        Raises:
-            OptionError: for a ladder that nothing is ever padded by, naming its dimension.
-        """
-        places = self.padding.places(feed)
-        missing = [dim for dim in self.ladders.dims if places and all(dim != padded for _, padded in places)]
-        if missing:
-            raise OptionError(
-                f"buckets has sizes for dimension {missing[0]}, which is a dynamic one of none of the arguments "
-                f"({', '.join(feed.names())}); expected one that may vary: by default, the last of several may not. "
-                f"Name it: dynamic={{'argument': ({missing[0]},)}}"
-            )
-        return places
 
     def _leave(self, feed: Feed, places: Sequence[Place], reason: SkipReason, detail: str = "") -> Any:
         """The call as it came."""
@@ -129,29 +100,7 @@ class Bucketed:
         found = [owner for owner in self._step.owners.values() if isinstance(owner, nn.Module)]
         return any(asks_for_gradients(param) for owner in found for param in owner.parameters())
 
-    def _learn_kind(self, feed: Feed, places: Sequence[Place]) -> _Kind:
-        """What is the same for all calls like this one."""
-        layout = self.padding.layout(feed, places, self._device)
-        others = [leaf_key(leaf) for index, leaf in enumerate(feed.leaves) if index not in layout.staged]
-        shapes = tuple((memory.shape, memory.dtype) for memory in layout.staged.values())
-        key = (feed.key[0], *others, *shapes)
-        stats = self._stats
-        if len(stats.shapes) < _MOST_SHAPES:
-            stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in layout.staged)))
-            stats.capture_sizes.add(key)
-        if key not in self._sizes:
-            if len(self._sizes) >= _MOST_SIZES:
-                # Learnt again if it comes back.
-                del self._sizes[next(iter(self._sizes))]
-            self._sizes[key] = _Size(next_check=self._schedule.after(0))
-        if len(self._kinds) >= _MOST_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        fed = sum(feed.leaves[index].numel() for index in layout.staged)
-        padded = sum(memory.numel() for memory in layout.staged.values())
-        kind = self._kinds[feed.key] = _Kind(layout, self._sizes[key], fed, padded)
-        return kind
-
-    def _run(self, feed: Feed, kind: _Kind) -> Any:
+    def _run(self, feed: Feed, kind: Kind[_Size]) -> Any:
         layout, size = kind.layout, kind.size
         args, kwargs = self.padding.pad(feed, layout)
         staged = layout.staged
@@ -195,7 +144,7 @@ class Bucketed:
             return self._check(feed, layout, size, leaves, mutated, effects, places)
         if fed is not None:
             self._refuse_change(size, fed.change())
-        if is_padded and not self._is_sure(kind):
+        if is_padded and not kind.is_sure:
             # The function gives something else than before: this call's outcome is that without padding.
             size.next_check = size.calls + 1
             return self._leave(feed, layout.places, SkipReason.CHECK)
@@ -209,19 +158,12 @@ class Bucketed:
             size.refusal = HostEffectError(change)
             self._step.refuse(size.refusal)
 
-    @staticmethod
-    def _is_sure(kind: _Kind) -> bool:
-        slicer, layout = kind.size.slicer, kind.layout
-        if slicer.known is None or kind.sure_of is not slicer.known:
-            kind.sure_of = slicer.known if slicer.is_sure(layout.true, layout.sizes) else None
-        return kind.sure_of is not None
-
-    def _is_due(self, kind: _Kind, program: Program | None) -> bool:
+    def _is_due(self, kind: Kind[_Size], program: Program | None) -> bool:
         """Whether a padded call is made unpadded, too. The step's Python may do something else than in the last check,
         and so may a program that was captured since. Without a schedule, it is so where they may draw random numbers.
         """
         size = kind.size
-        if size.calls == size.next_check or not self._is_sure(kind) or program is None:
+        if size.calls == size.next_check or not kind.is_sure or program is None:
             return True
         return program not in size.checked and (self._schedule.every != 0 or bool(program.plan.draws))
 
@@ -256,7 +198,11 @@ class Bucketed:
         self._stats.checked += 1
         if effects.has_drawn:
             return self._refuse_draws(layout, size, places, expected)
-        problems = size.slicer.learn(expected, kept, layout.true, layout.sizes)
+        problems, parts = size.slicer.learn(expected, kept, layout.true)
+        for name, own in flatten_result(expected)[0]:
+            part = parts.get(name)
+            if part is not None and (apart := distance(own, part)) > tolerance(own.dtype):
+                problems.append(f"{name} differs by {apart:.2g} of its largest value")
         problems += effects.problems()
         for index in mutated:
             own, part = feed.leaves[index], layout.own[index]
@@ -264,7 +210,7 @@ class Bucketed:
                 problems.append(f"{feed.names()[index]}, which the function changes, differs")
         if problems:
             size.refusal = PaddingError(
-                f"padding from {_resizing(layout)} changes what comes out: {'; '.join(problems[:3])}. Expected the "
+                f"padding from {layout} changes what comes out: {'; '.join(problems[:3])}. Expected the "
                 "same as without padding, within rounding: have the function leave the padding out (mask= names an "
                 "argument that says what is real), pad with another value (pad=), name the dimensions that may be "
                 "padded (dynamic=), or pass shapes='exact'. What came out without padding stands",
@@ -279,15 +225,10 @@ class Bucketed:
         """
         size.drawing = PaddingError(
             f"the call draws random numbers {'; '.join(places[:3]) or 'in compiled code'}, and padding from "
-            f"{_resizing(layout)} may have it draw others, and more of them, than without padding. Expected a function "
+            f"{layout} may have it draw others, and more of them, than without padding. Expected a function "
             "that draws none: draw outside of it and feed it the numbers, or pass shapes='exact'. Calls of a capture "
             "size are replayed all the same. What came out without padding stands",
             result=expected,
         )
         self._step.refuse(size.drawing)
         return expected
-
-
-def _resizing(layout: Layout) -> str:
-    """What padding does to the dimensions, in words."""
-    return ", ".join(dict.fromkeys(f"{true} to {layout.sizes[place]}" for place, true in layout.true.items()))

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.compiler import is_allowed
 from graphplan.dtensors import is_imagined, is_wrapped
-from graphplan.inference.slicing import distance, tolerance
 from graphplan.owners import Snapshot, Walk, default_generators, same_bits, walk_owners
+from graphplan.padding.slicing import distance, tolerance
 from graphplan.tracer import find_source, schema_of
 
 

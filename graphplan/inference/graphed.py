@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from graphplan.errors import BusyError, CopyError, NotCapturedError, OptionError, SkipReason
 from graphplan.inference.bucketed import Bucketed
 from graphplan.inference.instances import Bound, dense_feed, owners_of
-from graphplan.inference.ledger import Memory, ShapeStats
+from graphplan.inference.ledger import Memory
 from graphplan.inference.listing import list_programs
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.pool import Pool
 from graphplan.inference.prewarming import Prewarmed, Specimen, prewarm
-from graphplan.inference.shapes import Dynamic
+from graphplan.padding import Dynamic, ShapeStats
 from graphplan.plan import Plan
 from graphplan.program import Program, plain
 from graphplan.report import Reports

@@ -1,45 +1,8 @@
-"""What a graphed function did with the shapes that it was called with."""
+"""Bytes that a graphed function takes, by what they are for."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Any
-
-
-@dataclass(slots=True)
-class ShapeStats:
-    """``hits`` were replayed, ``misses`` ran in some other way. ``shapes`` are the sizes that calls came with, and
-    ``capture_sizes`` those that they were rounded up to: as many programs as without and with padding.
-
-    Elements are those of the padded inputs: what calls brought, and what they were padded to.
-    """
-
-    hits: int = 0
-    misses: int = 0
-    checked: int = 0
-    shapes: set[Hashable] = field(default_factory=set)
-    capture_sizes: set[Hashable] = field(default_factory=set)
-    unpadded_elements: int = 0
-    padded_elements: int = 0
-
-    @property
-    def padding(self) -> float:
-        """Padded elements for each element that was fed."""
-        return self.padded_elements / self.unpadded_elements if self.unpadded_elements else 1.0
-
-    def data(self) -> dict[str, Any]:
-        """The counts as plain data."""
-        return {
-            "hits": self.hits,
-            "misses": self.misses,
-            "checked": self.checked,
-            "shapes": len(self.shapes),
-            "capture_sizes": len(self.capture_sizes),
-            "unpadded_elements": self.unpadded_elements,
-            "padded_elements": self.padded_elements,
-            "padding": self.padding,
-        }
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

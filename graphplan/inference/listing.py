@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphplan.inference.ledger import Memory, ShapeStats
+from graphplan.inference.ledger import Memory
+from graphplan.padding import ShapeStats
 from graphplan.program import Program
 
 _MIB = 2**20
@@ -14,10 +15,7 @@ def list_programs(shapes: ShapeStats, memory: Memory, programs: Sequence[Program
     """Hits and misses, padding, bytes by role, and a line for each program."""
     lines = [f"  shapes: {shapes.hits} hits, {shapes.misses} misses"]
     if shapes.capture_sizes:
-        lines.append(
-            f"  padding: {len(shapes.shapes)} shapes on {len(shapes.capture_sizes)} capture sizes; "
-            f"{shapes.padding:.2f} elements for each that was fed; {shapes.checked} calls compared with unpadded ones"
-        )
+        lines.append(f"  {shapes}")
     roles = {"input": memory.input, "param": memory.param, "state": memory.state, "output": memory.output}
     sizes = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in roles.items() if size)
     lines.append(f"  memory: {sizes or 'nothing'}; the pool of {len(programs)} programs {memory.pool / _MIB:.1f} MiB")

@@ -12,12 +12,11 @@ from torch import nn
 from graphplan.errors import OptionError
 from graphplan.inference.graphed import Graphed
 from graphplan.inference.models import SplitModel
-from graphplan.inference.options import Buckets, ServeOptions
-from graphplan.inference.padding import PadValue
+from graphplan.inference.options import ServeOptions
 from graphplan.inference.pieces import Segment
 from graphplan.inference.pool import Pool
 from graphplan.inference.segments import Segments
-from graphplan.inference.shapes import Dims
+from graphplan.padding import Buckets, Dims, PadValue
 from graphplan.roles import Role
 
 

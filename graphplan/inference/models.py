@@ -13,8 +13,8 @@ from graphplan.errors import RefusalError, VerifyError
 from graphplan.inference.graphed import Graphed
 from graphplan.inference.options import ServeOptions
 from graphplan.inference.pieces import Pieces, name_of
-from graphplan.inference.slicing import distance, tolerance
 from graphplan.inference.splitting import facts_of, match_modules, split
+from graphplan.padding.slicing import distance, tolerance
 from graphplan.program import StaticOutput
 from graphplan.signature import asks_for_gradients, flatten
 from graphplan.trees import flatten_result

@@ -9,16 +9,13 @@ from typing import Any
 import torch
 
 from graphplan.errors import OptionError
-from graphplan.inference.buckets import Fit
-from graphplan.inference.padding import PadValue
 from graphplan.inference.pool import Pool
-from graphplan.inference.shapes import Dims
+from graphplan.padding import Buckets, Dims, PadValue, check_shapes
 from graphplan.policy import Policy
 from graphplan.roles import Role
 from graphplan.step import Options
 
 SHAPES = ("exact", "eager", "bucket")
-Buckets = Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]
 
 
 @dataclass(frozen=True)
@@ -57,14 +54,12 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.enable_if is not None and not callable(self.enable_if):
             raise OptionError(f"enable_if is {self.enable_if!r}; expected a function without arguments, or None")
-        if self.shapes not in SHAPES:
-            raise OptionError(f"shapes is {self.shapes!r}; expected one of: {', '.join(SHAPES)}")
+        check_shapes(self.shapes, SHAPES, self.buckets, self.mask)
         if self.pool is not None and not isinstance(self.pool, Pool):
             raise OptionError(f"pool is {self.pool!r}; expected a Pool, or None for one of the function's own")
         if not isinstance(self.capture_after, int) or isinstance(self.capture_after, bool) or self.capture_after < 1:
             raise OptionError(f"capture_after is {self.capture_after!r}; expected an int >= 1")
         policy = Policy("inference", static_roles=self.static_roles, copy_roles=self.copy_roles)
-        self._check_buckets()
         options = Options(
             mode="inference",
             policy=policy,
@@ -83,12 +78,3 @@ class ServeOptions:
             memory_budget=self.memory_budget,
         )
         object.__setattr__(self, "step", options)
-
-    def _check_buckets(self) -> None:
-        if self.shapes == "bucket":
-            if self.buckets is None:
-                raise OptionError("shapes='bucket' needs capture sizes; expected buckets=[1, 2, 4, 8], or those of fit")
-            return
-        given = [name for name, unset in (("buckets", None), ("mask", None)) if getattr(self, name) is not unset]
-        if given:
-            raise OptionError(f"{given[0]} is given with shapes={self.shapes!r}; expected shapes='bucket' with it")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import OptionError, SkipReason
-from graphplan.inference.buckets import Ladders
-from graphplan.inference.shapes import Dynamic, outer_first
+from graphplan.padding.buckets import Ladders
+from graphplan.padding.shapes import Dynamic, outer_first
 from graphplan.signature import Feed
 from graphplan.step import ServedStep
 

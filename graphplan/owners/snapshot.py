@@ -73,6 +73,11 @@ class Snapshot:
             self._generators = [(g.set_state, g.get_state()) for g in (*default_generators(), *generators)]
             self._generators += _host_generators()
 
+    @property
+    def storages(self) -> set[int | None]:
+        """Storages of the tensors that were copied."""
+        return {storage_id(tensor) for tensor, _ in self._tensors.values()}
+
     def value(self, tensor: Tensor) -> Tensor | None:
         """What ``tensor`` held when the snapshot was made."""
         found = self._tensors.get(id(tensor))

@@ -9,6 +9,7 @@ from graphplan.step.gate import Clock as Clock
 from graphplan.step.gate import Gate as Gate
 from graphplan.step.graphed import GraphedStep as GraphedStep
 from graphplan.step.making import graph_step as graph_step
+from graphplan.step.making import step_class as step_class
 from graphplan.step.options import Options as Options
 from graphplan.step.peers import Peers as Peers
 from graphplan.step.peers import find_peers as find_peers

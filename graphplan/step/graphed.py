@@ -126,24 +126,28 @@ class GraphedStep(Exclusive, Gated):
         if not self._turn.acquire(False):
             self._check_turn()
         try:
-            self._calls += 1
-            # Where the step is closed, no call is known.
-            known = None if kwargs else self._short.find(args)
-            if known is None:
-                return self._look_up(args, kwargs)
-            call, leaves = known
-            self._programs.touch(call.entry)
-            if self._before is not None:
-                self._before(call.program, None, "")
-            try:
-                return self._replays.replay(call.program, leaves)
-            except GuardError:
-                if call.program.fits():
-                    raise
-                # Nothing has run; on the long way the program is dropped.
-                return self._look_up(args, kwargs)
+            return self._serve(args, kwargs)
         finally:
             self._turn.release()
+
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that has the turn."""
+        self._calls += 1
+        # Where the step is closed, no call is known.
+        known = None if kwargs else self._short.find(args)
+        if known is None:
+            return self._look_up(args, kwargs)
+        call, leaves = known
+        self._programs.touch(call.entry)
+        if self._before is not None:
+            self._before(call.program, None, "")
+        try:
+            return self._replays.replay(call.program, leaves)
+        except GuardError:
+            if call.program.fits():
+                raise
+            # Nothing has run; on the long way the program is dropped.
+            return self._look_up(args, kwargs)
 
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call, the long way."""

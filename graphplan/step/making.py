@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 
+from graphplan.padding import Buckets, Dims, PadValue
 from graphplan.policy import Policy
 from graphplan.step.graphed import GraphedStep
 from graphplan.step.options import EagerIf, Options
+from graphplan.step.padded import PaddedStep
 
 
 def graph_step(
@@ -36,6 +38,11 @@ def graph_step(
     debug: bool = False,
     debug_eager: bool = False,
     prefetch: bool = False,
+    shapes: str = "exact",
+    buckets: Buckets | None = None,
+    pad: PadValue | Mapping[str, PadValue] = 0,
+    mask: str | None = None,
+    dynamic: Mapping[str, Dims] | None = None,
 ) -> GraphedStep:
     """Make a step that replays itself as one CUDA graph (or tape).
 
@@ -88,6 +95,20 @@ def graph_step(
         prefetch: with ``device=``, whether inputs of 4 MiB and more that are fed in pinned host memory are copied to
             the device while it is busy with the replay before, into buffers as large, one for each program. They
             have to be written when they are fed, not by work that the device still has to do.
+        shapes: ``"exact"`` (a program for each shape), or ``"bucket"``: batches are padded to a capture size, and the
+            step is trained on what they are padded to. That is right where padding has no effect: under a mask, with
+            labels that the loss ignores. Before the first padded calls of each size (1, 2, 4, 8, …) and some later ones
+            the step is rehearsed on the batch as it came and on the padded one, and both are undone: where something
+            differs by more than rounding, the step is refused by its name, and the call has not happened; under
+            ``on_failure="eager"`` this and all further batches are trained on as they came. Dropout is left out of the
+            comparison; a step that draws other random numbers is refused. The first two calls, and batches beyond the
+            largest size, are not padded. Results are cut to their true size.
+        buckets: capture sizes of dimension 0, or by dimension; see :func:`graphplan.buckets.fit`.
+        pad: what padding holds, a number or ``function(tensor, shape)``; or those by argument, by key of a dictionary
+            that is fed (``"labels"``) or by path (``"batch[1]"``).
+        mask: the argument that gets a boolean tensor which is true for what is not padding.
+        dynamic: dimensions that may vary, by the same names; by default all but the last of an n-d tensor, all of a 1-d
+            one.
 
     Returns:
         A callable with ``plan``, ``stats``, ``invalidate(why)`` and ``close()``. Tensors that the step makes come back
@@ -117,5 +138,15 @@ def graph_step(
         debug=debug,
         debug_eager=debug_eager,
         prefetch=prefetch,
+        shapes=shapes,
+        buckets=buckets,
+        pad=pad,
+        mask=mask,
+        dynamic=dynamic,
     )
-    return GraphedStep(fn, owners, options)
+    return step_class(options)(fn, owners, options)
+
+
+def step_class(options: Options) -> type[GraphedStep]:
+    """What makes a step with these options."""
+    return PaddedStep if options.shapes == "bucket" else GraphedStep

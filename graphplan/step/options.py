@@ -11,6 +11,7 @@ import torch
 from graphplan.backend import check_backend
 from graphplan.errors import OptionError, PolicyError
 from graphplan.origin import watch
+from graphplan.padding import Buckets, Dims, Ladders, PadValue, check_shapes
 from graphplan.policy import Policy, check_mode
 from graphplan.verify import Schedule
 
@@ -55,6 +56,11 @@ class Options:
     autograd: bool = False
     memory_budget: int | None = None
     prefetch: bool = False
+    shapes: str = "exact"
+    buckets: Buckets | None = None
+    pad: PadValue | Mapping[str, PadValue] = 0
+    mask: str | None = None
+    dynamic: Mapping[str, Dims] | None = None
 
     def __post_init__(self) -> None:
         check_mode(self.mode)
@@ -83,6 +89,11 @@ class Options:
         self._check_device()
         self._check_eager_if()
         Schedule.parse(self.verify)
+        check_shapes(self.shapes, ("exact", "bucket"), self.buckets, self.mask)
+        if self.shapes == "bucket" and self.mode != "train":
+            raise OptionError("shapes='bucket' of graph_step is for training; expected mode='train', or graphed")
+        if self.buckets is not None:
+            Ladders(self.buckets)
 
     def _check_compile(self) -> None:
         named = isinstance(self.compile, Mapping) and all(isinstance(name, str) for name in self.compile)
@@ -155,6 +166,11 @@ class Options:
         """
         asks = self.compile is not False or self.fuse_optimizer or self.prefetch
         return not asks and not torch.are_deterministic_algorithms_enabled()
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether a batch may have fewer rows than the step is given."""
+        return self.buckets is not None and 0 in Ladders(self.buckets).dims
 
     @property
     def roles(self) -> Policy:

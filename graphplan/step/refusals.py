@@ -25,14 +25,16 @@ class Refusals:
         """A refusal is the caller's affair before the first good replay, if asked for."""
         return self._raises and self._stats.replayed == 0
 
-    def refuse(self, error: RefusalError) -> None:
-        """Raise if the refusal escalates, else warn once. A refusal of the step's is told to the other ranks."""
+    def refuse(self, error: RefusalError, consequence: str = "graphplan runs this step eagerly") -> None:
+        """Raise if the refusal escalates, else warn once, of the ``consequence`` too. A refusal of the step's is told
+        to the other ranks.
+        """
         if self._peers is not None and not isinstance(error, FeedError):
             self._peers.refuse(error)
         if isinstance(error, DeviceError) or self.escalates(error):
             raise error
         _forget_frames(error)
-        self.warn(f"graphplan runs this step eagerly: {error}")
+        self.warn(f"{consequence}: {error}")
 
     def warn(self, text: str) -> None:
         """Say something once."""

@@ -63,7 +63,7 @@ class Told(Reports):
         return self._programs.all()
 
     def _facts(self) -> dict[str, Any]:
-        notes = [*(f"prepared: {change}" for change in self.prepared), *self._compiled.notes]
+        notes = [*self.facts, *self._compiled.notes]
         if Tensors is None:
             notes.append(f"guards: {native.state()}")
         return {"stats": self.stats, "plans": self.stats.captured - self.stats.recaptured, "notes": notes}
@@ -72,3 +72,8 @@ class Told(Reports):
     def prepared(self) -> list[str]:
         """What was changed on the optimizers to make them capturable."""
         return self._managed.changes
+
+    @property
+    def facts(self) -> list[str]:
+        """What the report says of the step beside its counts: what was prepared."""
+        return [f"prepared: {change}" for change in self.prepared]

@@ -4,6 +4,7 @@ The tracer states facts and decides nothing: :mod:`graphplan.compiler` compares 
 """
 
 from graphplan.tracer.arguments import HIDDEN_WRITES as HIDDEN_WRITES
+from graphplan.tracer.arguments import Schema as Schema
 from graphplan.tracer.arguments import schema_of as schema_of
 from graphplan.tracer.arguments import tensors_in as tensors_in
 from graphplan.tracer.arguments import written_tensors as written_tensors
@@ -22,6 +23,7 @@ from graphplan.tracer.host_reads import HostRead as HostRead
 from graphplan.tracer.host_reads import KnownReads as KnownReads
 from graphplan.tracer.host_reads import find_place as find_place
 from graphplan.tracer.memory import MemoryWatch as MemoryWatch
+from graphplan.tracer.mode import is_kept_from_compiler as is_kept_from_compiler
 from graphplan.tracer.mode import is_traced as is_traced
 from graphplan.tracer.mode import refuse_trace as refuse_trace
 from graphplan.tracer.mode import watch_memory as watch_memory
@@ -29,6 +31,7 @@ from graphplan.tracer.profile import Profile as Profile
 from graphplan.tracer.records import Operator as Operator
 from graphplan.tracer.records import Trace as Trace
 from graphplan.tracer.records import TracedExternal as TracedExternal
+from graphplan.tracer.records import rounding_of as rounding_of
 from graphplan.tracer.run import trace as trace
 from graphplan.tracer.source import Source as Source
 from graphplan.tracer.source import find_raise as find_raise

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -244,42 +244,58 @@ def _last_place(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
 
 
+class Sides(NamedTuple):
+    """What the two steps that are compared are called, and what their distance is measured by."""
+
+    one: str = "the replay"
+    other: str = "the eager step"
+    spread: str = "two replays differ by"
+
+
+_REPLAY = Sides()
+
+
 def describe(
-    spreads: Mapping[str, float], before: Mapping[str, Tensor], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]
+    spreads: Mapping[str, float],
+    before: Mapping[str, Tensor],
+    one: Mapping[str, Tensor],
+    eager: Mapping[str, Tensor],
+    sides: Sides = _REPLAY,
 ) -> list[Difference]:
     """What :func:`unexplained` found, in words. ``before`` is what was there before the step."""
     return [
-        Difference(path, _words(before.get(path), one.get(path), eager.get(path), spreads[path])) for path in spreads
+        Difference(path, _words(before.get(path), one.get(path), eager.get(path), spreads[path], sides))
+        for path in spreads
     ]
 
 
-def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spread: float) -> str:
+def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spread: float, sides: Sides) -> str:
     if one is None or eager is None:
         return "a tensor after one of the two and none after the other"
     if not fits(one, eager):
-        return f"{TensorSpec.of(one)} after the replay, {TensorSpec.of(eager)} after the eager step"
+        return f"{TensorSpec.of(one)} after {sides.one}, {TensorSpec.of(eager)} after {sides.other}"
     if one.is_complex():
         one, eager, before = _real(one), _real(eager), None
     if one.numel() == 1:
-        text = f"{one.item()!r} by the replay, {eager.item()!r} by the eager step"
+        text = f"{one.item()!r} by {sides.one}, {eager.item()!r} by {sides.other}"
     else:
         ((distance,),) = numbers(Norms([(one, eager)]))
         count = int((bits(one) != bits(eager.detach().to(one.device))).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
     if before is not None and fits(before, one):
         ((own, other),) = numbers(Norms([(before, one), (before, eager)]))
-        text += f"; the replay's update is {own:.3g} long, the eager step's {other:.3g}"
-    return f"{text}; two replays differ by {spread:.3g}"
+        text += f"; {sides.one}'s update is {own:.3g} long, {sides.other}'s {other:.3g}"
+    return f"{text}; {sides.spread} {spread:.3g}"
 
 
-def differing_values(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Difference]:
+def differing_values(first: Mapping[str, Any], second: Mapping[str, Any], sides: Sides = _REPLAY) -> list[Difference]:
     """Python values that are not the same after the replay (``first``) and after the eager step."""
     found = []
     for path in [*second, *(first.keys() - second.keys())]:
         one, two = first.get(path, _NOTHING), second.get(path, _NOTHING)
         # Whether what an operator made asks for gradients follows from its graph, and a replay keeps none.
         if not (one is COMPUTED or two is COMPUTED or same_value(one, two)):
-            found.append(Difference(path, f"{one!r} after the replay, {two!r} after the eager step"))
+            found.append(Difference(path, f"{one!r} after {sides.one}, {two!r} after {sides.other}"))
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import Graphed, OptionError, PaddingError, SkipReason, StaleError, buckets, graphed
-from graphplan.inference.buckets import Ladders
+from graphplan.padding.buckets import Ladders
 from tests.inference.helpers import Layer
 
 
@@ -99,7 +99,6 @@ def test_rounding() -> None:
         ({"buckets": {1: [True]}}, r"buckets\[1\] has the size True"),
         ({"buckets": {-1: [4]}}, "buckets has the dimension -1"),
         ({"buckets": [4], "pad": "0"}, "pad is '0'; expected a number, or a function"),
-        ({"buckets": [4], "pad": {"y": 0}}, "pad names 'y'; expected one of: x, mask, causal"),
         ({"buckets": [4], "mask": "attention"}, "mask names 'attention'; expected one of: x, mask, causal"),
     ],
 )
@@ -368,6 +367,32 @@ def test_a_ladder_that_nothing_is_padded_by_is_refused() -> None:
         bucketed(network(), {0: [4], 1: [8]})(torch.randn(3, 8))
 
 
+@pytest.mark.parametrize("options", [{"pad": {"y": 0}}, {"dynamic": {"y": 0}}])
+def test_names_that_nothing_has(options: Any) -> None:
+    """A container that is fed may have more names than there are parameters, so the first call tells."""
+    fast = bucketed(Layer(), [4], **options)
+    with pytest.raises(OptionError, match="names 'y'; expected one of: x, mask, causal"):
+        fast(torch.randn(3, 8))
+
+
+def test_names_within_containers() -> None:
+    """A key, an attribute or a path; the closest one counts."""
+    seen: list[list[float]] = []
+
+    def double(batch: dict[str, Any], pair: list[Tensor]) -> Tensor:
+        seen.append([float(leaf[-1]) for leaf in (batch["inner"]["a"], batch["b"], *pair)])
+        return pair[0] * 2
+
+    def call(fast: Any) -> None:
+        assert fast({"inner": {"a": torch.ones(3)}, "b": torch.ones(3)}, [torch.ones(3), torch.ones(3)]).shape == (3,)
+
+    pad = {"batch": -1.0, "a": -2.0, "pair[1]": -3.0, "pair": -4.0, "batch['b']": -5.0}
+    call(bucketed(double, [4], pad=pad))
+    assert seen == [[-2.0, -5.0, -4.0, -3.0], [1.0] * 4]
+    with pytest.raises(OptionError, match=r"pad names 'c'; expected one of: batch, pair, inner, batch\['inner'\], a,"):
+        call(bucketed(double, [4], pad={"c": 0}))
+
+
 def test_prewarming_takes_the_largest_first() -> None:
     texts: list[str] = []
     fast = bucketed(network(), {0: [1, 4], 1: [8]}, dynamic={"input": (0, 1)})
@@ -480,11 +505,12 @@ def test_without_room_for_a_check_calls_stay_as_they_came(monkeypatch: pytest.Mo
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number among the arguments that never comes back makes a capture size of its own each time."""
-    monkeypatch.setattr("graphplan.inference.bucketed._MOST_SIZES", 3)
-    monkeypatch.setattr("graphplan.inference.bucketed._MOST_SHAPES", 5)
-    monkeypatch.setattr("graphplan.inference.bucketed._MOST_KINDS", 4)
+    monkeypatch.setattr("graphplan.padding.kinds._MOST_SIZES", 3)
+    monkeypatch.setattr("graphplan.padding.kinds._MOST_SHAPES", 5)
+    monkeypatch.setattr("graphplan.padding.kinds._MOST_KINDS", 4)
     fast = bucketed(lambda x, scale: x * scale, [4], on_failure="eager")
     for index in range(8):
         x = torch.randn(3, 8)
         assert torch.equal(fast(x, float(index)), x * float(index))
-    assert len(fast._bucketed._sizes) == 3 and len(fast.shapes.shapes) == 5 and len(fast._bucketed._kinds) == 4
+    kinds = fast._bucketed._kinds
+    assert len(kinds._sizes) == 3 and len(fast.shapes.shapes) == 5 and len(kinds._kinds) == 4

@@ -607,7 +607,6 @@ def test_the_report_lists_the_cache() -> None:
         ({"pool": 3}, OptionError, "pool is 3; expected a Pool"),
         ({"copy_roles": ("state",)}, PolicyError, "copy_roles has state, which static_roles lacks"),
         ({"dynamic": 0}, OptionError, "dynamic is 0; expected dimensions by the name"),
-        ({"dynamic": {"y": 0}}, OptionError, "dynamic names 'y'; expected one of: x, mask, causal"),
         ({"dynamic": {"x": "0"}}, OptionError, r"dynamic\['x'\] is '0'; expected a dimension"),
         ({"dynamic": {"x": -1}}, OptionError, r"dynamic\['x'\] is -1; expected a dimension"),
         ({"mask": "mask"}, OptionError, "mask is given with shapes='exact'"),

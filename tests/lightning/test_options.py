@@ -18,8 +18,8 @@ from tests.models import Box
 
 FULL = 21
 """Replays of a fit of thirty batches; six come before the first one, and every tenth is ragged."""
-DECIDED = {"fn", "owners", "policy", "device"}
-"""Arguments of ``graph_step`` that the Trainer, or ``policies``, decide about."""
+DECIDED = {"fn", "owners", "policy", "device", "mask"}
+"""Arguments of ``graph_step`` that the Trainer, or ``policies``, decide about; a ``training_step`` takes no mask."""
 
 
 def test_the_callback_takes_what_graph_step_takes() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphplan.containers import flatten_plain, rebuilder
-from graphplan.inference.shapes import Place
+from graphplan.padding.shapes import Place
 from graphplan.trees import close_records, flatten_result
 
 Candidates = list[Place | None]
@@ -64,34 +64,36 @@ class Slicer:
         return True
 
     def learn(
-        self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int], sizes: Mapping[Place, int]
-    ) -> list[str]:
-        """What is not explained, or differs, between an unpadded result and a padded one's ``leaves``, in words."""
+        self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int]
+    ) -> tuple[list[str], dict[str, Tensor]]:
+        """What is not explained between an unpadded result and a padded one's ``leaves``, in words; and by name, what
+        remains of the padded one's tensors without their padding.
+        """
         assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:
-            return [f"the results' structure is {structure} without padding, and {self._structure} with it"]
+            return [f"the results' structure is {structure} without padding, and {self._structure} with it"], {}
         problems: list[str] = []
+        parts: dict[str, Tensor] = {}
         for (name, own), leaf, dims in zip(wanted, leaves, self.known, strict=True):
             if not isinstance(leaf, Tensor) or not isinstance(own, Tensor):
                 if own != leaf:
                     problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")
-                continue
-            if own.ndim != leaf.ndim or own.dtype != leaf.dtype:
+            elif own.ndim != leaf.ndim or own.dtype != leaf.dtype:
                 problems.append(f"{name} is {_describe(own)} without padding and {_describe(leaf)} with it")
-                continue
-            problems += self._narrow(name, own, leaf, dims, true, sizes)
-        return problems
+            else:
+                part = self._narrow(name, own, leaf, dims, true)
+                if isinstance(part, str):
+                    problems.append(part)
+                else:
+                    parts[name] = part
+        return problems, parts
 
     @staticmethod
     def _narrow(
-        name: str,
-        own: Tensor,
-        leaf: Tensor,
-        dims: list[Candidates],
-        true: Mapping[Place, int],
-        sizes: Mapping[Place, int],
-    ) -> list[str]:
+        name: str, own: Tensor, leaf: Tensor, dims: list[Candidates], true: Mapping[Place, int]
+    ) -> Tensor | str:
+        """``leaf`` cut to the size of ``own``, and in ``dims`` what explains that; or why nothing does."""
         part = leaf
         for dim, candidates in enumerate(dims):
             found = own.shape[dim]
@@ -101,14 +103,13 @@ class Slicer:
                 if (leaf.shape[dim] if candidate is None else true[candidate]) == found
             ]
             if not fitting:
-                return [
+                return (
                     f"{name} is {_describe(own)} without padding and {_describe(leaf)} with it, and dimension {dim} "
                     "follows no padded dimension of the inputs"
-                ]
+                )
             candidates[:] = fitting
             part = part.narrow(dim, 0, found)
-        apart = distance(own, part)
-        return [] if apart <= tolerance(own.dtype) else [f"{name} differs by {apart:.2g} of its largest value"]
+        return part
 
     def cut(self, leaves: Sequence[Any], true: Mapping[Place, int]) -> Any:
         """The results, whose ``leaves`` are padded, at their true sizes."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from graphplan.buffers import Buffers
 from graphplan.errors import OptionError, PaddingError
-from graphplan.inference.buckets import Ladders
-from graphplan.inference.shapes import Dynamic, Names, Place, outer_first
+from graphplan.padding.buckets import Ladders
+from graphplan.padding.shapes import Dynamic, Named, Names, Place, outer_first
 from graphplan.program import Lease
 from graphplan.signature import Feed
 
@@ -36,6 +36,9 @@ class Layout:
     rests: Sequence[tuple[Tensor, float | int | bool]]
     makers: Mapping[int, tuple[Callable[[Tensor, tuple[int, ...]], Tensor], str]]
     mask: tuple[Tensor, Tensor] | None
+
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(f"{true} to {self.sizes[place]}" for place, true in self.true.items()))
 
     @property
     def is_padded(self) -> bool:
@@ -61,14 +64,14 @@ class Padding:
         self._ladders = ladders
         self._dynamic = dynamic
         self._names = Names(fn)
-        self._pad: Mapping[str, PadValue] = pad if isinstance(pad, Mapping) else {}
+        by_name: Mapping[str, PadValue] = pad if isinstance(pad, Mapping) else {}
         self._default: PadValue = 0 if isinstance(pad, Mapping) else pad
-        for value in (*self._pad.values(), self._default):
+        for value in (*by_name.values(), self._default):
             if not callable(value) and not isinstance(value, bool | int | float):
                 raise OptionError(f"pad is {value!r}; expected a number, or a function of a tensor and a shape")
-        self._names.check(self._pad, "pad")
+        self._pad = Named(self._names, by_name, "pad")
         if mask is not None:
-            self._names.check({mask: None}, "mask")
+            self._names.check([mask], "mask")
         self._mask = mask
         self._buffers = Buffers()
         self._leases: dict[Any, Lease] = {}
@@ -78,9 +81,24 @@ class Padding:
         """Bytes of the memory that padded inputs lie in."""
         return self._buffers.nbytes
 
-    def places(self, feed: Feed) -> list[Place]:
-        """The dynamic dimensions that have a ladder."""
-        return [(index, dim) for index, dim in self._dynamic.of(feed) if dim in self._ladders.dims]
+    def places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
+        """The dynamic dimensions that have a ladder: what may be padded, of which there have to be some if they
+        ``are_expected``.
+
+        Raises:
+            OptionError: for a ladder that nothing is ever padded by, naming its dimension.
+        """
+        places = [(index, dim) for index, dim in self._dynamic.of(feed) if dim in self._ladders.dims]
+        missing = [
+            dim for dim in self._ladders.dims if (places or are_expected) and all(dim != padded for _, padded in places)
+        ]
+        if missing:
+            raise OptionError(
+                f"buckets has sizes for dimension {missing[0]}, which is a dynamic one of none of the arguments "
+                f"({', '.join(feed.names())}); expected one that may vary: by default, the last of several may not. "
+                f"Name it: dynamic={{'argument': ({missing[0]},)}}"
+            )
+        return places
 
     def misfit(self, feed: Feed, places: Sequence[Place]) -> str | None:
         """Why a call fits no capture size; None if it fits one."""
@@ -97,7 +115,7 @@ class Padding:
     @torch.inference_mode(False)
     def layout(self, feed: Feed, places: Sequence[Place], device: torch.device | None) -> Layout:
         """How calls like this one are padded. ``device`` is where their tensors are to lie, if not where they are."""
-        roots = self._names.roots(feed)
+        roots, pads = self._names.roots(feed), self._pad.of(feed)
         true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
         sizes = {place: self._ladders.round_up(place[1], size) or 0 for place, size in true.items()}
         staged, own, rests, makers = {}, {}, [], {}
@@ -105,7 +123,8 @@ class Padding:
             leaf, name = feed.leaves[index], roots[index]
             dims = {dim: size for (position, dim), size in sizes.items() if position == index}
             part = staged[index] = self._memory(index, leaf, dims, device or leaf.device)
-            pad = self._pad.get(name, self._default)
+            given = pads[index]
+            pad = self._default if given is None else given
             for dim, size in dims.items():
                 filled = leaf.shape[dim]
                 if filled < size and not callable(pad):

@@ -37,7 +37,7 @@ class Ladders:
         OptionError: for what is no size, or no dimension.
     """
 
-    def __init__(self, sizes: Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]) -> None:
+    def __init__(self, sizes: Buckets) -> None:
         by_dim = sizes if isinstance(sizes, Mapping) else {0: sizes}
         for dim in by_dim:
             if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
@@ -45,6 +45,9 @@ class Ladders:
         if not by_dim:
             raise OptionError("buckets has no dimensions; expected capture sizes, such as {0: [1, 2, 4, 8]}")
         self._sizes = {dim: _parse_ladder(dim, given) for dim, given in sorted(by_dim.items())}
+
+    def __str__(self) -> str:
+        return "; ".join(f"dimension {dim} at {', '.join(map(str, sizes))}" for dim, sizes in self._sizes.items())
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -77,6 +80,26 @@ class Fit:
 
     def __str__(self) -> str:
         return f"{len(self.sizes)} sizes {[*self.sizes]}: {100 * self.waste:.1f} % of the padded work is waste"
+
+
+Buckets = Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]
+
+
+def check_shapes(shapes: str, choices: Sequence[str], buckets: Buckets | None, mask: str | None) -> None:
+    """Refuse what makes no sense together.
+
+    Raises:
+        OptionError: for another choice, and for capture sizes that are missing or not asked for.
+    """
+    if shapes not in choices:
+        raise OptionError(f"shapes is {shapes!r}; expected one of: {', '.join(choices)}")
+    if shapes == "bucket":
+        if buckets is None:
+            raise OptionError("shapes='bucket' needs capture sizes; expected buckets=[1, 2, 4, 8], or those of fit")
+        return
+    given = [name for name, value in (("buckets", buckets), ("mask", mask)) if value is not None]
+    if given:
+        raise OptionError(f"{given[0]} is given with shapes={shapes!r}; expected shapes='bucket' with it")
 
 
 def fit(

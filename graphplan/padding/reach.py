@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphplan.inference.padding import Layout
 from graphplan.owners import storage_id
+from graphplan.padding.layout import Layout
 from graphplan.program import Program, StaticOutput
 from graphplan.signature import Feed
 

@@ -1,0 +1,221 @@
+"""Training steps whose batches are padded to capture sizes.
+
+Whatever runs the step, Python or a replay, gets the padded batch, in memory that programs read it from; so all checks
+of replays hold as they do without. That padding has no effect is the user's word, and not taken for it: the first
+padded calls of each capture size, and some later ones, are rehearsed both ways first (:mod:`padding_check`), which is
+undone. Each batch is trained on once, padded; as it came, where padding makes a difference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from graphplan.backend import first_line
+from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError
+from graphplan.marks import marks_of
+from graphplan.padding import Dynamic, Kind, Kinds, Ladders, Padding, ShapeStats, Size, handed_on, result_leaves
+from graphplan.program import settle_companions
+from graphplan.signature import Feed, asks_for_gradients, flatten, is_dense
+from graphplan.step.graphed import GraphedStep
+from graphplan.step.padding_check import PaddingCheck
+from graphplan.step.turn import running_step
+from graphplan.surroundings import surroundings
+from graphplan.unread import UnreadValues
+from graphplan.verify import Timetable, find_room
+
+_CALLS_TO_KNOW = 2
+"""First calls, which are not padded: what the step changes has to be known to be undone, and an object is known once it
+turns up a second time."""
+
+
+@dataclass(slots=True)
+class _Size(Size):
+    timetable: Timetable | None = None
+
+
+class PaddedStep(GraphedStep):
+    """A training step at capture sizes. Made by :func:`graph_step` with ``shapes="bucket"``.
+
+    Attributes:
+        shapes: counts of shapes, capture sizes and elements.
+
+    Raises:
+        OptionError: for options that contradict each other, and where other ranks train along.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options = self._options
+        assert options.buckets is not None
+        if self._peers is not None:
+            raise OptionError(
+                "shapes='bucket' is given where several ranks train together: a batch that is compared takes its step "
+                "several times, and the other ranks would wait. Expected one rank, or shapes='exact'"
+            )
+        fn = self._runner.fn
+        self.shapes = ShapeStats()
+        self._ladders = Ladders(options.buckets)
+        self._padding = Padding(fn, self._ladders, Dynamic(fn, options.dynamic), options.pad, options.mask)
+        self._kinds = Kinds(self._padding, self.shapes, _Size)
+        self._host_values = UnreadValues()
+        self._known_calls = 0
+        self._stopped_by: RefusalError | None = None
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step on the batch at its capture size: eagerly, traced, captured or replayed.
+
+        Raises:
+            PaddingError: if padding changes what the step leaves; the call is undone.
+        """
+        if self.stock is not None:
+            args, kwargs = self._with_mask(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call as it came, with a mask that hides nothing where the step wants one."""
+        if self._options.mask is None:
+            return args, kwargs
+        try:
+            feed = flatten(args, kwargs)
+        except FeedError:
+            return args, kwargs
+        args, its_kwargs = self._padding.leave(feed, self._padding.places(feed), self._options.feed_device)
+        return args, dict(its_kwargs)
+
+    @override
+    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        feed = self._plain_feed(args, kwargs)
+        pads = feed is not None and self._known_calls >= _CALLS_TO_KNOW and self._stopped_by is None
+        kind = self._kind(feed) if feed is not None and pads else None
+        if feed is not None and kind is not None:
+            size = kind.size
+            is_due = kind.layout.is_padded and (size.calls + 1 == size.next_check or not kind.is_sure)
+            if not is_due:
+                return self._padded(feed, kind)
+            if self._is_harmless(feed, kind):
+                result = self._padded(feed, kind)
+                self._runner.stats.end_call("compared")
+                return result
+        result = super()._serve(*self._with_mask(args, kwargs))
+        # Before a step begins, its calls are the function's own.
+        self._known_calls += self.stock is None
+        return result
+
+    def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:
+        """The call, if there are only plain tensors and values in it, and nothing else is to be done with it."""
+        if self._options.backend == "eager" or self._closed or surroundings() is not None:
+            return None
+        try:
+            feed = flatten(args, kwargs, self._host_values.keys)
+        except FeedError:
+            return None
+        return feed if all(_is_plain(leaf) for _, leaf in feed.tensors()) else None
+
+    def _kind(self, feed: Feed) -> Kind[_Size] | None:
+        """How a call is padded; None if it fits no capture size."""
+        kind = self._kinds.get(feed)
+        if kind is not None:
+            return kind
+        places = self._padding.places(feed, are_expected=not self.shapes.shapes)
+        misfit = self._padding.misfit(feed, places)
+        if misfit is not None:
+            self._runner.stats.note(f"not padded: {misfit}")
+            return None
+        return self._kinds.learn(feed, places, self._options.feed_device)
+
+    def _padded(self, feed: Feed, kind: Kind[_Size]) -> Any:
+        """A call at its capture size."""
+        layout, slicer = kind.layout, kind.size.slicer
+        args, kwargs = self._padding.pad(feed, layout)
+        versions = [memory._version for memory in layout.staged.values()]
+        kind.size.calls += layout.is_padded
+        self.shapes.count(kind.fed, kind.padded)
+        result = super()._serve(args, kwargs)
+        with torch.no_grad():
+            for (index, memory), version in zip(layout.staged.items(), versions, strict=True):
+                if memory._version != version:
+                    feed.leaves[index].copy_(layout.own[index])
+        leaves, structure = result_leaves(result)
+        slicer.meet(leaves, structure, layout.sizes)
+        if kind.is_sure:
+            return slicer.cut([handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
+        self._refuse(
+            PaddingError(
+                "the step returns something else than in the call that was compared, and what is padding in that "
+                "cannot be told: this call's result is as large as the padded batch. Expected results of one "
+                "structure: return what does not grow with the batch, such as the loss, or pass shapes='exact'",
+                result=result,
+            )
+        )
+        return result
+
+    def _is_harmless(self, feed: Feed, kind: Kind[_Size]) -> bool:
+        """Whether the call may be padded: the step is rehearsed both ways. If not, it is made as it came.
+
+        Raises:
+            RefusalError: if padding makes a difference, or that cannot be told (see ``on_failure``).
+        """
+        size, stats = kind.size, self._runner.stats
+        number = size.calls + 1
+        settle_companions()
+        assert self._runner.device is not None
+        timetable = size.timetable = size.timetable or Timetable(self._options.schedule, self._runner.device)
+        timetable.begin(number)
+        try:
+            with running_step(), stats.timed("verify"):
+                reason = self._compare(feed, kind)
+        except RefusalError as error:
+            self._refuse(error)
+            return False
+        except Exception as error:  # noqa: BLE001 - an error of the step's own comes again in the call as it came
+            reason = first_line(error)
+        if reason:
+            stats.note(f"not padded, since it could not be compared: {reason}")
+            return False
+        self.shapes.checked += 1
+        size.next_check = timetable.end(number)
+        return True
+
+    def _compare(self, feed: Feed, kind: Kind[_Size]) -> str:
+        """Compare the call with and without padding. Why there was no room for that, if so."""
+        walk, backend = self._managed.walk(), self._runner.backend
+        assert self._runner.device is not None
+        assert backend is not None
+        tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found}
+        room, reason = find_room(sum(tensors.values()), self._runner.device, backend.may_take)
+        if room is None:
+            return reason
+        moved = self._lookup.moved
+        own = flatten(*self._padding.leave(feed, kind.layout.places, self._options.feed_device))
+        came, padded = moved(own), moved(flatten(*self._padding.pad(feed, kind.layout)))
+        check = PaddingCheck(self._runner, self._managed, walk, came, allow=self._options.allow, room=room)
+        check.run(padded, kind.layout, kind.size.slicer)
+        return ""
+
+    def _refuse(self, error: RefusalError) -> None:
+        """Raise, or say that batches are no longer padded."""
+        self._refusals.refuse(error, "graphplan no longer pads this step's batches")
+        self._stopped_by = error
+        self._runner.stats.note(f"no longer padded: {error}")
+
+    @property
+    @override
+    def facts(self) -> list[str]:
+        """What was prepared, and what was padded."""
+        return [*super().facts, f"{self.shapes} ({self._ladders})"]
+
+    @override
+    def data(self) -> dict[str, Any]:
+        """The report as data."""
+        return {**super().data(), "shapes": self.shapes.data()}
+
+
+def _is_plain(leaf: Tensor) -> bool:
+    """Whether the padded tensor can stand for ``leaf``."""
+    return type(leaf) is Tensor and is_dense(leaf) and not (asks_for_gradients(leaf) or marks_of(leaf))

@@ -1,0 +1,212 @@
+"""Whether padding changes what a training step leaves: the step is rehearsed on the batch as it came and on the padded
+one, from one state, and both times undone.
+
+What is compared is what the step *changes*: results, gradients, optimizer state, buffers, and the updates of
+parameters. Other shapes have other kernels, which add up in another order, so these may differ by what rounding does:
+
+- by a share of the change itself, :func:`graphplan.padding.tolerance`. The relative error of a sum grows with the root
+  of its length times the last place; the root of the last place leaves room for millions of terms.
+- by a multiple of what a third rehearsal finds, on the batch as it came from parameters whose last bits are others.
+  Where terms cancel, rounding is all that is left (an attention's key bias has no gradient), Adam makes of that steps
+  as long as of any gradient, and two samples of it may lie far apart. Under autocast the bits are those of the coarser
+  type, which is far more than other kernels do: they add up in float32, and seldom round to another number. (Of six
+  kinds of language models on a CPU, changes differed by up to four times what the third rehearsal found in float32, and
+  by up to half of it in bfloat16.)
+
+Dropout keeps everything in a rehearsal: what it draws for a padded batch is not what it draws for the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.compiler import is_allowed
+from graphplan.dtensors import local
+from graphplan.errors import HostEffectError, PaddingError
+from graphplan.fed import Fed
+from graphplan.owners import Snapshot, Walk, copy_all, is_optimizer_state, storage_id
+from graphplan.padding import Layout, Slicer, result_leaves, tolerance
+from graphplan.signature import Feed
+from graphplan.step.compiled import uncompiled
+from graphplan.step.managed import Managed
+from graphplan.step.rehearsal_mode import RehearsalMode
+from graphplan.step.runner import Runner
+from graphplan.trees import flatten_result, map_result
+from graphplan.verify.compare import (
+    RESPONSES,
+    SPREADS,
+    Run,
+    Sides,
+    describe,
+    differing_values,
+    fits,
+    lengths,
+    moved,
+    numbers,
+)
+from graphplan.verify.rounding import nudged
+from graphplan.verify.state import collect_tensors, collect_values, tensors_of
+
+_SIDES = Sides("the padded step", "the unpadded step", "rounding comes to")
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What one rehearsal left: copies of tensors, by path, Python values, the result. ``names`` are those of the
+    result's tensors.
+    """
+
+    tensors: dict[str, Tensor]
+    values: dict[str, Any]
+    result: Any
+    names: frozenset[str]
+    rounding: float
+
+
+class PaddingCheck:
+    """One comparison. ``walk`` is over the owners now, ``feed`` the batch as it came, on the step's device; copies lie
+    on ``room``. ``allow`` names what padding may change.
+    """
+
+    def __init__(
+        self, runner: Runner, managed: Managed, walk: Walk, feed: Feed, *, allow: Sequence[str], room: torch.device
+    ) -> None:
+        self._runner = runner
+        self._managed = managed
+        self._allow = allow
+        self._room = room
+        self._feed = feed
+        self._walk = walk
+        self._snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()], device=room)
+
+    def run(self, padded: Feed, layout: Layout, slicer: Slicer) -> None:
+        """Compare with the step on ``padded``. ``slicer`` learns what there is to cut of its result.
+
+        Raises:
+            PaddingError: if that leaves something else, or if it cannot be told.
+            HostEffectError: if the step changes the containers that it is fed, which padded ones only stand for.
+        """
+        try:
+            problems = self._compare(padded, layout, slicer)
+        except BaseException:
+            # Between two rehearsals, parameters have other last bits.
+            self._snapshot.restore()
+            raise
+        if problems:
+            first, *others = problems
+            names = ", ".join(problem.partition(":")[0] for problem in others[:4])
+            more = f" (and {len(others)} more: {names})" if others else ""
+            raise PaddingError(
+                f"padding from {layout} changes what the step leaves: {first}{more}. Expected the same as without "
+                "padding, within rounding: mask what is padding (in the loss, in statistics), pad with another value "
+                "(pad=), name the dimensions that may be padded (dynamic=), or pass shapes='exact'"
+            )
+
+    def _compare(self, padded: Feed, layout: Layout, slicer: Slicer) -> list[str]:
+        names = self._feed.names()
+        came = self._rehearse(self._feed, {names[index]: self._feed.leaves[index] for index in layout.own})
+        try:
+            own = self._rehearse(padded, {names[index]: part for index, part in layout.own.items()})
+        except (PaddingError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever padding makes of the user's code
+            return [f"the padded step raises {type(error).__name__}: {error}"]
+        leaves, structure = result_leaves(own.result)
+        slicer.meet(leaves, structure, layout.sizes)
+        problems, parts = slicer.learn(came.result, leaves, layout.true)
+        problems += map(str, differing_values(own.values, came.values, _SIDES))
+        left = {path: tensor for path, tensor in own.tensors.items() if path not in own.names} | parts
+        explained = came.names - parts.keys()
+        ours = {path: tensor for path, tensor in came.tensors.items() if path not in explained}
+        return self._differences(ours, left, came.rounding) + problems
+
+    def _differences(self, came: Mapping[str, Tensor], padded: Mapping[str, Tensor], rounding: float) -> list[str]:
+        """Tensors that rounding does not explain, those first that the others follow from.
+
+        Raises:
+            ArithmeticError: if a step that overflows leaves nothing to compare.
+        """
+        live = tensors_of(self._walk)
+        old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
+        alike = [path for path in came if path in padded and fits(came[path], padded[path])]
+        far = Run.of(came, padded).far
+        (moves,) = numbers(moved(alike, old, came))
+        sizes = lengths([came[path] for path in alike])
+        over: dict[str, float] = {}
+        for path, apart, move, size in zip(alike, (far.get(path, 0.0) for path in alike), moves, sizes, strict=True):
+            excess = apart - tolerance(came[path].dtype) * move - _last_places(came[path]) * size
+            if not excess <= 0:
+                if not (math.isfinite(apart) or bool(came[path].isfinite().all())):
+                    raise ArithmeticError(f"{path} has elements that are infinite or no numbers, without padding too")
+                over[path] = excess
+        noise = Run.of(came, self._nudged(rounding)).far if over else {}
+        times = RESPONSES if rounding > torch.finfo(torch.float32).eps else SPREADS
+        found = {p: n for p, excess in over.items() if not excess <= times * (n := noise.get(p, 0.0))}
+        found.update({path: 0.0 for path in [*came, *padded] if path not in alike})
+        ranked = {path: found[path] for path in sorted(found, key=self._rank)}
+        return list(map(str, describe(ranked, old, padded, came, _SIDES)))
+
+    def _rank(self, path: str) -> int:
+        slot = self._walk.slots.get(path)
+        if slot is None or slot.param is not None:
+            return 1 if slot is None else 2
+        return 3 if slot.is_parameter or is_optimizer_state(path) else 0
+
+    def _nudged(self, rounding: float) -> Mapping[str, Tensor]:
+        """What the step on the batch as it came leaves if parameters have other last bits."""
+        params = {path: local(param) for path, param in self._walk.parameters.values()}
+        return nudged(lambda: self._rehearse(self._feed, {}).tensors, params, self._snapshot.value, rounding)
+
+    def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> _Left:
+        """Run the step without dropout and put everything back. ``extra`` are tensors to keep by name."""
+        fed = Fed(*feed.rebuild(feed.leaves)).watch()
+        mode = RehearsalMode(self._snapshot.storages)
+        try:
+            with uncompiled(), mode:
+                result = self._runner.run(lambda: map_result(_copied, self._runner.call(fed)))
+            draws, change = mode.draws, fed.change()
+            if draws:
+                raise PaddingError(
+                    f"the step draws random numbers: {'; '.join(draws[:3])}. For a padded batch it draws others, and "
+                    "more of them, so that nobody can tell whether padding changes what it leaves; dropout is left out "
+                    "of the comparison, other draws cannot be. Expected a step that draws nothing else: draw outside "
+                    "of it and feed it the numbers, or pass shapes='exact'"
+                )
+            if change is not None:
+                raise HostEffectError(change)
+            return self._left(result, extra, mode)
+        finally:
+            mode.undo()
+            self._snapshot.restore()
+            torch.clear_autocast_cache()
+
+    def _left(self, result: Any, extra: Mapping[str, Tensor], mode: RehearsalMode) -> _Left:
+        walk = self._managed.walk()
+        named, _ = flatten_result(result)
+
+        def is_left_out(path: str) -> bool:
+            # What only a name leads to may be a whole dataset.
+            tensors = walk.slots[path].tensors() if path in walk.slots else []
+            untouched = all(id(t) in walk.found and storage_id(t) not in mode.written for t in tensors)
+            return (bool(tensors) and untouched) or is_allowed(path, self._allow)
+
+        left = collect_tensors(walk, named, extra, (), is_left_out)
+        copies = dict(zip(left, copy_all(list(left.values()), self._room), strict=True))
+        values = collect_values(walk, (), lambda path: is_allowed(path, self._allow), {})
+        names = frozenset(name for name, leaf in named if isinstance(leaf, Tensor))
+        return _Left(copies, values, result, names, mode.rounding)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _last_places(tensor: Tensor) -> float:
+    """Two units in the last place."""
+    return 2 * torch.finfo(tensor.dtype).eps if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0.0
