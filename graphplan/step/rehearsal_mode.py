@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan.dtensors import is_imagined, is_wrapped
+from graphplan.dtensors import is_imagined
 from graphplan.owners import default_generators, host_generators, is_freed, storage_id
-from graphplan.tracer import (
-    Schema,
-    find_source,
-    is_kept_from_compiler,
-    rounding_of,
-    schema_of,
-    tensors_in,
-    written_tensors,
-)
+from graphplan.tracer import OperatorMode, Schema, find_source, rounding_of, schema_of, tensors_in, written_tensors
 
 _SHARE = "dropout_p"
 """The argument of attention's operators, and of their derivatives."""
 _NOISE, _NATIVE = "aten.bernoulli_.float", "aten.native_dropout.default"
 
 
-class RehearsalMode(TorchDispatchMode):
+class RehearsalMode(OperatorMode):
     """Runs a step of which dropout keeps everything and draws nothing, and notes what its undoing takes.
 
     Args:
@@ -48,16 +38,8 @@ class RehearsalMode(TorchDispatchMode):
         self._places: dict[str, None] = {}
         self.written: set[int | None] = set()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return not is_kept_from_compiler(cls.__torch_dispatch__.__code__)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_wrapped(types):
-            return NotImplemented
-        kwargs = kwargs or {}
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
         schema = schema_of(func)
         if schema.written or schema.hidden:
             self._save(schema, args, kwargs)

@@ -17,13 +17,13 @@ from graphplan.tracer.changes import same_value as same_value
 from graphplan.tracer.collectives import finish as finish
 from graphplan.tracer.collectives import is_collective as is_collective
 from graphplan.tracer.collectives import wait_for as wait_for
+from graphplan.tracer.composites import OperatorMode as OperatorMode
 from graphplan.tracer.constants import DeviceConstants as DeviceConstants
 from graphplan.tracer.host_reads import AnsweredReads as AnsweredReads
 from graphplan.tracer.host_reads import HostRead as HostRead
 from graphplan.tracer.host_reads import KnownReads as KnownReads
 from graphplan.tracer.host_reads import find_place as find_place
 from graphplan.tracer.memory import MemoryWatch as MemoryWatch
-from graphplan.tracer.mode import is_kept_from_compiler as is_kept_from_compiler
 from graphplan.tracer.mode import is_traced as is_traced
 from graphplan.tracer.mode import refuse_trace as refuse_trace
 from graphplan.tracer.mode import watch_memory as watch_memory
