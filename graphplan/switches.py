@@ -202,6 +202,7 @@ COMPARED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is Seen
 """What guards call."""
 KEYED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is not Seen.BY_CHECKS]
 """What a program's key is made of."""
+_ALL: list[_Get] = [switch.get for switch in SWITCHES]
 _call: Callable[[_Get], Any] = getattr(operator, "call", lambda function: function())
 
 
@@ -212,7 +213,7 @@ def answers(functions: Sequence[_Get]) -> list[Any]:
 
 def read_all() -> list[Any]:
     """The values of all switches."""
-    return [switch.get() for switch in SWITCHES]
+    return answers(_ALL)
 
 
 def set_all(values: Sequence[Any]) -> None:

@@ -28,7 +28,7 @@ from graphplan.nodes import link
 from graphplan.owners import is_freed, same_bits, storage_id
 from graphplan.rng import saving_states
 from graphplan.roles import Footprint
-from graphplan.switches import NAMES, read_all, switched
+from graphplan.switches import SWITCHES, answers, switched
 from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, schema_of, tensors_in, written_tensors
 from graphplan.tracer.composites import OperatorMode
@@ -46,6 +46,9 @@ are left out because a backward pass may hand their results to the user as gradi
 
 _MODES = ("torch.is_grad", "torch.is_inference", "torch.is_autocast", "torch.get_autocast", "torch.get_default_device")
 """How the names of switches begin that are set otherwise, or that operators below autograd do not depend on."""
+_SWITCHES = [s for s in SWITCHES if not s.name.startswith(_MODES) and "torch.backends.cud" not in s.name]
+"""The others that kernels on the host may depend on. They are read for each of them."""
+_GETTERS = [switch.get for switch in _SWITCHES]
 
 _COPIES = ("aten.clone.default", "aten._to_copy.default")
 """Operators that a copy into the recorded result repeats bitwise."""
@@ -117,7 +120,7 @@ class _TapeMode(OperatorMode):
         self.sizes: dict[int, int] = {}
         self._saved: dict[int, _SavedState] = {}
         self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
-        self._found = read_all()
+        self._found = answers(_GETTERS)
 
     def fail(self, why: str) -> None:
         """Note that the recording cannot be used; the step goes on, since it is a real one."""
@@ -145,12 +148,8 @@ class _TapeMode(OperatorMode):
         else:
             self.kernels.append(_Kernel(saved.put, (), {}, outs=[], writes=[], constant=False))
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and record it."""
-        with Aside() as aside:
-            return self._run(aside, func, args, kwargs)
-
-    def _run(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = schema_of(func)
         if schema.is_ignored or is_imagined():
             return aside.run(func, args, kwargs)
@@ -201,8 +200,10 @@ class _TapeMode(OperatorMode):
 
     def _switched(self) -> dict[str, Any]:
         """Switches that kernels may depend on, and that are not what they were when the step began."""
-        pairs = zip(NAMES, self._found, read_all(), strict=True)
-        return {name: now for name, old, now in pairs if now != old and not name.startswith(_MODES)}
+        found = answers(_GETTERS)
+        if found == self._found:
+            return {}
+        return {s.name: now for s, old, now in zip(_SWITCHES, self._found, found, strict=True) if now != old}
 
     def _record_constant(self, value: Tensor) -> None:
         args = (value.detach(), value.detach().clone())

@@ -18,7 +18,8 @@ from graphplan.fed import Fed
 from graphplan.owners import walk_owners
 from graphplan.signature import flatten
 from graphplan.step.compiled import refuse_graphs_within, runs_compiled
-from graphplan.tracer import Trace, trace
+from graphplan.tape import _TapeMode
+from graphplan.tracer import AnsweredReads, Trace, trace
 from graphplan.tracer.composites import is_kept_from_compiler
 from graphplan.tracer.mode import TraceMode
 from tests.twins import Rig, assert_equals_eager, assert_refused
@@ -168,6 +169,13 @@ def test_a_compiled_function_in_a_trace() -> None:
     assert torch.equal(result, (x * 2).sin())
     assert [operator.name for operator in record.operators] == ["aten.mul.Tensor", "aten.sin.default"]
     assert not graphs
+
+
+@pytest.mark.parametrize("kind", [TraceMode, _TapeMode, AnsweredReads])
+def test_calls_of_modes_are_not_guarded_against_the_compiler(kind: type) -> None:
+    """torch wraps the method of a class that is exempted otherwise, which takes a tenth of a trace."""
+    called: Any = kind.__torch_dispatch__  # type: ignore[attr-defined]
+    assert called.__code__.co_name == "__torch_dispatch__"
 
 
 def test_a_torch_that_cannot_be_told_to_keep_its_compiler_away(monkeypatch: pytest.MonkeyPatch) -> None:

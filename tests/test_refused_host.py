@@ -31,6 +31,7 @@ from tests.twins import (
     assert_falls_back,
     assert_refused,
     build,
+    drive,
     line_of,
     managed,
 )
@@ -111,6 +112,16 @@ def test_a_host_read_falls_back_to_eager() -> None:
     """With ``on_failure="eager"`` the same step warns once and trains each batch once."""
     make = partial(updating_rig, read_item, attributes())
     assert_falls_back(make, SkipReason.HOST_SYNC, line_of(read_item), "item|_local_scalar_dense")
+
+
+@pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
+def test_a_refused_step_is_traced_once(read: Callable[..., None]) -> None:
+    """The first trace tells; after the warning nothing more is tried."""
+    rig = build(partial(updating_rig, read, attributes()))
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match=line_of(read)):
+        drive(rig, step)
+    assert (step.stats.traced, step.stats.captured, step.stats.phase_counts["trace"]) == (1, 0, 1)
 
 
 def test_the_message_names_the_read() -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.tracer.arguments import schema_of
+from graphplan.tracer.watching import Aside
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
@@ -64,18 +65,19 @@ class OperatorMode(TorchDispatchMode):
             self._casting.close()
 
     @abstractmethod
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator: with ``aside.run``, since what else is done here is no part of the step."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if types and is_wrapped(types):
             return NotImplemented
-        if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
-            with self, _with_autocast(self._casts):
-                return func._op_dk(_COMPOSITE, *args, **(kwargs or {}))
-        return self.operate(func, args, kwargs or {})
+        with Aside() as aside:
+            if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
+                with self, _with_autocast(self._casts):
+                    return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
+            return self.operate(aside, func, args, kwargs or {})
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from graphplan.origin import is_ours
 from graphplan.tracer.arguments import schema_of
 from graphplan.tracer.composites import OperatorMode
 from graphplan.tracer.source import runs_steps
+from graphplan.tracer.watching import Aside
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MACHINERY = tuple(
@@ -146,8 +147,8 @@ class AnsweredReads(OperatorMode):
         super().__init__()
         self._known = KnownReads(reads)
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, or say what it read."""
         if schema_of(func).reads_values and (place := find_place()) in self._known:
             return self._known.take(place)
-        return func(*args, **kwargs)
+        return aside.run(func, args, kwargs)

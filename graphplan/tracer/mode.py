@@ -106,12 +106,8 @@ class TraceMode(OperatorMode):
         if self._trace.violation is None:
             self._trace.violation = error(message, component=component or find_source().component)
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it down."""
-        with Aside() as aside:
-            return self._note(aside, func, args, kwargs)
-
-    def _note(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema, trace = schema_of(func), self._trace
         if schema.is_ignored or is_imagined():
             return aside.run(func, args, kwargs)
