@@ -10,7 +10,6 @@ Longer than most rooms: a key, and the words for each part of it in messages, ar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -299,10 +298,7 @@ def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hasha
         pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
     if any(map(is_record, leaves)):
-        opened = open_records((args, dict(kwargs)))
-        with suppress(TypeError):
-            return flatten_plain(opened)
-        leaves, structure = pytree.tree_flatten(opened, is_leaf=has_attributes)
+        leaves, structure = pytree.tree_flatten(open_records((args, dict(kwargs))), is_leaf=has_attributes)
     for leaf in leaves:
         if has_attributes(leaf):
             raise _with_attributes(leaf)

@@ -25,8 +25,7 @@ class Line:
 
     ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
     traces went to waste; ``reordered``: how many did because of autograd's engine, ``straddling``: in a row because of
-    what happened between them. ``is_like_others``: whether the plan comes from one trace, which showed the step of
-    another key's plan.
+    what happened between them.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -35,7 +34,6 @@ class Line:
     reordered: int = 0
     straddling: int = 0
     plan: Plan | None = None
-    is_like_others: bool = False
     program: Program | None = None
 
 
@@ -43,9 +41,7 @@ class Line:
 class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
-    ``used`` is the number of the latest lookup that found it, ``called`` that of the latest call on its way to a
-    program, ``waited`` how many such calls were eager since another key was further. ``takes_two``: whether one trace
-    is not enough, whatever others have shown. ``gate``: while it is open whether its replays pay, until
+    ``used`` is the number of the latest lookup that found it. ``gate``: while it is open whether its replays pay, until
     ``is_decided``. ``settled``: the names in the code of its warm-up steps
     are known, and need not be watched. ``outside``: its calls are eager, since gradients are to flow through their
     results.
@@ -54,9 +50,6 @@ class Entry:
     warm: int = 0
     used: int = 0
     eager_calls: int = 0
-    called: int = 0
-    waited: int = 0
-    takes_two: bool = False
     settled: bool = False
     lines: dict[Variant, Line] = field(default_factory=dict)
     any_program: Program | None = None
@@ -66,15 +59,6 @@ class Entry:
     outside: bool = False
     gate: Gate | None = None
     is_decided: bool = False
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no call was traced yet."""
-        return not (self.lines or self.captured)
-
-    def is_like_others(self, program: Program) -> bool:
-        """Whether the plan of one of its programs comes from one trace."""
-        return any(line.program is program and line.is_like_others for line in self.lines.values())
 
     def row(self) -> Row:
         """A comparison that holds while the entry leads to the same program."""
@@ -141,11 +125,6 @@ class Entries:
         self.find(key)
         if len(self._entries) > _KEYS_PER_GRAPH * self._max_graphs:
             self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used)).drop()
-
-    def others(self, entry: Entry) -> list[Entry]:
-        """Other entries under the same modes and fingerprint: the same step, fed otherwise."""
-        home = next((key[1:] for key, known in self._entries.items() if known is entry), None)
-        return [known for key, known in self._entries.items() if key[1:] == home and known is not entry]
 
     def key_before(self) -> Key | None:
         """The key of the entry that was found before the latest one."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
-from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.signature import Feed, first_difference
 from graphplan.stats import Stats
@@ -31,8 +30,6 @@ class Programs:
         self._entries = Entries(options.max_graphs)
         self.touch = self._entries.touch
         """Counts an entry among those used of late."""
-        self.others = self._entries.others
-        """Entries of the same step under other keys."""
         self._latest: dict[Hashable, Program | int] = {}
         self._reasons: list[str] = []
         self._unpaid = 0
@@ -48,11 +45,6 @@ class Programs:
     def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
         return self._entries.find(key)
-
-    def plans_of_others(self, entry: Entry) -> list[Plan]:
-        """The plans that the same step has for other feeds."""
-        lines = [line for other in self.others(entry) for line in other.lines.values()]
-        return [line.plan for line in lines if line.plan is not None]
 
     def add(self, key: Key, entry: Entry) -> Entry:
         """Keep ``entry`` under ``key``, and under no other."""

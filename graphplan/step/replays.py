@@ -14,41 +14,13 @@ from graphplan.backend import first_line
 from graphplan.errors import CheckMemoryError, PeerError, VerifyError
 from graphplan.fed import Fed
 from graphplan.owners import Walk
-from graphplan.program import NO_CHECK, Program, Tally, settle_companions
+from graphplan.program import NO_CHECK, Program, settle_companions
 from graphplan.signature import Feed
 from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
 from graphplan.verify import Noise, Timetable, Verdict, check_replay, detached, find_room
-
-
-class _Series:
-    """The programs of one step for several shapes, which run the same operators. They share the times of checks: of the
-    replays of all, as many are checked as of a single program's, and the first one of each.
-    """
-
-    def __init__(self, timetable: Timetable, due: int) -> None:
-        self.tally = Tally()
-        self.timetable = timetable
-        self._due = due
-        self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
-
-    def takes(self, program: Program) -> bool:
-        """Whether it is the turn of ``program`` to be checked: of those that there are, that of the one whose check is
-        the longest ago, unless it does not come.
-        """
-        latest = [number for known, number in self._checked.items() if known.is_open]
-        is_overdue = self.tally.replays >= self._due + len(latest)
-        return program not in self._checked or is_overdue or self._checked[program] == min(latest)
-
-    def note(self, program: Program, number: int) -> None:
-        """The replay of that number, one of ``program``'s, was checked."""
-        self._checked[program] = number
-        if number >= self._due:
-            self._due = self.timetable.end(number)
-        for known in self._checked:
-            known.next_check = self._due if known.next_check != NO_CHECK else NO_CHECK
 
 
 class Replays:
@@ -61,8 +33,7 @@ class Replays:
         self._stats = runner.stats
         self._asked = 0
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
-        self._series: WeakKeyDictionary[Program, _Series] = WeakKeyDictionary()
-        self._by_form: dict[int, _Series] = {}
+        self._timetables: WeakKeyDictionary[Program, Timetable] = WeakKeyDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
@@ -76,27 +47,18 @@ class Replays:
         if self._options.debug and not program.replays:
             wait_for_device(program, "its first replay")
         self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
-        self._count(program)
+        program.replays += 1
         program.leave()
         return result
 
-    def _count(self, program: Program) -> None:
-        program.replays += 1
-        program.tally.replays += 1
-
-    def is_due(self, program: Program) -> bool:
-        """Whether the next replay of ``program`` is to be checked."""
-        series = self._series_of(program)
-        return series.tally.replays + 1 >= program.next_check and series.takes(program)
-
-    def check(self, program: Program, feed: Feed, *, is_needed: bool) -> tuple[Any, VerifyError | None]:
-        """A replay that is checked against eager; then eager's outcome stands. Where there is no room for that: a
-        replay, or if the check ``is_needed``, an eager step and an error that says so.
+    def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
+        """A replay that is checked against eager, where there is room for that; then eager's outcome stands.
 
         Raises:
             PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
             CheckMemoryError: if the eager step has no room, and other ranks run it as well.
         """
+        number = program.replays + 1
         device = self._runner.device
         assert device is not None
         assert self._runner.backend is not None
@@ -105,11 +67,10 @@ class Replays:
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
-            return self._unchecked(program, feed, reason, is_needed=is_needed)
+            return self._unchecked(program, feed, reason)
         self._asked = 0
-        series = self._series_of(program)
-        number = program.tally.replays + 1
-        series.timetable.begin(number)
+        timetable = self._timetable(program)
+        timetable.begin(number)
         fed = Fed.of(feed).watch()
         try:
             with self._stats.timed("verify"):
@@ -124,15 +85,15 @@ class Replays:
                 )
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
-            return self._unchecked(program, feed, first_line(error), is_needed=is_needed)
+            return self._unchecked(program, feed, first_line(error))
         if verdict.differences:
-            return verdict.result, _disagreement(program, verdict)
+            return verdict.result, _disagreement(program, number, verdict)
         change = fed.change()
         if change is not None:
-            text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
+            text = f"replay {number} of {program.plan.name} is not what the eager step does: {change}"
             return verdict.result, VerifyError(text, result=verdict.result)
-        series.note(program, number)
-        self._count(program)
+        program.next_check = timetable.end(number)
+        program.replays += 1
         self._stats.replayed += 1
         self._stats.launches_replayed += 1
         self._stats.bytes_copied += program.bytes_per_replay
@@ -145,18 +106,12 @@ class Replays:
         self._stats.end_call("verified")
         return verdict.result, None
 
-    def _series_of(self, program: Program) -> _Series:
-        """Those that ``program`` is one of. If it communicates, they are checked in the same steps on all ranks."""
-        series = self._series.get(program)
-        if series is None:
-            plan, schedule = program.plan, self._options.schedule
-            timetable = Timetable(schedule, plan.device, self._agree_on if plan.communicates else int)
-            series = _Series(timetable, schedule.after(0))
-            if schedule.every is None:
-                series = self._by_form.setdefault(plan.form, series)
-            self._series[program] = series
-            program.tally = series.tally
-        return series
+    def _timetable(self, program: Program) -> Timetable:
+        """When ``program`` is checked, on all ranks in the same steps if it communicates."""
+        if program not in self._timetables:
+            agree = self._agree_on if program.plan.communicates else int
+            self._timetables[program] = Timetable(self._options.schedule, program.plan.device, agree)
+        return self._timetables[program]
 
     def _agree_on(self, following: int) -> int:
         assert self._peers is not None
@@ -198,14 +153,9 @@ class Replays:
             raise PeerError("another rank has left the check")
         return not is_none
 
-    def _unchecked(
-        self, program: Program, feed: Feed, reason: str, *, is_needed: bool
-    ) -> tuple[Any, VerifyError | None]:
+    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
         self._stop_checks(program, reason)
-        if not is_needed:
-            return self.replay(program, feed.leaves), None
-        result = self._runner.run(lambda: detached(self._runner.call(Fed.of(feed))))
-        return result, VerifyError(f"{program.plan.name} is not checked against eager: {reason}", result=result)
+        return self.replay(program, feed.leaves), None
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         """Go on without checks of this program, and say so."""
@@ -213,8 +163,7 @@ class Replays:
         self._stats.note(f"not checked against eager: {reason}")
 
 
-def _disagreement(program: Program, verdict: Verdict) -> VerifyError:
-    number = program.replays + 1
+def _disagreement(program: Program, number: int, verdict: Verdict) -> VerifyError:
     first, *others = verdict.differences
     # Nobody compared those between two checks.
     past = "; replays since the check before it may have gone wrong unseen" if number > 1 else ", nothing is lost"
