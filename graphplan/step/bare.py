@@ -116,13 +116,15 @@ def _compile(
         begin_again()
         with managed.rates:
             _, walk = managed.discover(lambda: run(device))
-            managed.check_kept()
-            if managed.take_names(traces[1].ran, walk):
-                # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
-                snapshots.append(Snapshot(managed.walk()))
-                begin_again()
-                run(device)
+        managed.check_kept()
+        if managed.take_names(traces[1].ran, walk):
+            # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
+            snapshots.append(Snapshot(managed.walk()))
             begin_again()
+            with managed.rates:
+                run(device)
+        begin_again()
+        with managed.rates:
             run(device)
             first, second = traces[-2:]
             held = _weak_owners(managed.owners) if weak else lambda: managed.owners

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from graphplan.dtensors import is_imagined
 from graphplan.owners import default_generators, host_generators, is_freed, storage_id
-from graphplan.tracer import OperatorMode, Schema, find_source, rounding_of, schema_of, tensors_in, written_tensors
+from graphplan.tracer import (
+    Aside,
+    OperatorMode,
+    Schema,
+    find_source,
+    rounding_of,
+    schema_of,
+    tensors_in,
+    written_tensors,
+)
 
 _SHARE = "dropout_p"
 """The argument of attention's operators, and of their derivatives."""
@@ -38,18 +47,18 @@ class RehearsalMode(OperatorMode):
         self._places: dict[str, None] = {}
         self.written: set[int | None] = set()
 
-    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator."""
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, unless it is dropout."""
         schema = schema_of(func)
         if schema.written or schema.hidden:
             self._save(schema, args, kwargs)
-        out = self._run(func, schema, args, kwargs)
+        out = self._run(aside, func, schema, args, kwargs)
         for tensor in (out,) if isinstance(out, Tensor) else tensors_in(out):
             self._made.add(storage_id(tensor))
             self._dtypes.add(tensor.dtype)
         return out
 
-    def _run(self, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, aside: Aside, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if schema.name == _NOISE:
             # A mask of what is kept, which is divided by its share: by itself, then.
             share = schema.given(args, kwargs, 1)
@@ -65,7 +74,7 @@ class RehearsalMode(OperatorMode):
             if own is not None and all(own is not known for known, _ in self._states):
                 self._states.append((own, own.get_state()))
             self._places[f"at {find_source()}"] = None
-        return func(*args, **kwargs)
+        return aside.run(func, args, kwargs)
 
     def _save(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy what is about to be written and neither has a copy nor was made by the step."""
