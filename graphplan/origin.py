@@ -45,6 +45,8 @@ _BETWEEN = (
     *(os.path.join(_TORCH, "utils", name) for name in ("_contextlib.py", "_python_dispatch.py")),
 )
 """What calls this package's code in the middle of a step, or is called by it."""
+_passing: set[CodeType] = set()
+"""This package's code that runs the step's operators: errors that come out of it are the operators'."""
 _watched: set[str] = set()
 """Installed packages that are watched as the user's own code is."""
 
@@ -115,6 +117,11 @@ def is_users_file(filename: str) -> bool:
     return not is_library(filename) and not is_installed(filename)
 
 
+def pass_errors_on(code: CodeType) -> None:
+    """Have errors that come out of ``code`` be those of what it runs."""
+    _passing.add(code)
+
+
 def leave_out_own_frames(trace: TracebackType | None) -> None:
     """Relink a traceback so that no frame after its first one is this package's, unless the last one is: an error that
     is raised here is one of this package's.
@@ -122,7 +129,7 @@ def leave_out_own_frames(trace: TracebackType | None) -> None:
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None or is_ours(last.tb_frame.f_code.co_filename):
+    if last is None or (is_ours(last.tb_frame.f_code.co_filename) and last.tb_frame.f_code not in _passing):
         return
     while trace is not None:
         following = _next_of_others(trace.tb_next)

@@ -21,6 +21,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from graphplan.origin import pass_errors_on
+
 OnCall = Callable[[FrameType], bool]
 OnCCall = Callable[[FrameType, Any], None]
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -322,3 +324,6 @@ class Aside:
             return func(*args, **kwargs)
         finally:
             self._watcher.pause()
+
+
+pass_errors_on(Aside.run.__code__)

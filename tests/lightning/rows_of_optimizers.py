@@ -182,7 +182,7 @@ OPTIMIZERS: dict[str, Row] = {
     "lr warm-up in optimizer_step": Row(_WARM, shows=lambda fit: len(rates(fit)) == 10),
     "optimizer_step that only accumulates every other batch": Row(variant(optimizer_step=every_second)),
     "optimizer_step that calls the closure itself and logs": Row(variant(optimizer_step=closure_first)),
-    "clipping that follows the epoch": Row(variant(configure_gradient_clipping=clip_by_epoch), replayed=6),
+    "clipping that follows the epoch": Row(variant(configure_gradient_clipping=clip_by_epoch), replayed=10),
     "clipping by hand": Row(variant(configure_gradient_clipping=clip_by_hand)),
     "optimizer_step, and a loss that reads the lr": Row(
         partial(variant(training_step=scaled_by_rate, optimizer_step=just_step), schedule=SCHEDULES["per epoch"]),
