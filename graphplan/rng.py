@@ -129,7 +129,7 @@ class TracedStates:
 
     def facts(self, device: torch.device | None) -> SavedStates:
         """What the step did, which computes on ``device``."""
-        on_cuda = device is not None and device.type == "cuda"
+        on_cuda = device is not None and device in self._starts
         growth = self._growth_of(_generator_of("cuda", device)) if on_cuda else 0
         return SavedStates(len(self._saved), tuple(self._restores), growth)
 
