@@ -58,7 +58,8 @@ def _home(tensor: Tensor) -> Hashable | None:
 
 
 def _small_home(tensor: Tensor) -> Hashable | None:
-    return _home(tensor) if tensor.nbytes <= _SMALL else None
+    home = _home(tensor)
+    return home if home is not None and tensor.nbytes <= _SMALL else None
 
 
 def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:

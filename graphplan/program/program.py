@@ -75,11 +75,11 @@ class Program:
         self.next_check = NO_CHECK
 
     def count_state_bytes(self) -> int:
-        """Bytes of all tensors that the owners hold, but for those that the step has nothing to do with."""
+        """Bytes of all dense tensors that the owners hold, but for those that the step has nothing to do with."""
         untouched = self.plan.untouched(self._walk)
         slots = [slot for path, slot in self._walk.slots.items() if path not in untouched]
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
 
     @property
     def lent_bytes(self) -> int:
