@@ -160,6 +160,8 @@ class Profile:
         self._importing: FrameType | None = None
         self._watcher: Watcher
         self.ran = Ran()
+        self.has_stepped = False
+        """Whether a function called ``step`` ran, which may be an optimizer's."""
 
     def __enter__(self) -> Profile:
         self._others.enter_context(no_collections())
@@ -222,6 +224,7 @@ class Profile:
         if code.co_filename.startswith(_IMPORTS):
             self._importing = frame
             return None, True
+        self.has_stepped |= code.co_name == "step"
         found = _owner_name(frame), bool(code.co_freevars)
         if id(code) in INITIALIZERS:
             note_made(frame.f_locals["self"], find_source)
