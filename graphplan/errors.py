@@ -264,7 +264,7 @@ class VerifyError(RefusalError, RuntimeError):
 
 
 class PaddingError(VerifyError):
-    """A call at its capture size does not come to what the call comes to as it is."""
+    """A call at its capture size does not come to what the call comes to as it is; in training, it has not happened."""
 
     reason = SkipReason.PADDING
 

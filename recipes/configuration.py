@@ -138,9 +138,11 @@ def check_targets(node: Any, path: str) -> None:
         return
     if "_target_" in node:
         check_arguments(node, path)
-    for key in map(str, node):
+    keys: list[Any] = list(node)
+    for key in keys:
+        # Dimensions, to which capture sizes belong, are numbers.
         if not OmegaConf.is_interpolation(node, key):
-            check_targets(node[key], f"{path}.{key}" if path else key)
+            check_targets(node[key], f"{path}.{key}" if path else str(key))
 
 
 def check_arguments(node: DictConfig, path: str) -> None:

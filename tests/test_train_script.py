@@ -116,6 +116,15 @@ def test_options_of_the_callback_reach_the_run(trained: tuple[str, Path], tmp_pa
     assert metric.findall(output) == metric.findall(trained[0])
 
 
+def test_capture_sizes_by_dimension_reach_the_fit(tmp_path: Path) -> None:
+    """Rows that are padding would be part of batch norm's statistics."""
+    done = run_script(tmp_path, "callbacks.graphplan.shapes=bucket", "callbacks.graphplan.buckets={0: [80]}")
+    assert done.returncode == 1
+    assert re.search(
+        r"PaddingError: padding from 64 to 80 changes what the step leaves: model\..*running_mean", done.stderr
+    )
+
+
 def test_an_option_that_makes_no_sense_is_told(tmp_path: Path) -> None:
     done = run_script(tmp_path, "callbacks.graphplan.max_recaptures=-1")
     assert done.returncode == 1

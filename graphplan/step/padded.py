@@ -173,8 +173,11 @@ class PaddedStep(GraphedStep):
         except RefusalError as error:
             self._refuse(error)
             return False
+        except ArithmeticError as error:
+            reason = str(error)
         except Exception as error:  # noqa: BLE001 - an error of the step's own comes again in the call as it came
-            reason = first_line(error)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self._refusals.warn(f"graphplan does not pad a batch, since comparing it ended with {reason}")
         if reason:
             stats.note(f"not padded, since it could not be compared: {reason}")
             return False
@@ -188,7 +191,8 @@ class PaddedStep(GraphedStep):
         assert self._runner.device is not None
         assert backend is not None
         tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found}
-        room, reason = find_room(sum(tensors.values()), self._runner.device, backend.may_take)
+        # Three rehearsals leave copies, where a check of a replay has those of two steps.
+        room, reason = find_room(sum(tensors.values()) * 4 // 3, self._runner.device, backend.may_take)
         if room is None:
             return reason
         moved = self._lookup.moved
