@@ -229,8 +229,8 @@ def set_some(values: Mapping[str, Any]) -> None:
 
 
 def is_settable(name: str) -> bool:
-    """Return False if that is a switch, and torch has no function to set it."""
-    return all(switch.set is not None for switch in SWITCHES if switch.name == name)
+    """Return False if torch has no function to set the switch."""
+    return SWITCHES[NAMES.index(name)].set is not None
 
 
 @contextmanager
