@@ -131,7 +131,7 @@ def validate(model: Net) -> None:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     with torch.no_grad():
-        model(torch.ones(2, 8))
+        model(torch.ones(2, 8, device=model.head.weight.device))
     for module, training in modes.items():
         module.training = training
 
@@ -169,7 +169,7 @@ def make_rig(acts: Acts) -> Rig:
 
     def after(index: int) -> None:
         with torch.enable_grad():
-            model(torch.ones(2, 8))
+            model(torch.ones(2, 8, device=model.head.weight.device))
         HOSTS[acts.host](model, optimizer, index)
 
     return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
