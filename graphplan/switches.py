@@ -25,18 +25,20 @@ class Seen(Enum):
 
     BY_GUARDS = "by a comparison of its own"
     BY_OTHERS = "by torch's GlobalStateGuard, or by the comparison of switches that change along with it"
-    BY_CHECKS = "by checks alone: nothing but a context manager sets it, or no replay depends on it"
+    BY_USE = "by a comparison of its own where the step's code reads or sets it: no other recording depends on it"
 
 
 class Switch(NamedTuple):
     """One of torch's global settings: ``name`` as messages and ``allow=`` call it, and how to read and write it;
-    ``set`` is None where torch has no function for that.
+    ``set`` is None where torch has no function for that. ``uses`` are the names of the functions in C by which code
+    reads or sets it.
     """
 
     name: str
     get: _Get
     set: Callable[[Any], object] | None
     seen: Seen = Seen.BY_GUARDS
+    uses: tuple[str, ...] = ()
 
 
 class _Mixed:
@@ -58,7 +60,7 @@ def _or_mixed(get: _Get) -> Any:
 def _of_torch(name: str, getter: str, setter: str, seen: Seen = Seen.BY_GUARDS) -> list[Switch]:
     """A switch of ``torch._C``, if this torch has it."""
     get = getattr(_C, getter, None)
-    return [] if get is None else [Switch(name, get, getattr(_C, setter, None), seen)]
+    return [] if get is None else [Switch(name, get, getattr(_C, setter, None), seen, (getter, setter))]
 
 
 def _set_anomaly(value: bool) -> None:
@@ -70,29 +72,30 @@ def _set_check_nan(value: bool) -> None:
 
 
 def _of_autograd() -> list[Switch]:
+    check_nan = torch.is_anomaly_check_nan_enabled, _set_check_nan
+    uses = "is_anomaly_check_nan_enabled", "set_anomaly_enabled"
+    multithreading = "_is_multithreading_enabled", "_set_multithreading_enabled"
     hooks = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
     return [
         Switch("torch.is_grad_enabled()", torch.is_grad_enabled, _C._set_grad_enabled, Seen.BY_OTHERS),
         Switch("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled, None),
         Switch("torch.is_anomaly_enabled()", torch.is_anomaly_enabled, _set_anomaly),
-        Switch("torch.is_anomaly_check_nan_enabled()", torch.is_anomaly_check_nan_enabled, _set_check_nan),
-        *_of_torch(
-            "torch.autograd.set_multithreading_enabled", "_is_multithreading_enabled", "_set_multithreading_enabled"
-        ),
+        Switch("torch.is_anomaly_check_nan_enabled()", *check_nan, Seen.BY_USE, uses),
+        *_of_torch("torch.autograd.set_multithreading_enabled", *multithreading, Seen.BY_USE),
         *([] if hooks is None else [Switch("torch.autograd.graph.saved_tensors_hooks", partial(hooks, False), None)]),
     ]
 
 
 def _of_autocast() -> list[Switch]:
-    found = [
-        Switch(f"torch.{name}({device!r})", partial(getter, device), partial(setter, device), Seen.BY_OTHERS)
-        for device in ("cuda", "cpu")
-        # A dtype is seen while autocast is enabled.
-        for name, getter, setter in (
-            ("is_autocast_enabled", torch.is_autocast_enabled, torch.set_autocast_enabled),
-            ("get_autocast_dtype", torch.get_autocast_dtype, torch.set_autocast_dtype),
-        )
-    ]
+    found = []
+    for device, alias in (("cuda", "gpu"), ("cpu", "cpu")):
+        enabled = partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
+        dtype = partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
+        uses = tuple(f"{verb}_autocast_{kind}dtype" for verb in ("get", "set") for kind in ("", f"{alias}_"))
+        found += [
+            Switch(f"torch.is_autocast_enabled({device!r})", *enabled, Seen.BY_OTHERS),
+            Switch(f"torch.get_autocast_dtype({device!r})", *dtype, Seen.BY_USE, uses),
+        ]
     cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
     return [*found, Switch("torch.is_autocast_cache_enabled()", *cache, Seen.BY_OTHERS)]
 
@@ -122,7 +125,7 @@ def _of_defaults() -> list[Switch]:
             _C._get_deterministic_algorithms, _set_deterministic, Seen.BY_OTHERS,
         ),
         Switch("torch.is_deterministic_algorithms_warn_only_enabled()", *warn_only, Seen.BY_OTHERS),
-        *_of_torch("torch.utils.deterministic.fill_uninitialized_memory", f"_get_{fill}", f"_set_{fill}"),
+        *_of_torch("torch.utils.deterministic.fill_uninitialized_memory", f"_get_{fill}", f"_set_{fill}", Seen.BY_USE),
         *_of_torch("torch function", "_is_torch_function_enabled", "", Seen.BY_OTHERS),
         Switch("torch.distributions.Distribution.set_default_validate_args", *validates),
     ]  # fmt: skip
@@ -158,14 +161,14 @@ def _of_fp32() -> list[Switch]:
     get, put = getattr(_C, "_get_fp32_precision_getter", None), getattr(_C, "_set_fp32_precision_setter", None)
     if get is None or put is None:
         return []
-    seen = dict.fromkeys([(library, "all") for library in ("generic", "cuda", "mkldnn")], Seen.BY_CHECKS)
+    seen = dict.fromkeys([(library, "all") for library in ("generic", "cuda", "mkldnn")], Seen.BY_USE)
     seen |= dict.fromkeys([("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "matmul")], Seen.BY_GUARDS)
-    seen |= dict.fromkeys([("mkldnn", "conv"), ("mkldnn", "rnn")], Seen.BY_CHECKS)
+    # The tape runs kernels again under the precision that is set then, as eager steps do.
+    seen |= dict.fromkeys([("mkldnn", "conv"), ("mkldnn", "rnn")], Seen.BY_USE)
+    names = "fp32_precision of {1} in torch.backends.{0}"
+    uses = "_get_fp32_precision_getter", "_set_fp32_precision_setter"
     return [
-        Switch(
-            f"fp32_precision of {place[1]} in torch.backends.{place[0]}", partial(get, *place), partial(put, *place), by
-        )
-        for place, by in seen.items()
+        Switch(names.format(*place), partial(get, *place), partial(put, *place), by, uses) for place, by in seen.items()
     ]
 
 
@@ -175,7 +178,7 @@ def _set_reduction(setter: Callable[..., None], value: Any) -> None:
 
 
 def _of_libraries() -> list[Switch]:
-    own = ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled", "nnpack_enabled")
+    own = ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled")
     names = [
         *((name, name, name) for name in (*own, "math_sdp_allow_fp16_bf16_reduction")),
         *(
@@ -189,7 +192,8 @@ def _of_libraries() -> list[Switch]:
     ]
     found = [_of_torch(f"torch.backends.{name}", f"_get_{get}", f"_set_{put}") for name, get, put in names]
     order = "_get_sdp_priority_order", "_set_sdp_priority_order"
-    found.append(_of_torch("the order of attention kernels", *order, Seen.BY_CHECKS))
+    found.append(_of_torch("the order of attention kernels", *order))
+    found.append(_of_torch("torch.backends.nnpack", "_get_nnpack_enabled", "_set_nnpack_enabled", Seen.BY_USE))
     return [switch for switches in found for switch in switches]
 
 
@@ -199,9 +203,12 @@ SWITCHES: tuple[Switch, ...] = (
 """All of torch's global switches that graphplan knows, in an order in which they can be set."""
 NAMES = tuple(switch.name for switch in SWITCHES)
 COMPARED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is Seen.BY_GUARDS]
-"""What guards call."""
-KEYED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is not Seen.BY_CHECKS]
-"""What a program's key is made of."""
+"""What all guards call."""
+USED: dict[str, list[Switch]] = {}
+"""Switches that only some steps read or set, by the names of the functions in C by which they do."""
+for _switch in SWITCHES:
+    for _name in _switch.uses if _switch.seen is Seen.BY_USE else ():
+        USED.setdefault(_name, []).append(_switch)
 _ALL: list[_Get] = [switch.get for switch in SWITCHES]
 _call: Callable[[_Get], Any] = getattr(operator, "call", lambda function: function())
 
@@ -229,8 +236,8 @@ def set_some(values: Mapping[str, Any]) -> None:
 
 
 def is_settable(name: str) -> bool:
-    """Return False if that is a switch, and torch has no function to set it."""
-    return all(switch.set is not None for switch in SWITCHES if switch.name == name)
+    """Return False if torch has no function to set the switch."""
+    return SWITCHES[NAMES.index(name)].set is not None
 
 
 @contextmanager

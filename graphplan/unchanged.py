@@ -7,7 +7,7 @@ caller looks closely.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from graphplan.dtensors import is_sharded
 from graphplan.marks import has_memory
 from graphplan.native.comparing import Row
 from graphplan.surroundings import COUNTS, LEVEL, surroundings
-from graphplan.switches import COMPARED, KEYED, answers, count_of_modes, default_device
+from graphplan.switches import COMPARED, USED, answers, count_of_modes, default_device, read_all
 
 _guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
 
@@ -66,16 +66,27 @@ class Modes:
     """torch's global switches: those that its guard knows are read again only when one of them changed."""
 
     def __init__(self) -> None:
+        self._getters = COMPARED
         self._state: Any = None
         self._compared: list[Any] = []
         self._device: Any = None
         self._known: tuple[Any, ...] = ()
 
+    def watch(self, uses: Collection[str]) -> bool:
+        """Compare the switches that code reads or sets by functions in C of these names, too; whether there are new
+        ones.
+        """
+        used = dict.fromkeys(switch.get for name in uses for switch in USED.get(name, ()))
+        new = [get for get in used if get not in self._getters]
+        if new:
+            self._getters, self._state = [*self._getters, *new], None
+        return bool(new)
+
     def unchanged(self) -> bool:
         """Whether all are what :meth:`now` said last."""
         return (
             self._state is not None
-            and answers(COMPARED) == self._compared
+            and answers(self._getters) == self._compared
             and self._state.check()
             and default_device() == self._device
         )
@@ -89,7 +100,7 @@ class Modes:
         # Modes that change nothing may be active.
         bare = self._device is None and all(function() == none for function, none in COUNTS)
         asked += COUNTS if bare else [(surroundings, None)]
-        functions = [self._state.check, *(function for function, _ in asked), *COMPARED]
+        functions = [self._state.check, *(function for function, _ in asked), *self._getters]
         space, name, outside = LEVEL
         return [
             ("same_results", functions, [True, *(answer for _, answer in asked), *self._compared]),
@@ -97,11 +108,11 @@ class Modes:
         ]
 
     def now(self) -> tuple[Any, ...]:
-        """The values of the switches that a program's key is made of."""
+        """The values of the switches, which are part of a program's key."""
         if not self.unchanged():
-            self._compared = answers(COMPARED)
+            self._compared = answers(self._getters)
             self._device = default_device()
-            known = tuple(answers(KEYED))
+            known = tuple([tuple(value) if type(value) is list else value for value in read_all()])
             self._known = known if known != self._known else self._known
             self._state = _guards.GlobalStateGuard() if hasattr(_guards, "GlobalStateGuard") else None
         return self._known

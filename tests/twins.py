@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from graphplan import SkipReason, graph_step
 from graphplan.optimizers import Preparation
+from graphplan.switches import NAMES, read_all
 from tests.facts import assert_same, flatten, walk
 
 SEED = 1234
@@ -108,7 +109,7 @@ def drive(rig: Rig, call: Callable[..., Any], count: int | None = None) -> Recor
 
 def state_of(rig: Rig) -> dict[str, Any]:
     """Flatten all that a rig may touch, the default generator included, into path → copied value."""
-    facts: dict[str, Any] = {"generator": torch.get_rng_state()}
+    facts: dict[str, Any] = {"generator": torch.get_rng_state(), **dict(zip(NAMES, read_all(), strict=True))}
     seen: set[int] = set()
     for name, value in {**rig.owners, **rig.extra, "calls": rig.calls}.items():
         walk(name, value, facts, seen)

@@ -38,7 +38,7 @@ def is_allowed(path: str, allow: Iterable[str]) -> bool:
 @lru_cache(maxsize=64)
 def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
     """What matches every allowed path: a check asks for hundreds."""
-    ways = [way for pattern in patterns for way in (translate(pattern), re.escape(pattern) + r"[.\[]")]
+    ways = [way for pattern in patterns for way in (translate(pattern), re.escape(pattern) + r"(?:[.\[]|\Z)")]
     return re.compile("|".join(f"(?:{way})" for way in ways))
 
 
@@ -66,8 +66,9 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
                 f"if the step's results do not depend on it, pass allow=({path!r},)",
                 component=component,
             )
-        # Of an item, no name tells whether it is raised or set.
-        is_set = old == new if is_item else scalar is not None and scalar.key in second.reads.assigned
+        # Of an item, no name tells whether it is raised or set; two traces do.
+        is_item_set = first is not second and old == new
+        is_set = is_item_set if is_item else scalar is not None and scalar.key in second.reads.assigned
         if delta is None or is_set:
             raise HostEffectError(
                 f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "

@@ -81,13 +81,18 @@ class Flags:
 
 def is_assignable(path: str, value: Any) -> bool:
     """Return True if :meth:`Flags.assign` can leave ``value`` at ``path`` after each step."""
-    return is_settable(path) and type(value) not in _CONTAINERS and not isinstance(value, Tensor)
+    if path in NAMES:
+        return is_settable(path)
+    return type(value) not in _CONTAINERS and not isinstance(value, Tensor)
 
 
 def _modes(walk: Walk) -> Iterator[_Place]:
     for path, module in zip(walk.module_paths, walk.modules, strict=True):
-        # A scripted module keeps its own in C++.
-        yield f"{path}.training", (inner if "training" in (inner := vars(module)) else Setting(module)), "training"
+        if "training" in vars(module):
+            yield f"{path}.training", vars(module), "training"
+        elif hasattr(module, "training"):
+            # A scripted module keeps it in C++.
+            yield f"{path}.training", Setting(module), "training"
 
 
 def _asking(path: str, tensor: Tensor) -> _Place:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from graphplan.dtensors import local
 from graphplan.marks import PLAIN_KINDS, has_memory
+from graphplan.owners.counts import GroupCounts
 from graphplan.owners.spaces import Cell, Members, present
 from graphplan.owners.traits import GONE, traits_of
 
@@ -204,6 +205,11 @@ class Walk:
     empty: set[str] = field(default_factory=set)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> set[str]:
+        """Paths of what optimizers count with in their parameter groups."""
+        return {path for path, scalar in self.scalars.items() if isinstance(scalar.container, GroupCounts)}
 
     def place(self, path: str) -> Slot | None:
         """The slot of that path, also where it holds a Python value (None, say) at the moment."""

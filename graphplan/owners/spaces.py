@@ -48,9 +48,6 @@ class Setting:
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.thing, name, value)
 
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self.thing, name)
-
 
 class Present:
     """A dictionary of a class that makes what it lacks, or what it is asked for: read as a plain one."""

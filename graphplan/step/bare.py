@@ -104,7 +104,7 @@ def _compile(
 
     def begin_again() -> None:
         # A program begins with the flags that are there now. What optimizers count with goes on.
-        counted = managed.walk().scalars
+        counted = managed.walk().counted
         flags.assign({path: value for path, value in found.items() if path not in counted})
 
     try:

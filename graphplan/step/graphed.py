@@ -49,7 +49,6 @@ from graphplan.step.short import ShortWay
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive, running_step, runs_within_step
 from graphplan.surroundings import changing_mode, surroundings
-from graphplan.unchanged import Modes
 from graphplan.unread import UnreadValues
 
 _REFUSED = 8
@@ -94,7 +93,6 @@ class GraphedStep(Exclusive, Gated):
         self._runner = Runner(fn, self._managed, options.backend, backends or Backends())
         self._refusals = Refusals(options.on_failure, self.stats, peers)
         self._peers = peers
-        modes = Modes()
         self._programs: Programs = Programs(options, self.stats)
         self._room = Room(options, self._programs, peers)
         self._unread = UnreadValues()
@@ -103,8 +101,8 @@ class GraphedStep(Exclusive, Gated):
             buffers=self._buffers, refusals=self._refusals, peers=peers, room=self._room, unread=self._unread,
         )  # fmt: skip
         self._replays = Replays(self._runner, options, peers)
-        self._lookup = Lookup(self._runner, self._managed, self._programs, modes, options)
-        self._short = ShortWay(self._managed, modes, moved=self._lookup.is_moved)
+        self._lookup = Lookup(self._runner, self._managed, self._programs, options)
+        self._short = ShortWay(self._managed, moved=self._lookup.is_moved)
         self._fruitless = (0, 0)
         self._take_gate(gate, opens=opens_gate)
         self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None

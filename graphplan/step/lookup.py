@@ -15,7 +15,6 @@ from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.programs import Programs
 from graphplan.step.runner import Runner
-from graphplan.unchanged import Modes
 
 
 class Lookup:
@@ -25,11 +24,11 @@ class Lookup:
         is_moved: whether what is fed may lie on another device than the step's, and is moved there.
     """
 
-    def __init__(self, runner: Runner, managed: Managed, programs: Programs, modes: Modes, options: Options) -> None:
+    def __init__(self, runner: Runner, managed: Managed, programs: Programs, options: Options) -> None:
         self._runner = runner
         self._managed = managed
         self._programs = programs
-        self._modes = modes
+        self._modes = managed.modes
         self._stats = runner.stats
         self._warmup_steps = options.warmup_steps
         self._feed_device = options.feed_device

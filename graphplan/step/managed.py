@@ -35,6 +35,7 @@ from graphplan.step.compiled import runs_compiled
 from graphplan.step.faults import refusal_of
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran, find_source, refuse_trace
+from graphplan.unchanged import Modes
 
 Result = TypeVar("Result")
 _NAMES = "names"
@@ -80,6 +81,7 @@ class Managed:
         self._is_scaled = bool(scalers)
         self._scaled_steps = ScaledSteps(scalers)
         self.rates = LearningRates(self._scaled_steps)
+        self.modes = Modes()
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None
         self.is_settled = False
@@ -228,7 +230,8 @@ class Managed:
             return asked[number]
 
         reached = self._count_reached()
-        grown = ran.name_all(self._fn, self._names, has_met)
+        grown = self.modes.watch(ran.switches)
+        grown |= ran.name_all(self._fn, self._names, has_met)
         grown |= self._count_reached() > reached
         # Its defaults, and what a partial function holds for it.
         is_new = self._names.add("the step", self._root, "step")

@@ -21,7 +21,6 @@ from graphplan.program import Program
 from graphplan.signature import Feed, alignment_unit, leaf_key
 from graphplan.step.entry import Entry, Variant
 from graphplan.step.managed import Managed
-from graphplan.unchanged import Modes
 
 _KINDS = 4
 """Kinds of calls with tensors of the same shapes that are remembered: as many as a step that accumulates gradients has
@@ -139,10 +138,10 @@ def _shapes(args: Sequence[Any]) -> Any:
 class ShortWay:
     """The kinds of calls of one step that were replayed of late. ``moved``: what is fed may lie on another device."""
 
-    def __init__(self, managed: Managed, modes: Modes, *, moved: bool) -> None:
+    def __init__(self, managed: Managed, *, moved: bool) -> None:
         self._managed = managed
         self._moved = moved
-        self._modes = modes
+        self._modes = managed.modes
         self._known: dict[Any, list[Call]] = {}
         self._latest: Call | None = None
 

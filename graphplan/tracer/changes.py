@@ -165,10 +165,11 @@ class Recorder:
         """
         now = self._flags.read()
         pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
+        counted = self.walk.counted
         return {
-            path: (old, new)
+            path: (THERE if isinstance(old, Tensor) else old, new)
             for path, (old, new) in pairs.items()
-            if not (isinstance(new, Tensor) or new is COMPUTED or path in self.scalars or same_value(old, new))
+            if not (isinstance(new, Tensor) or new is COMPUTED or path in counted or same_value(old, new))
         }
 
     def _is_held(self, path: str, now: Walk) -> bool:

@@ -30,6 +30,7 @@ from torch import Tensor
 from graphplan.collector import no_collections
 from graphplan.origin import file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.owners import INITIALIZERS, Namespace, Scalar, is_known, note_made
+from graphplan.switches import USED
 from graphplan.tracer.conversions import READERS, Conversions
 from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import find_source
@@ -39,7 +40,7 @@ from graphplan.tracer.watching import Watcher, is_silent, new_watcher
 from graphplan.tracer.writes import WRITERS, name_of_saving, name_of_write
 
 _IMPORTS = "<frozen importlib."
-_LOOKED_AT = WRITERS | READERS.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
+_LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
 """Names of the functions in C that matter wherever they are called."""
 
 
@@ -242,6 +243,8 @@ class Profile:
             self._on_read(READERS[function.__name__], owner if isinstance(owner, Tensor) else None)
         elif function is print:
             self._on_print()
+        elif function.__name__ in USED:
+            self.ran.switches.add(function.__name__)
         elif function in STARTERS_IN_C and not is_library(frame.f_code.co_filename):
             self.ran.threads.setdefault(f"_thread.{function.__name__}", find_source())
         elif (writes := name_of_write(frame, function)) is not None:

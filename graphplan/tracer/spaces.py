@@ -54,6 +54,8 @@ class Ran:
         """Python's ``logging``, methods of other loggers, and what else wrote to files and queues, and where."""
         self.threads: dict[str, Source] = {}
         """Calls that had something run in another thread or process, and where."""
+        self.switches: set[str] = set()
+        """Functions in C that read or set those of torch's switches that only some steps have to do with."""
 
     @property
     def codes(self) -> Collection[CodeType]:

@@ -1,4 +1,4 @@
-"""Rows 30 to 37 in a plain loop: hooks, streams and threads, caches, exceptions, endings."""
+"""Rows 30 to 38 in a plain loop: hooks, streams and threads, caches, exceptions, endings, what is left set."""
 
 from __future__ import annotations
 
@@ -237,3 +237,19 @@ def test_row_37_what_was_replayed_is_counted() -> None:
     drive(rig, step)
     assert (step.stats.eager, step.stats.replayed) == (24, 0)
     assert sum(step.stats.skipped.values()) == 24
+
+
+def _evaluate(model: Any, optimizer: Any, index: int) -> None:
+    model(torch.ones(2, 8))
+    model.eval()
+
+
+def test_row_38_what_the_step_sets_is_left() -> None:
+    """The step trains, and leaves the model so, whoever evaluates in between."""
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        model.train()
+        return loss_of(model, x, y)
+
+    step = assert_handled(partial(changing_rig, stay, loss, each=_evaluate), control=partial(changing_rig, stay, loss))
+    assert set(step.plan.left) == {"model.training", *(f"model.{number}.training" for number in range(5))}

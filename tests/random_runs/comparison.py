@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from graphplan import GraphedStep, GraphPlanError, VerifyError, graph_step
+from graphplan.switches import read_all, set_all
 from tests.facts import assert_same, flatten
 from tests.models import Memory
 from tests.random_runs import step as steps
@@ -18,6 +19,7 @@ from tests.random_runs.models import Net
 from tests.random_runs.run import Run
 from tests.twins import SEED, Rig, keep, prepare_steps, state_of
 
+BASE = read_all()
 OBSERVED = 4
 """All state is compared after every so many calls: by the end, later steps may have hidden a difference."""
 DISAGREEMENT = "is not what the eager step does"
@@ -43,6 +45,7 @@ def make_twin(run: Run, *, prepare: bool) -> tuple[Bench, Rig]:
     prepares the other one.
     """
     steps.GAIN = 1.0
+    set_all(BASE)
     torch.manual_seed(SEED)
     model = Net(run.family, run.layers, run.extras)
     if "channels last" in run.extras and run.family == "conv":

@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """One random run. ``events`` are ``(after call, name, number)``; ``sizes`` and ``forms`` repeat.
+    """One random run. ``events`` are ``(after call, name, number)``, ``leaves`` what the step leaves set, each with its
+    place in the step; ``sizes`` and ``forms`` repeat.
 
     The last seven fields before ``events`` are graphplan's options: which owners it is told, and so on.
     """
@@ -23,6 +24,7 @@ class Run:
     clip: str = "none"
     zero: str = "start"
     effects: frozenset[str] = frozenset()
+    leaves: tuple[tuple[str, str], ...] = ()
     extras: frozenset[str] = frozenset()
     sizes: tuple[int, ...] = (4,)
     forms: tuple[str, ...] = ("plain",)

@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedules
 
+from tests.random_runs.leaving import ACTS
 from tests.random_runs.models import CLASSES, LENGTH, WIDTH
 from tests.random_runs.run import Run
 
@@ -113,6 +114,11 @@ def make_step(
     mutates = "mutates input" in run.extras and "expanded" not in run.forms and "input grad" not in run.extras
     offset = 0.0
 
+    def leave(place: str) -> None:
+        for where, name in run.leaves:
+            if where == place:
+                ACTS[name](model, optimizers)
+
     def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if mutates and x.is_floating_point():
             x.add_(0.125)
@@ -129,15 +135,20 @@ def make_step(
         if run.zero.startswith("start") and part == 0:
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none="zeros" not in run.zero)
+        leave("start")
         logits, loss = forward(x, y)
+        leave("middle")
         (loss if scaler is None else scaler.scale(loss)).backward()
         if part == parts_of(run) - 1:
             _update(run, model, optimizers, scaler)
+        leave("end")
         return _effects(run, model, logits, loss)
 
     def predict(x: Tensor, y: Tensor, part: int = 0) -> Any:
+        leave("start")
         with torch.no_grad():
             logits, loss = forward(x, y)
+        leave("end")
         return {"loss": loss, "best": logits.argmax(1)}
 
     return predict if "inference" in run.extras else train_step

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.random_runs import model_events, training_events
 from tests.random_runs.bench import EVENTS
+from tests.random_runs.leaving import ACTS, PLACES
 from tests.random_runs.models import LAYERS
 from tests.random_runs.run import Run
 from tests.random_runs.step import FUSABLE, OF_MOMENTUM, OTHERS, SCHEDULES
@@ -30,6 +31,7 @@ def runs(family: str) -> st.SearchStrategy[Run]:
     """Random runs of one family of models."""
     some = lambda *values: st.sampled_from(values)  # noqa: E731
     extras = st.sampled_from([*EXTRAS * 2, *RARE, *OF_FAMILY[family]])
+    left = st.tuples(some(*PLACES), some(*sorted(ACTS)))
     event = st.tuples(some(*range(22), *range(4, 16)), st.sampled_from(sorted(EVENTS)), st.integers(0, 11))
     return st.builds(
         Run,
@@ -43,6 +45,7 @@ def runs(family: str) -> st.SearchStrategy[Run]:
         clip=some("none", "norm", "value"),
         zero=some(*["start"] * 6, *["end"] * 2, "start with zeros", "start of 2", "start of 3", "end of 2"),
         effects=st.frozensets(some(*EFFECTS), max_size=2),
+        leaves=st.one_of(st.just(()), st.just(()), st.lists(left, max_size=2).map(tuple)),
         extras=st.frozensets(extras, max_size=2),
         sizes=some((4,), (4,), (4,), (4, 4, 4, 3), (3, 5)),
         forms=some(*[("plain",)] * 4, *((form,) for form in FORMS), ("plain", "strided")),
