@@ -1,8 +1,8 @@
 """DDP and FSDP2 on two devices, measured: ``python -m recipes.two_devices [--cpu] [--json PATH]``.
 
-The character GPT of the benchmark, trained by two processes, each contender in a process group of its own: a plain
-loop, the same loop as a CUDA graph written by hand (the floor), a bare Trainer, and that Trainer with the callback.
-Under FSDP2 each block of the GPT is sharded, and then the rest. On the CPU (gloo, the tape) there is no floor.
+The character GPT of the benchmark, BERT and Llama, trained by two processes, each contender in a process group of its
+own: a plain loop, the same loop as a CUDA graph written by hand (the floor), a bare Trainer, and that Trainer with the
+callback. Under FSDP2 each block is sharded, and then the rest. On the CPU (gloo, the tape) there is no floor.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -29,10 +30,12 @@ from torch.optim import Optimizer
 from recipes.contenders import POOL, make_step
 from recipes.devices import require_cuda
 from recipes.measuring import Feed, Job
+from recipes.texts import texts
 from recipes.trainers import callback_of, make_module, make_trainer
-from recipes.workloads import Workload, cosine
+from recipes.workloads import Workload, cosine, workloads
 
-STRATEGIES = ("ddp", "fsdp2")
+CASES = ("ddp gpt", "fsdp2 gpt", "ddp bert", "fsdp2 llama")
+"""A strategy and a model each."""
 CONTENDERS = ("eager", "floor", "trainer", "trainer_callback")
 _WARMUP = 11
 """Steps before a capture: DDP times some of its first ten on the host."""
@@ -42,10 +45,21 @@ _SHARE = 5
 """Whoever launches each kernel from the host takes this many times fewer steps."""
 
 
+@dataclass(frozen=True)
+class Task(Job):
+    """What one process measures of one case."""
+
+    @property
+    def work(self) -> Workload:
+        """What is trained."""
+        return {**workloads(self.cpu), **texts(self.cpu)}[self.workload]
+
+
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """FSDP2 for each block of the GPT, and for the rest."""
-    for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
+    """FSDP2 for each block, and for the rest."""
+    for blocks in [part for part in model.modules() if isinstance(part, nn.ModuleList)]:
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
 
 
@@ -138,24 +152,31 @@ def work(job: Job, strategy: str, out: Path) -> None:
         us = feed.us()
         out.write_text(
             json.dumps(
-                {"strategy": strategy, "contender": job.contender, "us": median(us), "us_of_repeats": us, **facts}
+                {
+                    "strategy": strategy,
+                    "model": job.workload,
+                    "contender": job.contender,
+                    "us": median(us),
+                    "us_of_repeats": us,
+                    **facts,
+                }
             )
         )
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def _launch(strategy: str, contender: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    out = folder / f"{strategy} {contender}.json"
+def _launch(case: str, contender: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    out = folder / f"{case} {contender}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "-m", "recipes.two_devices"]
-    command += ["--strategies", strategy, "--contender", contender]
+    command += ["--cases", case, "--contender", contender]
     command += ["--out", str(out), "--steps", str(arguments.steps), "--repeats", str(arguments.repeats)]
     command += ["--cpu"] if arguments.cpu else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     if done.returncode != 0:
-        raise SystemExit(f"the contender {strategy} {contender} failed:\n{done.stderr[-4000:]}")
+        raise SystemExit(f"the contender {case} {contender} failed:\n{done.stderr[-4000:]}")
     row: dict[str, Any] = json.loads(out.read_text())
     return row
 
@@ -164,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure all contenders, print a table, and write it if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--cpu", action="store_true", help="two processes on the CPU, over gloo")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="comma-separated; default: both")
+    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated; default: %(default)s")
     parser.add_argument("--steps", type=int, default=_STEPS, help="steps of a block; a fifth for those without graphs")
     parser.add_argument("--repeats", type=int, default=3, help="blocks, of which the median counts")
     parser.add_argument("--json", type=Path, help="where to write the figures")
@@ -175,18 +196,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.contender is not None:
         share = 1 if arguments.contender in ("floor", "trainer_callback") else _SHARE
         steps, warmup = max(arguments.steps // share, 1), (50 if arguments.cpu else _WARMUP_STEPS) // share
-        job = Job("gpt", arguments.contender, arguments.cpu, steps, arguments.repeats, warmup)
-        work(job, arguments.strategies, arguments.out)
+        strategy, _, model = arguments.cases.partition(" ")
+        work(Task(model, arguments.contender, arguments.cpu, steps, arguments.repeats, warmup), strategy, arguments.out)
         return
     base = "eager" if arguments.cpu else "floor"
     chosen = [name for name in CONTENDERS if name != "floor" or not arguments.cpu]
     rows: list[dict[str, Any]] = []
-    for strategy in arguments.strategies.split(","):
+    for case in arguments.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            of = {name: _launch(strategy, name, arguments, Path(folder)) for name in chosen}
+            of = {name: _launch(case, name, arguments, Path(folder)) for name in chosen}
         for name, row in of.items():
             row["ratio"] = row["us"] / of[base]["us"]
-            print(f"{strategy:<6} {name:<18} {row['us']:>9.0f} µs/step  {row['ratio']:.2f}x of {base}", flush=True)
+            print(f"{case:<12} {name:<18} {row['us']:>9.0f} µs/step  {row['ratio']:.2f}x of {base}", flush=True)
         rows += of.values()
     if arguments.json is not None:
         device = "cpu" if arguments.cpu else torch.cuda.get_device_name()

@@ -17,6 +17,8 @@ from graphplan.errors import PeerError, RefusalError
 
 _PATIENCE, _PAUSE = 10.0, 0.002
 """Seconds that a rank waits for the others, which most often are only a moment behind, and between two looks."""
+_SHORT = 2.0
+"""Seconds where nothing depends on them: one whose batches have other shapes is in another step, and waits for us."""
 _numbers = count()
 
 
@@ -76,7 +78,7 @@ class Peers:
         """Whether every rank comes to ``stage`` in time: what they wait for may be this very step."""
         keys = [f"{key}/{stage}" for key in self._keys]
         self._store.set(f"{self._own}/{stage}", "1")
-        return self._come(keys, 0 if only_look else _PATIENCE)
+        return self._come(keys, 0 if only_look else _SHORT)
 
     def _come(self, keys: list[str], patience: float) -> bool:
         """Whether all ``keys`` are there within ``patience`` seconds.

@@ -15,7 +15,8 @@ from tests.lightning.ranks import BATCH, EPOCHS
 from tests.lightning.test_distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-SHARDED = ("fsdp", "fsdp clipped", "fsdp mixed")
+SHARDED = ("fsdp", "fsdp clipped", "fsdp mixed", "fsdp replicated", "llama")
+SIGNALLED = tuple(f"sigterm to {rank} in step {step}" for rank in (0, 1) for step in (2, 5, 20))
 SCARCE = ("no room for a check", "no room to check again")
 FULL = EPOCHS * 150 // BATCH - 14
 """Replays on each rank: DDP wants eleven warm-up steps on CUDA."""
@@ -26,13 +27,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All rows in one process group."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, *SCARCE, "wrong on one", "one rank cannot"]
-    rows += ["sigterm", "busy"]
+    rows += ["sigterm", "busy", "resumed", "fsdp resumed", "no_sync", "ragged", "other shapes on one", "one is slow"]
+    rows += ["bert", *SIGNALLED]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
     launcher += ["--rdzv-endpoint", "localhost:0"]
     return run_ranks(folder, rows, 2, launcher, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
 
 
-@pytest.mark.parametrize("row", ["plain", "clipped", "evaluated"])
+@pytest.mark.parametrize("row", ["plain", "clipped", "evaluated", "one is slow", "bert"])
 def test_a_fit_is_the_same_on_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
     """Forward, backward, all-reduce, clip and optimizer in one graph."""
     for found in ranks:
@@ -86,3 +88,34 @@ def test_ranks_whose_devices_are_busy_wait_together(ranks: list[dict[str, Any]])
     waits = [found["busy"]["waits"] for found in ranks]
     assert waits[0] == waits[1] >= EPOCHS * 150 // BATCH - 14, ranks[0]["busy"]["report"]
     assert [found["busy"]["captured"] for found in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("row", ["resumed", "fsdp resumed"])
+def test_a_fit_goes_on_from_a_checkpoint(ranks: list[dict[str, Any]], row: str) -> None:
+    """From that of an eager fit and from that of one with the callback alike; half of a fit is short."""
+    for found in ranks:
+        assert min(found[row]["replayed"]) >= 1
+
+
+def test_gradients_that_a_loop_accumulates_without_synchronisation(ranks: list[dict[str, Any]]) -> None:
+    """DDP's eleven warm-up steps, two traces, the capture."""
+    for found in ranks:
+        assert found["no_sync"]["replayed"] >= 10, found["no_sync"]["report"]
+
+
+def test_shapes_that_are_not_all_the_same(ranks: list[dict[str, Any]]) -> None:
+    """A sampler's ragged ends, and smaller batches on one rank: equal to eager, and nobody hangs."""
+    for found in ranks:
+        assert found["ragged"]["steps"] == 24, found["ragged"]["report"]
+        assert found["other shapes on one"]["replayed"] >= 5, found["other shapes on one"]["report"]
+
+
+@pytest.mark.parametrize("row", SIGNALLED)
+def test_a_sigterm_to_one_rank_ends_every_rank(ranks: list[dict[str, Any]], row: str) -> None:
+    """Before the same step, in warm-up as among replays, and all say why."""
+    words = row.split()
+    rank, step = int(words[2]), int(words[-1])
+    for found in ranks:
+        assert found[row]["ended"] == ranks[0][row]["ended"]
+        assert step < found[row]["ended"] <= step + 16
+        assert found[row]["said"] == [f"rank {rank} got a SIGTERM: every rank ends before step {found[row]['ended']}"]

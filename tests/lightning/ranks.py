@@ -8,14 +8,16 @@ and writes down what its callback did.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import math
 import os
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,17 +28,20 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from graphplan import GraphPlanCallback, NotCapturedError, RefusalError, SkipReason
 from graphplan.verify import check, schedule
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, Observer, digits, ignore_lightning_warnings, with_step
 from tests.sharded import evaluate, sharded_rig
-from tests.twins import assert_equals_eager
+from tests.twins import Rig, assert_equals_eager
 
 EPOCHS, BATCH = 4, 15
 """Each rank has ten batches per epoch."""
@@ -80,19 +85,27 @@ def callback_of(**options: Any) -> GraphPlanCallback:
     return GraphPlanCallback(**{"backend": BACKEND, "min_speedup": 0, **options})
 
 
+def loader(train: Dataset[Any]) -> DataLoader[Any]:
+    """Batches that Lightning shares out among the ranks."""
+    return DataLoader(train, BATCH, shuffle=True)
+
+
 def fit(
     make: Callable[[], L.LightningModule],
     callback: GraphPlanCallback | None,
     resume: Path | None = None,
+    *,
+    load: Callable[[Dataset[Any]], DataLoader[Any]] = loader,
+    others: Sequence[Callback] = (),
     **options: Any,
 ) -> Any:
-    """One fit; returns all that a user could look at, and the trainer."""
+    """One fit; returns all that a user could look at, and the trainer. ``load`` makes the loader of training data."""
     torch.manual_seed(0)
     module, observer = make(), Observer()
-    trainer = trainer_of([observer, *([callback] if callback else [])], **options)
+    trainer = trainer_of([observer, *others, *([callback] if callback else [])], **options)
     train, validation = digits()
     torch.manual_seed(1)
-    loaders = DataLoader(train, BATCH, shuffle=True), DataLoader(validation, 10)
+    loaders = load(train), DataLoader(validation, 10)
     trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False if resume else None)
     for part in module.modules():
         # After an evaluation stock FSDP2 keeps the root's parameters gathered, and graphplan does not.
@@ -106,9 +119,15 @@ def compare(make: Callable[[], L.LightningModule] = LitDigits, **options: Any) -
     """Fit twice and compare; the callback's counts and report."""
     chosen = options.pop("callback", {})
     callback = callback_of(**chosen)
-    assert_same(fit(make, None, **options)[0], fit(make, callback, **options)[0])
+    (expected, _), (found, trainer) = fit(make, None, **options), fit(make, callback, **options)
+    assert_same(expected, found)
     stats = callback.stats
-    counts = {"replayed": stats.replayed, "captured": stats.captured, "verified": stats.verified}
+    counts = {
+        "steps": trainer.global_step,
+        "replayed": stats.replayed,
+        "captured": stats.captured,
+        "verified": stats.verified,
+    }
     waits = stats.skipped[SkipReason.BUSY]
     return {**counts, "waits": waits, "evaluated": callback.eval_stats.replayed, "report": callback.report()}
 
@@ -169,15 +188,16 @@ class Replicated(LitDigits):
         fully_shard(self, mesh=mesh)
 
 
-def resumed(*, distributed: bool) -> dict[str, Any]:
+def resumed(
+    name: str, make: Callable[[], L.LightningModule] = Sharded, strategy: Callable[..., Strategy] = fsdp, **kind: Any
+) -> dict[str, Any]:
     """Half of the fit, a checkpoint, and the other half from it; with the callback also from the eager fit's."""
-    strategy = partial(fsdp, save_distributed_checkpoint=distributed)
-    folder = Path(sys.argv[1]) / f"checkpoints {distributed}"
+    folder = Path(sys.argv[1]) / f"checkpoints {name}"
     callbacks = [None, *(callback_of() for _ in range(3))]
+    run = partial(fit, make, strategy=partial(strategy, **kind))
     for name, callback in zip(("eager", "graphed"), callbacks, strict=False):
-        _, trainer = fit(Sharded, callback, strategy=strategy, max_epochs=EPOCHS // 2)
+        _, trainer = run(callback, max_epochs=EPOCHS // 2)
         trainer.save_checkpoint(folder / name)
-    run = partial(fit, Sharded, strategy=strategy)
     expected = run(None, folder / "eager")[0]
     for name, callback in zip(("eager", "graphed"), callbacks[2:], strict=True):
         assert_same(expected, run(callback, folder / name)[0])
@@ -228,6 +248,95 @@ class Told(L.Trainer):
     def received_sigterm(self) -> bool:
         asks = sys._getframe(1).f_code.co_name
         return asks in ("_send", "_broadcast_sigterm_tensor") and self.global_rank == 0 and self.global_step >= 5
+
+
+def ragged(train: Dataset[Any]) -> DataLoader[Any]:
+    """Of 155 samples one rank has the last one, and the other the first once more; the last batch has three."""
+    return loader(Subset(train, range(155)))
+
+
+def of_other_shapes(train: Dataset[Any]) -> DataLoader[Any]:
+    """Rank 1 has smaller batches from the second epoch's middle on, every third time."""
+    rank = int(os.environ["RANK"])
+    sizes = [9 if rank == 1 and index % 3 == 2 else BATCH for index in range(10)]
+    return DataLoader(train, batch_sampler=[range(rank * 150, rank * 150 + size) for size in sizes])
+
+
+class Slow(Callback):
+    """Rank 1 takes its time before some batches."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and batch_idx % 3 == 1:
+            time.sleep(0.05)
+
+
+def of_transformers(kind: str, **options: Any) -> dict[str, Any]:
+    """Bit by bit, with kernels that are deterministic; None without the library."""
+    if importlib.util.find_spec("transformers") is None:
+        return {"missing": True}
+    models = importlib.import_module("tests.lightning.ranks_of_transformers")
+    torch.use_deterministic_algorithms(True)
+    try:
+        return compare(getattr(models, kind), **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def accumulated_rig() -> Rig:
+    """Gradients of two batches, of which the first communicates nothing: ``no_sync``, in a loop without Lightning."""
+    device = torch.device("cuda", torch.cuda.current_device()) if CUDA else torch.device("cpu")
+    torch.manual_seed(distributed.get_rank())
+    calls = [(torch.randn(2, 8, 20, device=device), torch.randint(0, 5, (2, 8), device=device)) for _ in range(30)]
+    torch.manual_seed(7)
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(20, 16), nn.GELU(), nn.Linear(16, 5)).to(device))
+    optimizer = AdamW(net.parameters(), lr=1e-2, fused=True)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with net.no_sync():
+            first = F.cross_entropy(net(x[0]), y[0])
+            first.backward()
+        second = F.cross_entropy(net(x[1]), y[1])
+        second.backward()
+        optimizer.step()
+        return first + second
+
+    return Rig(step, {"net": net, "optimizer": optimizer}, calls)
+
+
+def without_synchronisation() -> dict[str, Any]:
+    """:func:`accumulated_rig`, in the process group that there is."""
+    step = assert_equals_eager(accumulated_rig, backend=BACKEND)
+    return {"replayed": step.stats.replayed, "report": step.report()}
+
+
+class Signalled(Callback):
+    """One rank gets a SIGTERM before a step, and no other does."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._rank, self._step = rank, step
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self._rank, self._step):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def signalled(rank: int, step: int) -> dict[str, Any]:
+    """Where each rank ends, and what it says."""
+    torch.manual_seed(0)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("graphplan").addHandler(handler)
+    callback = callback_of()
+    trainer = trainer_of([Signalled(rank, step), callback])
+    try:
+        trainer.fit(LitDigits(), DataLoader(digits()[0], BATCH))
+    except SIGTERMException:
+        return {"ended": trainer.global_step, "said": said, "replayed": callback.stats.replayed}
+    finally:
+        logging.getLogger("graphplan").removeHandler(handler)
+    return {"ended": None, "said": said, "replayed": callback.stats.replayed}
 
 
 def sigterm() -> dict[str, Any]:
@@ -293,8 +402,16 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "fsdp mixed": lambda: sharded(MixedSharded),
     "fsdp offloaded": lambda: sharded(Offloaded),
     "fsdp replicated": lambda: compare(partial(Replicated, WORLD // 2 if WORLD > 2 else WORLD), strategy=fsdp),
-    "fsdp resumed": partial(resumed, distributed=True),
-    "fsdp resumed from one file": partial(resumed, distributed=False),
+    "fsdp resumed": partial(resumed, "of ranks", save_distributed_checkpoint=True),
+    "fsdp resumed from one file": partial(resumed, "in one file", save_distributed_checkpoint=False),
+    "resumed": partial(resumed, "ddp", LitDigits, ddp),
+    "no_sync": without_synchronisation,
+    "ragged": lambda: compare(load=ragged),
+    "other shapes on one": lambda: compare(load=of_other_shapes, use_distributed_sampler=False),
+    "one is slow": lambda: compare(others=[Slow()]),
+    "bert": lambda: of_transformers("LitBert", precision="bf16-mixed"),
+    "llama": lambda: of_transformers("LitLlama", strategy=fsdp),
+    **{f"sigterm to {rank} in step {step}": partial(signalled, rank, step) for rank in (0, 1) for step in (2, 5, 20)},
     "fsdp loop": sharded_loop,
     "tensor parallel": tensor_parallel,
     "one rank cannot": lambda: one_rank_cannot(callback={"on_failure": "eager"}),
