@@ -9,6 +9,7 @@ still lives.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import traceback
 import warnings
@@ -38,6 +39,7 @@ _SHARE = 1.3
 """As many times the memory that eager steps have taken, checks and copies of the state may have reserved."""
 _DEAD_INPUT = "dead tensor"
 """What torch says, in an error of no class of its own, of a replay that would read memory that was freed."""
+_LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
 class GraphRecording:
@@ -115,6 +117,22 @@ class GraphRecording:
             self._graph = None
             # A pool without graphs stays reserved until somebody asks for this.
             _empty_cache()
+
+
+def _note_living(recording: GraphRecording) -> None:
+    """Have ``recording`` destroyed before what was registered for the process's end until now.
+
+    NCCL waits, in ``destroy_process_group``, until no graph that has its kernels is left; a traceback may hold one.
+    """
+    _LIVING.add(recording)
+    atexit.unregister(_end_recordings)
+    atexit.register(_end_recordings)
+
+
+def _end_recordings() -> None:
+    for recording in list(_LIVING):
+        with suppress(RuntimeError):
+            recording.reset()
 
 
 class CUDAGraphBackend(Backend):
@@ -241,6 +259,7 @@ class CUDAGraphBackend(Backend):
         nbytes = torch.cuda.memory_reserved(self.device) - before
         recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, kept=kept, states=states)
         self._living.add(recording)
+        _note_living(recording)
         return recording, result
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:

@@ -16,6 +16,9 @@ from tests.lightning.test_distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 SHARDED = ("fsdp", "fsdp clipped", "fsdp mixed", "fsdp replicated", "llama")
+LAUNCHER = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
+LAUNCHER += ["--rdzv-endpoint", "localhost:0"]
+ON_CUDA = {"GRAPHPLAN_RANKS": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 SIGNALLED = tuple(f"sigterm to {rank} in step {step}" for rank in (0, 1) for step in (2, 5, 20))
 SCARCE = ("no room for a check", "no room to check again")
 FULL = EPOCHS * 150 // BATCH - 14
@@ -29,9 +32,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     rows = ["plain", "clipped", "accumulated", "evaluated", *SHARDED, *SCARCE, "wrong on one", "one rank cannot"]
     rows += ["sigterm", "busy", "resumed", "fsdp resumed", "no_sync", "ragged", "other shapes on one", "one is slow"]
     rows += ["bert", *SIGNALLED]
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d"]
-    launcher += ["--rdzv-endpoint", "localhost:0"]
-    return run_ranks(folder, rows, 2, launcher, GRAPHPLAN_RANKS="cuda", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    return run_ranks(folder, rows, 2, LAUNCHER, **ON_CUDA)
 
 
 @pytest.mark.parametrize("row", ["plain", "clipped", "evaluated", "one is slow", "bert"])
@@ -119,3 +120,10 @@ def test_a_sigterm_to_one_rank_ends_every_rank(ranks: list[dict[str, Any]], row:
         assert found[row]["ended"] == ranks[0][row]["ended"]
         assert step < found[row]["ended"] <= step + 16
         assert found[row]["said"] == [f"rank {rank} got a SIGTERM: every rank ends before step {found[row]['ended']}"]
+
+
+def test_a_program_with_collectives_keeps_no_process_that_fails(tmp_path: Path) -> None:
+    """NCCL waits for it, and the traceback holds it; what a row may take has not passed when the ranks have ended."""
+    with pytest.raises(AssertionError, match=r"ArithmeticError: of the user's own, after 16 replays") as caught:
+        run_ranks(tmp_path, ["plain", "fails"], 2, LAUNCHER, **ON_CUDA)
+    assert "Timeout" not in str(caught.value)
