@@ -58,6 +58,7 @@ LAYERS = {
     "roles": 0,
     "stats": 1,
     "errors": 0,
+    "faults": 4,
 }
 # Rooms that not every higher layer may import: a report is for those who show it to people.
 READERS = {"report": {"__init__", "callback", "inference", "step"}}

@@ -32,6 +32,7 @@ class Refusals:
         if self._peers is not None and not isinstance(error, FeedError):
             self._peers.refuse(error)
         if isinstance(error, DeviceError) or self.escalates(error):
+            error.is_raised = True
             raise error
         _forget_frames(error)
         self.warn(f"{consequence}: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 from graphplan.capture_state import presenting_capture
 from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError
-from graphplan.fed import Fed
+from graphplan.fed import Fed, call_step
 from graphplan.marks import PLAIN_KINDS, marks_of
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
 from graphplan.rng import TracedStates, saving_states
@@ -99,8 +100,10 @@ def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: 
     drawn, held = host_generators(), sharding.holds_gradients()
     states = TracedStates(mode.check_states, mode.take_states)
     with presenting_capture(), saving_states(states.save, states.put), mode, profile:
-        result = fed.lend(lambda args, kwargs: fn(*args, **kwargs))
+        result = fed.lend(partial(call_step, fn))
         sharding.settle()
+    mode.faults.check()
+    profile.faults.check()
     change = fed.change()
     if change is not None:
         mode.refuse(HostEffectError, change, component="step")
