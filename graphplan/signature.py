@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from graphplan.containers import Literals, flatten_plain
 from graphplan.dtensors import is_sharded
 from graphplan.errors import DeviceError, FeedError, RefusalError
-from graphplan.marks import PLAIN_KINDS, has_own_operators, marks_of
+from graphplan.marks import PLAIN_KINDS, has_own_operators, is_freed, marks_of
 from graphplan.placeholders import is_placeholder
 from graphplan.trees import close_records, has_attributes, is_record, literal_values, open_records, with_paths
 
@@ -368,6 +368,11 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
         if leaf.layout is not torch.strided:
             raise FeedError(
                 f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: feed {name}.to_dense()"
+            )
+        if leaf.is_meta or is_freed(leaf):
+            raise FeedError(
+                f"{name} has no values ({'it lies on the meta device' if leaf.is_meta else 'its memory is gone'}), "
+                "and a replay copies them in: leave it out of what is fed, or feed what the step wants to know of it"
             )
         if device is not None and leaf.device != device:
             raise DeviceError(

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import EffectError, FaultError, FeedError, GraphPlanError, capture, compile_plan, graph_step
+from tests.clocks import Clock, set_clock
 from tests.facts import assert_same
 from tests.twins import Rig, build, drive, managed, state_of
 
@@ -74,7 +75,7 @@ BEFORE: dict[str, list[str]] = {
         "trace", "Snapshot", "build_plan", "omissions", "check_threads", "with_placeholders", "within_first_steps",
     ],
     "graphplan.step.room": ["Room.make", "Room.settle"],
-    "graphplan.tracer.mode": ["TraceMode._note", "TraceMode.finish", "TraceMode._birth"],
+    "graphplan.tracer.mode": ["TraceMode.operate", "TraceMode.finish", "TraceMode._birth"],
     "graphplan.tracer.changes": ["Recorder.__init__", "Recorder.changes"],
     "graphplan.tracer.profile": ["Profile._note_call", "Profile._note_c_call", "Profile.reads"],
     "graphplan.tracer.rates": ["RateWatch.finish"],
@@ -216,7 +217,7 @@ def test_a_preparation_that_fails_leaves_the_groups_alone() -> None:
         step(torch.randn(2, 4))
 
 
-@pytest.mark.parametrize("place", ["compiler.build:classify", "tracer.mode:TraceMode._note", "step.bare:find_device"])
+@pytest.mark.parametrize("place", ["compiler.build:classify", "tracer.mode:TraceMode.operate", "step.bare:find_device"])
 def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str) -> None:
     rig = build(_rig)
     before = state_of(rig)
@@ -238,11 +239,13 @@ def test_a_plan_is_not_captured_after_an_error_of_graphplans_own() -> None:
         capture(plan, feed=rig.calls[0])
 
 
-def test_the_end_of_timed_eager_calls_fails() -> None:
+def test_the_end_of_timed_eager_calls_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is done by then; the next call is told."""
+    clock = set_clock(monkeypatch, Clock())
     expected = _twin(CALLS)
     rig = build(_rig)
-    step = managed(rig, min_speedup=1e-9, on_failure="eager")
+    rig.after = lambda index: setattr(clock, "time", clock.time + 1.0)
+    step = managed(rig, min_speedup=1.0, on_failure="eager")
     with (
         _raising("graphplan.step.managed:Managed.prepare", lambda number: True),
         pytest.warns(UserWarning, match=r"InjectedError in graphplan at .*: not expected"),

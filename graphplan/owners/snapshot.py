@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import CaptureError, EffectError
-from graphplan.marks import PLAIN_KINDS, has_memory, has_own_operators
+from graphplan.marks import PLAIN_KINDS, has_memory, has_own_operators, is_freed
 from graphplan.owners.copying import Unequal, copy_all, write_all
-from graphplan.owners.records import Container, Walk, is_freed, is_optimizer_state, storage_id
+from graphplan.owners.records import Container, Walk, is_optimizer_state, storage_id
 from graphplan.owners.sharding import Sharding
 from graphplan.switches import read_all, set_all
 

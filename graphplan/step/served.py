@@ -48,7 +48,9 @@ class ServedStep(GraphedStep):
     def skip(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
         """An eager call for a reason of the caller's, on arguments of any kind, through which gradients may flow."""
         with self._alone(), running_step():
-            return self._runner.outside(brought_to(self._options.feed_device, args, kwargs), reason, detail)
+            result = self._runner.outside(brought_to(self._options.feed_device, args, kwargs), reason, detail)
+        self._runner.outcome = None
+        return result
 
     def call(
         self,
