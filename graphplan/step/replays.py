@@ -133,7 +133,9 @@ class Replays:
     def _eager(self, program: Program, fed: Fed, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
         """The eager step of a check. ``walk`` leads to what its owners hold afterwards."""
         try:
-            return self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
+            result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
+            self._runner.outcome = (result,)
+            return result
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise
