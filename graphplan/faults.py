@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from graphplan.backend import first_line, is_out_of_memory
-from graphplan.errors import FaultError, GraphPlanError
+from graphplan.errors import EffectError, FaultError, GraphPlanError
 from graphplan.fed import is_callers
 
 _HERE = os.path.dirname(__file__) + os.sep
@@ -63,6 +63,26 @@ def refusing() -> Iterator[None]:
         if refusal is None or refusal is error:
             raise
         raise refusal from error
+
+
+@contextmanager
+def having_run(name: str) -> Iterator[None]:
+    """Raise what the block raises, or what it comes to after the step ``name`` has run."""
+    try:
+        yield
+    except Exception as error:
+        if refusal_of(error) is None:
+            raise
+        raise lost(error, name) from error
+
+
+def lost(error: Exception, name: str) -> EffectError:
+    """What ``error`` comes to after the step ``name`` has run."""
+    return EffectError(
+        f"{describe(error)}. {name} has run: its tensors are those of the next step, but what it does in Python may be "
+        "half done, and what it returns is lost. Go on from a checkpoint, keep objects whose items raise out of what "
+        "the step counts, appends to or returns, or run it eagerly"
+    )
 
 
 def describe(error: Exception) -> str:

@@ -106,7 +106,7 @@ OPTIONAL = {"graphplan.step.short:Call.leaves", "graphplan.step.short:ShortWay.r
 
 
 @contextmanager
-def _raising(place: str, when: Callable[[int], bool]) -> Iterator[list[int]]:
+def raising(place: str, when: Callable[[int], bool]) -> Iterator[list[int]]:
     """Have a function of graphplan's raise in those of its calls of which ``when(number)`` is true; their numbers."""
     name, _, path = place.partition(":")
     *kinds, attribute = path.split(".")
@@ -146,7 +146,7 @@ WHEN: dict[str, Callable[[int], bool]] = {
 def test_an_error_of_graphplans_own_leaves_an_eager_step(place: str, when: str) -> None:
     expected = _twin(CALLS)
     rig = build(_rig)
-    with _raising(place, WHEN[when]) as fired:
+    with raising(place, WHEN[when]) as fired:
         step = managed(rig, on_failure="eager")
         found = drive(rig, step)
         assert "graphplan" in step.report()
@@ -159,7 +159,7 @@ def test_an_error_of_graphplans_own_leaves_an_eager_step(place: str, when: str) 
 def test_an_error_of_graphplans_own_is_a_refusal(place: str) -> None:
     rig = build(_rig)
     done, errors = 0, []
-    with _raising(place, WHEN["always"]):
+    with raising(place, WHEN["always"]):
         try:
             step = managed(rig)
             for args in rig.calls:
@@ -182,8 +182,8 @@ def test_what_fails_after_a_replay_is_said_so(place: str, on_failure: str) -> No
     step = managed(rig, on_failure=on_failure, verify="off")
     drive(rig, step, 8)
     assert step.stats.replayed == 1
-    with _raising(f"graphplan.{place}", lambda number: number == 1):
-        with pytest.raises(EffectError, match=r"InjectedError .*: not expected\. .*step was replayed: its tensors are"):
+    with raising(f"graphplan.{place}", lambda number: number == 1):
+        with pytest.raises(EffectError, match=r"InjectedError .*: not expected\. .*step has run: its tensors are"):
             step(*rig.calls[8])
         found = state_of(rig)
         expected = _twin(9)
@@ -200,7 +200,7 @@ def test_what_cannot_be_undone_is_said_so(on_failure: str) -> None:
     rig = build(_rig)
     step = managed(rig, on_failure=on_failure)
     with (
-        _raising("graphplan.owners.snapshot:write_all", lambda number: True),
+        raising("graphplan.owners.snapshot:write_all", lambda number: True),
         pytest.raises(EffectError, match="InjectedError while a step was undone: not expected"),
     ):
         drive(rig, step)
@@ -210,7 +210,7 @@ def test_a_preparation_that_fails_leaves_the_groups_alone() -> None:
     model = nn.Linear(4, 4)
     optimizer = AdamW([{"params": [model.weight]}, {"params": [model.bias]}], foreach=True)
     before = [{**group} for group in optimizer.param_groups]
-    with _raising("graphplan.optimizers.preparation:_wanted_flags", lambda number: number == 2):
+    with raising("graphplan.optimizers.preparation:_wanted_flags", lambda number: number == 2):
         step = graph_step(lambda x: model(x).sum(), owners={"model": model, "optimizer": optimizer})
     assert [{**group} for group in optimizer.param_groups] == before
     with pytest.raises(FaultError, match=r"InjectedError while the optimizers were prepared at .*: not expected"):
@@ -222,7 +222,7 @@ def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str) -> 
     rig = build(_rig)
     before = state_of(rig)
     with (
-        _raising(f"graphplan.{place}", lambda number: True),
+        raising(f"graphplan.{place}", lambda number: True),
         pytest.raises(FaultError, match=r"InjectedError .*: not expected"),
     ):
         compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
@@ -233,7 +233,7 @@ def test_a_plan_is_not_captured_after_an_error_of_graphplans_own() -> None:
     rig = build(_rig)
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     with (
-        _raising("graphplan.step.bare:capture_program", lambda number: True),
+        raising("graphplan.step.bare:capture_program", lambda number: True),
         pytest.raises(FaultError, match=r"InjectedError .*: not expected"),
     ):
         capture(plan, feed=rig.calls[0])
@@ -247,7 +247,7 @@ def test_the_end_of_timed_eager_calls_fails(monkeypatch: pytest.MonkeyPatch) -> 
     rig.after = lambda index: setattr(clock, "time", clock.time + 1.0)
     step = managed(rig, min_speedup=1.0, on_failure="eager")
     with (
-        _raising("graphplan.step.managed:Managed.prepare", lambda number: True),
+        raising("graphplan.step.managed:Managed.prepare", lambda number: True),
         pytest.warns(UserWarning, match=r"InjectedError in graphplan at .*: not expected"),
     ):
         found = drive(rig, step)
@@ -295,12 +295,29 @@ def test_errors_of_the_steps_own_come_out_as_they_are(at: int, of_torch: bool, o
     )
 
 
-def test_a_step_that_is_called_with_wrong_arguments() -> None:
+WRONG: dict[str, tuple[Any, ...]] = {
+    "takes 1 positional argument but 2 were given": ({}, None),
+    "missing 1 required positional argument: 'batch'": (),
+}
+
+
+@pytest.mark.parametrize("at", [*range(6), 12])
+@pytest.mark.parametrize("text", WRONG)
+@pytest.mark.parametrize("options", [{}, {"min_speedup": 1.0}, {"device": "cpu"}, {"backend": "eager"}])
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_step_that_is_called_with_wrong_arguments(
+    at: int, text: str, options: dict[str, Any], on_failure: str
+) -> None:
+    """It begins with calls that are timed, or not; it has programs, or not yet."""
     rig = build(_rig)
-    step = managed(rig, on_failure="eager")
-    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
-        step(*rig.calls[0], None)
+    step = managed(rig, on_failure=on_failure, **options)
+    drive(rig, step, at)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=text) as caught:
+            step(*WRONG[text])
+        assert type(caught.value) is TypeError
     assert not step.is_down
+    assert_same(_twin(at), state_of(rig))
 
 
 def test_errors_of_eager_if_come_out_as_they_are() -> None:

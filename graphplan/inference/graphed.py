@@ -91,6 +91,8 @@ class Graphed(Method, Reports):
         self._thread = get_ident()
         try:
             return self._serve(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised again where it is the caller's
+            return self._step.recover(error, args, kwargs)
         finally:
             self._thread = None
             self.pool.give_back()
@@ -106,16 +108,17 @@ class Graphed(Method, Reports):
             self.shapes.hits += 1
             return result
         self.shapes.misses += 1
-        if stats.captured > captured:
-            self._warn_of_limits()
-        if self._specimen is None or stats.captured > captured:
-            feed = dense_feed(args, kwargs)
-            self._specimen = self._specimen if feed is None else Specimen.of(feed)
+        with self._step.having_run():
+            if stats.captured > captured:
+                self._warn_of_limits()
+            if self._specimen is None or stats.captured > captured:
+                feed = dense_feed(args, kwargs)
+                self._specimen = self._specimen if feed is None else Specimen.of(feed)
         return result
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = self._options
-        if options.enable_if is not None and not options.enable_if():
+        if not options.is_enabled():
             return self._step.skip(args, kwargs, SkipReason.ENABLE_IF)
         if options.backend == "eager" or surroundings() is not None:
             return self._step(*args, **kwargs)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from graphplan.backend import Backend, Recording, first_line, is_out_of_memory
 from graphplan.dtensors import local
-from graphplan.errors import ClosedError, DeviceFault, EffectError, FeedError, GraphPlanError, GuardError
-from graphplan.faults import describe
+from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError
+from graphplan.faults import lost
 from graphplan.fed import call_step
 from graphplan.guards import Guards
 from graphplan.native.comparing import Row
@@ -202,7 +202,7 @@ class Program:
         except Exception as error:
             if isinstance(error, GraphPlanError) or is_out_of_memory(error):
                 raise
-            raise self._lost(error) from error
+            raise lost(error, self.plan.name) from error
 
     def wait(self, when: str) -> None:
         """Wait for the device, so that what failed there by ``when`` is told now.
@@ -219,13 +219,6 @@ class Program:
                 f"{first_line(error)}. Its last operators: {', '.join(self.plan.last_operators)}. Run with "
                 "debug_eager=True, which takes every way but the recording, to see whether the step itself fails"
             ) from error
-
-    def _lost(self, error: Exception) -> EffectError:
-        return EffectError(
-            f"{describe(error)}. {self.plan.name} was replayed: its tensors are those of the next step, but what it "
-            "does in Python is half done, and what it returns is lost. Go on from a checkpoint, keep objects whose "
-            "items raise out of what the step counts, appends to or returns, or run it eagerly"
-        )
 
     def settle(self) -> None:
         """Have gradients that somebody keeps out of the way of replays that overwrite them."""

@@ -12,7 +12,7 @@ import torch
 from graphplan.compiler import find_device
 from graphplan.errors import SkipReason, SlowerError
 from graphplan.faults import refusal_of
-from graphplan.fed import Fed
+from graphplan.fed import Fed, hands_over
 from graphplan.signature import Feed
 from graphplan.step.gate import AGAIN, Clock, Gate, Stock
 from graphplan.step.options import Options
@@ -75,11 +75,11 @@ class Gated(Told):
         self._be_stock(None, ended=self._end_eager, failed=gate.cancel)
 
     def _end_eager(self) -> None:
-        with self._having_run():
+        with self.having_run():
             self._end_timing()
 
     @contextmanager
-    def _having_run(self) -> Iterator[None]:
+    def having_run(self) -> Iterator[None]:
         """Have the next call told of what fails in the block: the step is done."""
         try:
             yield
@@ -121,7 +121,7 @@ class Gated(Told):
             raise
         if self._way != self._timed:
             return result
-        with self._having_run():
+        with self.having_run():
             pays = None
             if self._runner.stats.last_kind == "replayed":
                 pays = gate.end_replay()
@@ -189,6 +189,6 @@ class Gated(Told):
 def _plain_call(
     fn: Callable[..., Any], device: torch.device | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    if device is None:
-        return lambda args, kwargs: fn(*args, **kwargs)
-    return lambda args, kwargs: brought_to(device, args, kwargs).lend(lambda args, kwargs: fn(*args, **kwargs))
+    # The first of several may be made within a call that is not stock.
+    call = hands_over(lambda args, kwargs: fn(*args, **kwargs))
+    return call if device is None else lambda args, kwargs: brought_to(device, args, kwargs).lend(call)

@@ -8,7 +8,6 @@ Longer than most rooms: the ways that a call can take are told apart here and no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import MethodType
@@ -30,7 +29,7 @@ from graphplan.errors import (
     SkipReason,
 )
 from graphplan.faults import refusal_of
-from graphplan.fed import Fed, hands_over
+from graphplan.fed import Fed
 from graphplan.program import Program, settle_companions
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
@@ -110,7 +109,6 @@ class GraphedStep(Method, Exclusive, Gated):
         self._short = ShortWay(self._managed, moved=self._lookup.is_moved)
         self._fruitless = (0, 0)
         self._take_gate(gate, opens=opens_gate)
-        self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
 
@@ -127,7 +125,7 @@ class GraphedStep(Method, Exclusive, Gated):
 
     def _bound_to(self, instance: Any) -> GraphedStep:
         method = MethodType(self._fn, instance)
-        return GraphedStep(method, owners_of(method, self._owners), self._options)
+        return type(self)(method, owners_of(method, self._owners), self._options)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._turn.acquire(False):
@@ -135,9 +133,7 @@ class GraphedStep(Method, Exclusive, Gated):
         try:
             return self._serve(args, kwargs)
         except Exception as error:
-            if isinstance(error, EffectError):
-                self._managed.refusal = CaptureError(str(error))
-            refusal = refusal_of(error)
+            refusal = self._refusal_of(error)
             if refusal is None:
                 raise
             return self._recover(refusal, args, kwargs)
@@ -161,6 +157,15 @@ class GraphedStep(Method, Exclusive, Gated):
                 raise
             # Nothing has run; on the long way the program is dropped.
             return self._look_up(args, kwargs)
+
+    def _refusal_of(self, error: Exception) -> RefusalError | None:
+        """What ``error`` comes to if the call is to be recovered; None if it is to come out."""
+        if isinstance(error, EffectError):
+            self._managed.refusal = CaptureError(str(error))
+        refusal = refusal_of(error)
+        if refusal is None:
+            self._runner.outcome = None
+        return refusal
 
     def _recover(self, refusal: RefusalError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """End a call in which graphplan itself has failed, with the step done once."""
@@ -278,11 +283,8 @@ class GraphedStep(Method, Exclusive, Gated):
             entry.refusal = self._decide(gate, pays)
         return result
 
-    @hands_over
     def _tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
         """Before anything runs: ``program`` will, or Python; that comes to no program if there is a ``reason``."""
-        if self._before is not None:
-            self._before(program, reason, detail)
 
     def _outside(self, feed: Feed) -> Any:
         """A call through which gradients flow."""
@@ -358,7 +360,7 @@ class GraphedStep(Method, Exclusive, Gated):
         if overdue is not None:
             if self._options.on_failure == "raise":
                 raise overdue
-            warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
+            self._refusals.warn(f"graphplan runs this step eagerly: {overdue}")
             self._stand_down(SkipReason.SHAPE, str(overdue))
             assert self._way is not None
             return self._runner.outside(Fed.of(feed), SkipReason.SHAPE, str(overdue))
