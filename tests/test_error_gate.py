@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from graphplan import EffectError, FaultError, FeedError, GraphPlanError, capture, compile_plan, graph_step
 from tests.clocks import Clock, set_clock
 from tests.facts import assert_same
+from tests.test_training_buckets import Training, batches, bucketed
 from tests.twins import Rig, build, drive, managed, state_of
 
 CALLS = 14
@@ -102,7 +103,10 @@ BEFORE: dict[str, list[str]] = {
 }  # fmt: skip
 """Functions that run before the step, around it, in its middle or after it."""
 PLACES = [f"{module}:{name}" for module, names in BEFORE.items() for name in names]
-OPTIONAL = {"graphplan.step.short:Call.leaves", "graphplan.step.short:ShortWay.remember"}
+SHORT = {
+    "graphplan.step.short:Call.leaves", "graphplan.step.short:ShortWay.remember", "graphplan.step.managed:Managed.rows",
+}  # fmt: skip
+"""Without these, calls go the long way."""
 
 
 @contextmanager
@@ -151,7 +155,7 @@ def test_an_error_of_graphplans_own_leaves_an_eager_step(place: str, when: str) 
         found = drive(rig, step)
         assert "graphplan" in step.report()
     assert_same(expected, found.state)
-    assert fired or when != "always" or place in OPTIONAL
+    assert fired or when != "always" or place in SHORT
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -168,6 +172,7 @@ def test_an_error_of_graphplans_own_is_a_refusal(place: str) -> None:
         except GraphPlanError as error:
             errors.append(error)
     assert_same(_twin(done), state_of(rig))
+    assert errors or place in SHORT or "InjectedError" in step.report()
     for error in errors:
         assert isinstance(error, FaultError | FeedError)
         assert "InjectedError" in str(error)
@@ -328,3 +333,47 @@ def test_errors_of_eager_if_come_out_as_they_are() -> None:
     step = managed(rig, on_failure="eager", eager_if=asks)
     with pytest.raises(Stop, match="cannot say"):
         step(*rig.calls[0])
+
+
+PADDED = [
+    "step.padded:PaddedStep._kind", "step.padded:PaddedStep._plain_feed", "step.padded:PaddedStep._compare",
+    "padding.kinds:Kinds.learn", "padding.layout:Padding.pad", "padding.slicing:Slicer.meet",
+    "padding.slicing:Slicer.cut", "step.padded:handed_on", "step.padding_check:PaddingCheck.run",
+    "step.stages:trace", "step.replays:check_replay",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("place", PADDED)
+@pytest.mark.filterwarnings("ignore:graphplan")
+def test_a_padded_step_goes_on_without_padding(place: str, when: str) -> None:
+    """Each batch is trained on once, which comes to the same as eager steps but for rounding."""
+    eager, found = (Training(optimizer=SGD) for _ in range(2))
+    step = bucketed(found, on_failure="eager")
+    with raising(f"graphplan.{place}", WHEN[when]) as fired:
+        for batch in batches(30):
+            torch.testing.assert_close(step(batch)[0], eager.step(batch)[0].detach(), rtol=1e-4, atol=1e-5)
+        assert "graphplan" in step.report()
+    assert fired or when != "always"
+    for one, other in zip(found.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", PADDED)
+@pytest.mark.filterwarnings("ignore:graphplan")
+def test_an_error_around_a_padded_step_is_a_refusal(place: str) -> None:
+    eager, found = (Training(optimizer=SGD) for _ in range(2))
+    step = bucketed(found)
+    with raising(f"graphplan.{place}", WHEN["always"]):
+        for batch in batches(30):
+            try:
+                step(batch)
+            except FaultError as error:
+                refusal = str(error)
+                break
+            eager.step(batch)
+        else:
+            refusal = step.report()
+    assert "InjectedError" in refusal
+    for one, other in zip(found.model.parameters(), eager.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -31,7 +31,7 @@ LAYERS = {
     "tracer": 3,
     "plan": 3,
     "fed": 2,
-    "unread": 2,
+    "unread": 3,
     "policy": 1,
     "signature": 1,
     "backend": 3,
