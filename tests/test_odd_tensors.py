@@ -104,6 +104,34 @@ def test_a_step_is_replayed_beside_an_odd_tensor(name: str, place: str) -> None:
     assert_same(found, expected)
 
 
+def test_a_step_that_makes_a_tensor_on_the_meta_device() -> None:
+    """What it works with there has a shape and nothing else."""
+
+    def train(*, graphed: bool) -> tuple[dict[str, Any], int]:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model.template = torch.empty(3, device="meta")
+
+        def step(x: Tensor) -> Tensor:
+            model.template = torch.ones(3, device="meta") * 2
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * len(model.template)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run: Any = graph_step(step, owners={"model": model, "optimizer": optimizer}) if graphed else step
+        for _ in range(12):
+            run(torch.randn(2, 4))
+        return dict(model.named_parameters()), run.stats.replayed if graphed else 0
+
+    expected, _ = train(graphed=False)
+    found, replayed = train(graphed=True)
+    assert replayed > 5
+    assert_same(found, expected)
+
+
 class Sealed(Tensor):
     """A tensor around another one that knows one operator, as optimizers keep for quantised state."""
 

@@ -93,12 +93,29 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place",
     [
+        "callback.gates:has_hook", "callback.callback:closed_to_training", "callback.callback:closed_loop",
+        "callback.clipping:FusedClipping.__init__", "callback.automatic:AutomaticSeam.install",
+        "callback.loop:LoopSeam.__init__", "callback.loop:LoopSeam.install", "callback.rows:LateRows.install",
+        "callback.seam:Seam.__init__",
         "step.lookup:Lookup.find", "step.stages:trace", "step.stages:build_plan", "step.captures:capture_program",
         "verify.check:_Check.compare", "verify.check:_Check.start", "owners.discovery:Discovery.unknown",
         "program.program:Program.fits",
     ],
 )  # fmt: skip
 def test_errors_of_graphplans_own_in_a_trainer(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(place, tmp_path, monkeypatch)
+
+
+def test_errors_of_graphplans_own_after_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused("callback.automatic:AutomaticSeam.install", tmp_path, monkeypatch, min_speedup=1.0)
+
+
+def test_errors_of_graphplans_own_in_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused("callback.callback:closed_to_all", tmp_path, monkeypatch, eval=True)
+
+
+def assert_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Fail unless a function of graphplan's that raises is named, and a fit goes on without it where it may."""
     expected = fit(LitDigits, tmp_path / "eager", max_epochs=2)
     name, _, path = place.partition(":")
     *kinds, attribute = path.split(".")
@@ -111,7 +128,7 @@ def test_errors_of_graphplans_own_in_a_trainer(place: str, tmp_path: Path, monke
 
     monkeypatch.setattr(owner, attribute, fail)
     with pytest.warns(UserWarning, match=r"ArithmeticError .*not expected"):
-        found = fit(LitDigits, tmp_path / "graphed", tape(on_failure="eager"), max_epochs=2)
+        found = fit(LitDigits, tmp_path / "graphed", tape(on_failure="eager", **options), max_epochs=2)
     assert_same_fits(expected, found)
     with pytest.raises(FaultError, match=r"ArithmeticError .*not expected"):
-        fit(LitDigits, tmp_path / "raised", tape(), max_epochs=2)
+        fit(LitDigits, tmp_path / "raised", tape(**options), max_epochs=2)
