@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from graphplan import GraphedStep, OptionError, graph_step
+from graphplan.step.padded import PaddedStep
 from tests.facts import assert_same, flatten
 
 
@@ -112,3 +113,22 @@ def test_an_instance_without_a_dictionary_has_no_step() -> None:
 def test_a_method_that_is_called_on_its_class() -> None:
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
         Trainer.step(torch.ones(2, 4))
+
+
+def test_a_method_at_capture_sizes() -> None:
+    class Padding(Trainer):
+        def sums(self, x: Tensor) -> Tensor:
+            self.optimizer.zero_grad()
+            loss = (self.model(x) * (x != 0).any(1, keepdim=True)).square().sum()
+            loss.backward()
+            self.optimizer.step()
+            return loss
+
+        padded = graph_step(sums, shapes="bucket", buckets=[4, 8])
+
+    trainer = Padding()
+    for number in range(12):
+        trainer.padded(torch.randn(3 + number % 2, 4))
+    assert isinstance(trainer.padded, PaddedStep)
+    assert trainer.padded.shapes.padded_calls == 5
+    assert trainer.padded.stats.replayed == 5
