@@ -13,6 +13,8 @@ from graphplan.errors import ControlFlowError as ControlFlowError
 from graphplan.errors import CopyError as CopyError
 from graphplan.errors import DeviceError as DeviceError
 from graphplan.errors import DeviceFault as DeviceFault
+from graphplan.errors import EffectError as EffectError
+from graphplan.errors import FaultError as FaultError
 from graphplan.errors import FeedError as FeedError
 from graphplan.errors import GeneratorSeekError as GeneratorSeekError
 from graphplan.errors import GradientError as GradientError

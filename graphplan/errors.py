@@ -6,6 +6,8 @@ step refuses with carry a :class:`SkipReason`, so that statistics can count why 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -97,6 +99,8 @@ class RefusalError(GraphPlanError):
     """
 
     reason: SkipReason = SkipReason.CAPTURE
+    is_raised: bool = False
+    """Whether the caller is to have it, whatever else is done about refusals."""
 
     def __init__(self, message: str, *, component: str = "step") -> None:
         super().__init__(message)
@@ -198,6 +202,12 @@ class CaptureError(RefusalError, RuntimeError):
     reason = SkipReason.CAPTURE
 
 
+class FaultError(CaptureError):
+    """An object that the step works with raised while graphplan looked at it, or graphplan itself failed. The step has
+    no part in it.
+    """
+
+
 class CaptureMemoryError(CaptureError, torch.OutOfMemoryError):
     """Memory ran out in a traced or captured call."""
 
@@ -214,6 +224,12 @@ class MemoryBudgetError(CaptureError):
 
 class GradientError(GraphPlanError, RuntimeError):
     """A backward pass outside the step comes to a tensor that a replay left."""
+
+
+class EffectError(GraphPlanError, RuntimeError):
+    """Something of graphplan's or of a foreign class failed in the middle of a replay, or of undoing a step: the owners
+    are neither as they were before the call nor as they are after it.
+    """
 
 
 class StaleError(GraphPlanError, RuntimeError):
@@ -273,3 +289,31 @@ class SlowerError(RefusalError, RuntimeError):
     """Steps with replays were measured to take longer than without: the step stands down."""
 
     reason = SkipReason.SLOWER
+
+
+class Faults:
+    """Errors of graphplan's own work in the middle of a step, which goes on without it. The first one is kept until the
+    step is over.
+    """
+
+    def __init__(self) -> None:
+        self._first: Exception | None = None
+
+    def note(self, error: Exception) -> None:
+        """Keep ``error``, unless there is one."""
+        if self._first is None:
+            self._first = error
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keep what the block raises."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - it would come out in the step
+            self.note(error)
+
+    def check(self) -> None:
+        """Raise the error that was kept, if any."""
+        first, self._first = self._first, None
+        if first is not None:
+            raise first

@@ -7,8 +7,9 @@ alone.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -20,12 +21,35 @@ from graphplan.signature import Feed, is_comparable, is_literal, leaf_key
 from graphplan.trees import base_of, fill_record, is_record, record_values
 
 Result = TypeVar("Result")
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+_HANDS_OVER: dict[int, CodeType] = {}
+"""By identity: to hash a code object takes as long as it has instructions."""
 Contents = dict[Any, Any]
 _ADVICE = (
     ". A replay computes with the tensors that are fed, and would leave the container as it is. Return the value "
     "instead, change a copy (batch = dict(batch)), hold the container on an object that is an owner, or run the step "
     "eagerly: on_failure='eager'"
 )
+
+
+def hands_over(run: _Called) -> _Called:
+    """Mark ``run`` as what calls code of the caller's: an error that comes through it is the caller's own."""
+    _HANDS_OVER[id(run.__code__)] = run.__code__
+    return run
+
+
+def is_callers(error: BaseException) -> bool:
+    """Whether ``error`` came out of the step, or of other code of the caller's that was called for its own sake."""
+    trace = error.__traceback__
+    while trace is not None and id(trace.tb_frame.f_code) not in _HANDS_OVER:
+        trace = trace.tb_next
+    return trace is not None
+
+
+@hands_over
+def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
+    """Call a step's function: every call of it comes this way, but for those of a step that is stock."""
+    return fn(*args, **kwargs)
 
 
 @dataclass(slots=True)
@@ -163,10 +187,13 @@ def _contents(node: Any) -> Contents | None:
     """What a container holds, by key, number or name; None for what is none."""
     if type(node) in PLAIN_LEAVES or is_placeholder(node) or isinstance(node, Tensor):
         return None
+    # What its class makes of being gone through is not asked.
     if isinstance(node, dict):
-        return dict(node)
-    if isinstance(node, (list, tuple, deque)):
-        return dict(enumerate(node))
+        return dict(dict.items(node))
+    kind: Any
+    for kind in (list, tuple, deque):
+        if isinstance(node, kind):
+            return dict(enumerate(kind.__iter__(node)))
     if is_record(node) or is_comparable(node):
         return record_values(node)
     leaves = pytree.tree_leaves(node, is_leaf=lambda part: part is not node)

@@ -30,6 +30,11 @@ def has_memory(tensor: Tensor) -> bool:
     return not (tensor.is_meta or tensor.is_nested or _is_transformed(tensor))
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Whether somebody took the memory from under ``tensor``, as FSDP does with gathered parameters after their use."""
+    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 marks_of: Callable[[Tensor], dict[str, Any]] = vars
 """The attributes that code has set on a tensor. Asked of all tensors before each replay: without a frame of its own."""
 

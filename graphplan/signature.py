@@ -10,6 +10,7 @@ Longer than most rooms: a key, and the words for each part of it in messages, ar
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from graphplan.containers import Literals, flatten_plain
 from graphplan.dtensors import is_sharded
 from graphplan.errors import DeviceError, FeedError, RefusalError
-from graphplan.marks import PLAIN_KINDS, has_own_operators, marks_of
+from graphplan.marks import PLAIN_KINDS, has_own_operators, is_freed, marks_of
 from graphplan.placeholders import is_placeholder
 from graphplan.trees import close_records, has_attributes, is_record, literal_values, open_records, with_paths
 
@@ -275,19 +276,34 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
     Raises:
         FeedError: for what cannot be flattened, or has no key.
     """
-    if not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
     try:
+        if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+            return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
         shape, leaves, structure = _take_apart(args, kwargs)
         keys, unread = keys_of(shape, leaves, Feed(leaves, structure, ()).names)
     except RefusalError:
         raise
     except Exception as error:
         raise FeedError(
-            f"what is fed cannot be taken apart ({type(error).__name__}: {error}); expected tensors and values in "
-            "containers whose own code does not fail: feed what they hold as arguments of their own"
+            f"{_culprit(args, kwargs)} cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
+            "values in containers whose own code does not fail: feed what they hold as arguments of their own"
         ) from error
     return Feed(leaves, structure, (shape, *keys), (args, kwargs), unread=unread)
+
+
+def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The first argument that raises when it is read."""
+    named = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
+    named += [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
+    for name, arg in named:
+        try:
+            leaves = _take_apart((arg,), {})[1]
+            with suppress(FeedError):
+                for leaf in leaves:
+                    leaf_key(leaf)
+        except Exception:  # noqa: BLE001 - of any class's own code
+            return f"{name}, which is fed,"
+    return "what is fed"
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any], Any]:
@@ -352,6 +368,11 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
         if leaf.layout is not torch.strided:
             raise FeedError(
                 f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: feed {name}.to_dense()"
+            )
+        if leaf.is_meta or is_freed(leaf):
+            raise FeedError(
+                f"{name} has no values ({'it lies on the meta device' if leaf.is_meta else 'its memory is gone'}), "
+                "and a replay copies them in: leave it out of what is fed, or feed what the step wants to know of it"
             )
         if device is not None and leaf.device != device:
             raise DeviceError(

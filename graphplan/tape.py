@@ -369,8 +369,10 @@ class TapeBackend(Backend):
     def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
         mode = _TapeMode(KnownReads(self.reads))
-        with mode, saving_states(mode.save_state, mode.put_state), Profile(mode.note_read):
+        with mode, saving_states(mode.save_state, mode.put_state), Profile(mode.note_read) as profile:
             result = body()
+        mode.faults.check()
+        profile.faults.check()
         if mode.failure is not None:
             raise CaptureError(
                 f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from graphplan.containers import Literals
 from graphplan.errors import FeedError, GraphPlanError
+from graphplan.fed import is_callers
 from graphplan.placeholders import Placeholder, ReadSignal
 from graphplan.signature import Feed, Unread, leaf_key, named_key
 
@@ -159,7 +160,7 @@ class Placeholders:
             now = self._count()
             self._used.update(index for index, number in now.items() if number > self._references[index])
         self.check()
-        if isinstance(error, Exception) and not isinstance(error, GraphPlanError):
+        if isinstance(error, Exception) and not isinstance(error, GraphPlanError) and is_callers(error):
             # C code that is handed a placeholder says that it wants something else.
             raise ReadSignal(self._made) from None
 

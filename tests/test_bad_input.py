@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import graphplan
 from graphplan import (
     BackendError,
+    DeviceError,
     FeedError,
     GraphPlanError,
     NotCapturedError,
@@ -28,6 +29,7 @@ from graphplan import (
     graphed,
 )
 from graphplan.backend import resolve_backend
+from graphplan.signature import check_feed, flatten
 from tests.facts import assert_same
 from tests.models import Box, float_batches, training_rig
 from tests.twins import (
@@ -37,7 +39,6 @@ from tests.twins import (
     assert_falls_back,
     assert_refused,
     build,
-    drive,
     managed,
     state_of,
 )
@@ -318,15 +319,22 @@ def test_a_sparse_feed() -> None:
 
 
 def test_a_feed_on_another_device() -> None:
-    """Nothing is moved unasked: the leaf and both devices are named, and nothing has run."""
+    """Nothing is moved unasked: the leaf and both devices are named."""
+    text = r"args\[0\] is on cpu, the step computes on cuda:0; move it.*pass device='cuda:0'"
+    with pytest.raises(DeviceError, match=text):
+        check_feed(flatten((torch.ones(2),), {}), torch.device("cuda:0"))
+
+
+def test_a_feed_without_values() -> None:
     rig = build(make_rig)
     step = managed(rig)
-    drive(rig, step, 8)
-    before = state_of(rig)
     x, y = rig.calls[0]
-    with pytest.raises(FeedError, match=r"args\[0\] is on meta, the step computes on cpu; move it.*pass device='cpu'"):
+    with pytest.raises(FeedError, match=r"args\[0\] has no values \(it lies on the meta device\).*leave it out"):
         step(x.to("meta"), y)
-    assert_same(before, state_of(rig))
+    freed = x.clone()
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(FeedError, match=r"args\[0\] has no values \(its memory is gone\).*leave it out"):
+        step(freed, y)
 
 
 def test_an_unhashable_literal() -> None:

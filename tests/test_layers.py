@@ -31,7 +31,7 @@ LAYERS = {
     "tracer": 3,
     "plan": 3,
     "fed": 2,
-    "unread": 2,
+    "unread": 3,
     "policy": 1,
     "signature": 1,
     "backend": 3,
@@ -58,6 +58,7 @@ LAYERS = {
     "roles": 0,
     "stats": 1,
     "errors": 0,
+    "faults": 4,
 }
 # Rooms that not every higher layer may import: a report is for those who show it to people.
 READERS = {"report": {"__init__", "callback", "inference", "step"}}

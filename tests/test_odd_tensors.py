@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -103,6 +104,34 @@ def test_a_step_is_replayed_beside_an_odd_tensor(name: str, place: str) -> None:
     assert_same(found, expected)
 
 
+def test_a_step_that_makes_a_tensor_on_the_meta_device() -> None:
+    """What it works with there has a shape and nothing else."""
+
+    def train(*, graphed: bool) -> tuple[dict[str, Any], int]:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        model.template = torch.empty(3, device="meta")
+
+        def step(x: Tensor) -> Tensor:
+            model.template = torch.ones(3, device="meta") * 2
+            optimizer.zero_grad()
+            loss = model(x).square().mean() * len(model.template)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run: Any = graph_step(step, owners={"model": model, "optimizer": optimizer}) if graphed else step
+        for _ in range(12):
+            run(torch.randn(2, 4))
+        return dict(model.named_parameters()), run.stats.replayed if graphed else 0
+
+    expected, _ = train(graphed=False)
+    found, replayed = train(graphed=True)
+    assert replayed > 5
+    assert_same(found, expected)
+
+
 class Sealed(Tensor):
     """A tensor around another one that knows one operator, as optimizers keep for quantised state."""
 
@@ -151,3 +180,46 @@ def test_gradients_by_a_function_of_that_name() -> None:
     found, replayed = train(graphed=True)
     assert replayed > 5
     assert_same(found, expected)
+
+
+WAYS: dict[str, Callable[[nn.Module, Callable[[], Tensor]], Callable[[Tensor], Any]]] = {
+    "returned": lambda model, make: lambda x: make(),
+    "returned again": lambda model, make: partial(_same, make()),
+    "left on the model": lambda model, make: lambda x: setattr(model, "last", make()),
+    "appended": lambda model, make: lambda x: model.all.append(make()),
+}
+
+
+def _same(value: Any, x: Tensor) -> Any:
+    return value
+
+
+def _train_with(way: str, make: Callable[[], Tensor], *, graphed: bool, feeds: bool = False) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    trained: dict[str, Any] = dict(model.named_parameters())
+    model.all = []
+    optimizer = torch.optim.AdamW(trained.values(), fused=True)
+    do = WAYS[way](model, make) if way in WAYS else lambda x: None
+
+    def step(x: Tensor, *_: Any) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss, do(x)
+
+    owners = {"model": model, "optimizer": optimizer}
+    run: Any = graph_step(step, owners=owners, on_failure="eager") if graphed else step
+    for _ in range(12):
+        run(torch.randn(2, 4), *([make()] if feeds else []))
+    return trained
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("way", [*WAYS, "fed"])
+@pytest.mark.parametrize("name", ODD)
+def test_a_step_that_has_to_do_with_an_odd_tensor_is_done_once(name: str, way: str) -> None:
+    """Replayed or refused: the model is the eager twin's."""
+    expected = _train_with(way, ODD[name], graphed=False, feeds=way == "fed")
+    assert_same(expected, _train_with(way, ODD[name], graphed=True, feeds=way == "fed"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from graphplan.callback.standins import StandsIn
 from graphplan.callback.stock import StockBatches
 from graphplan.callback.variants import Variant, VariantOf
 from graphplan.errors import GraphPlanError, NotCapturedError, OptionError, SkipReason
+from graphplan.faults import describe as describe_error
+from graphplan.faults import refusal_of
 from graphplan.origin import leave_out_own_frames
 from graphplan.padding import Buckets, Dims, PadValue
 from graphplan.plan import Plan
@@ -234,6 +237,10 @@ class GraphPlanCallback(EvaluationHooks):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
         self._figures[_TRAINING] = Figures()
+        with self._refusing(_TRAINING):
+            self._start_training(trainer, pl_module)
+
+    def _start_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stock, self._again = StockBatches(trainer), AGAIN
         reason = closed_to_training(trainer, pl_module, self.components) if self.options.backend != "eager" else None
         if reason is not None:
@@ -268,7 +275,8 @@ class GraphPlanCallback(EvaluationHooks):
         if gate.is_busy and self.options.may_stay_eager:
             self._stock.begin(SkipReason.BUSY)
         else:
-            self._install_training(trainer, pl_module, gate)
+            with self._refusing(_TRAINING):
+                self._install_training(trainer, pl_module, gate)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -320,12 +328,13 @@ class GraphPlanCallback(EvaluationHooks):
         if not self.eval or _EVALUATION in self._seams:
             return
         self._figures[_EVALUATION] = Figures()
-        reason = closed_to_all(trainer) if self.options.backend != "eager" else None
-        if reason is not None:
-            self._refuse(_EVALUATION, reason)
-            return
-        options = replace(self.options, policy=self._eval_policy)
-        self._install(_EVALUATION, EvaluationSeam(trainer, pl_module, options, self._backends))
+        with self._refusing(_EVALUATION):
+            reason = closed_to_all(trainer) if self.options.backend != "eager" else None
+            if reason is not None:
+                self._refuse(_EVALUATION, reason)
+                return
+            options = replace(self.options, policy=self._eval_policy)
+            self._install(_EVALUATION, EvaluationSeam(trainer, pl_module, options, self._backends))
 
     @override
     def _end_evaluation(self, trainer: Trainer) -> None:
@@ -334,6 +343,20 @@ class GraphPlanCallback(EvaluationHooks):
             self._remove()
             figures = self._of(_EVALUATION)
             rank_zero_info(summary(figures.stats, plans=figures.plans))
+
+    @contextmanager
+    def _refusing(self, part: str) -> Iterator[None]:
+        """Refuse the run where something that is read of it raises: nothing of graphplan's is left in it then."""
+        try:
+            yield
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal is None:
+                raise
+            self._remove()
+            if self.options.on_failure == "raise":
+                raise refusal from error
+            self._refuse(part, describe_error(error))
 
     def _refuse(self, part: str, reason: str) -> None:
         text = f"no step of this fit can be captured: {reason}"

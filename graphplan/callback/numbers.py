@@ -120,7 +120,8 @@ class WatchedIndex(int):
 def unwatch(thing: Any) -> None:
     """Leave plain numbers where a step stored its watched index."""
     for name, value in vars(thing).items():
-        if isinstance(value, WatchedIndex):
+        # ``isinstance`` would ask the value, too.
+        if type(value) is WatchedIndex:
             vars(thing)[name] = value.plain()
 
 

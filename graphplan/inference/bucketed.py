@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.errors import HostEffectError, PaddingError, RefusalError, SkipReason
+from graphplan.faults import having_run
 from graphplan.fed import Fed
 from graphplan.inference.effects import Draws, Effects
 from graphplan.inference.options import ServeOptions
@@ -61,6 +62,7 @@ class Bucketed:
         self.ladders = Ladders(options.buckets)
         self.padding = Padding(fn, self.ladders, Dynamic(fn, options.dynamic), options.pad, options.mask)
         self._step = step
+        self._name = getattr(fn, "__name__", type(fn).__name__)
         self._stats = stats
         self._device = options.step.feed_device
         self._schedule = options.step.schedule
@@ -132,25 +134,26 @@ class Bucketed:
         finally:
             if draws is not None:
                 draws.__exit__(None, None, None)
-        leaves, structure = result_leaves(result)
-        mutated = [
-            index for (index, memory), was in zip(staged.items(), versions, strict=True) if memory._version != was
-        ]
-        size.slicer.meet(leaves, structure, layout.sizes)
-        if effects is not None:
-            if running is not None:
-                size.checked.add(running)
-            places = list(draws.places) if draws is not None else running.plan.draws if running is not None else []
-            return self._check(feed, layout, size, leaves, mutated, effects, places)
-        if fed is not None:
-            self._refuse_change(size, fed.change())
-        if is_padded and not kind.is_sure:
-            # The function gives something else than before: this call's outcome is that without padding.
-            size.next_check = size.calls + 1
-            return self._leave(feed, layout.places, SkipReason.CHECK)
-        for index in mutated:
-            feed.leaves[index].copy_(layout.own[index])
-        return size.slicer.cut([handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
+        with having_run(self._name):
+            leaves, structure = result_leaves(result)
+            mutated = [
+                index for (index, memory), was in zip(staged.items(), versions, strict=True) if memory._version != was
+            ]
+            size.slicer.meet(leaves, structure, layout.sizes)
+            if effects is not None:
+                if running is not None:
+                    size.checked.add(running)
+                places = list(draws.places) if draws is not None else running.plan.draws if running is not None else []
+                return self._check(feed, layout, size, leaves, mutated, effects, places)
+            if fed is not None:
+                self._refuse_change(size, fed.change())
+            if is_padded and not kind.is_sure:
+                # The function gives something else than before: this call's outcome is that without padding.
+                size.next_check = size.calls + 1
+                return self._leave(feed, layout.places, SkipReason.CHECK)
+            for index in mutated:
+                feed.leaves[index].copy_(layout.own[index])
+            return size.slicer.cut([handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
 
     def _refuse_change(self, size: _Size, change: str | None) -> None:
         """Refuse calls that change the containers that are made for padded tensors; others get the caller's own."""

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import update_wrapper
 from threading import get_ident
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
 from graphplan.errors import BusyError, CopyError, NotCapturedError, OptionError, SkipReason
 from graphplan.inference.bucketed import Bucketed
-from graphplan.inference.instances import Bound, dense_feed, owners_of
+from graphplan.inference.instances import dense_feed
 from graphplan.inference.ledger import Memory
 from graphplan.inference.listing import list_programs
 from graphplan.inference.options import ServeOptions
@@ -27,14 +27,14 @@ from graphplan.report import Reports
 from graphplan.roles import Role
 from graphplan.signature import flatten
 from graphplan.stats import Stats
-from graphplan.step import ServedStep, runs_within_step
+from graphplan.step import Method, ServedStep, owners_of, runs_within_step
 from graphplan.surroundings import surroundings
 from graphplan.trees import map_result
 
 _LIMITS = ("evicted: more programs than max_graphs", "evicted: more bytes than memory_budget")
 
 
-class Graphed(Reports):
+class Graphed(Method, Reports):
     """Calls a function by replaying what it did before. Made by :func:`graphplan.graphed`.
 
     On a class, it is a method: each instance gets a step, buffers and programs of its own, over one pool, and under
@@ -49,7 +49,7 @@ class Graphed(Reports):
             raise OptionError(f"graphed was given a {type(fn).__name__}; expected a function, a method or a module")
         self.pool = pool or options.pool or Pool()
         self.shapes = ShapeStats()
-        self._fn = fn
+        self._be_method(fn)
         self._options = options
         self._step = ServedStep(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._bucketed = Bucketed(fn, self._step, options, self.shapes) if options.shapes == "bucket" else None
@@ -59,25 +59,13 @@ class Graphed(Reports):
         self._specimen: Specimen | None = None
         self._warned: set[str] = set()
         self._thread: int | None = None
-        self._name = getattr(fn, "__name__", type(fn).__name__)
-        # A class method is not told whose it is, but its function's qualified name says so.
-        self._key = f"_graphed_{getattr(fn, '__module__', '')}.{getattr(fn, '__qualname__', self._name)}"
         if isinstance(fn, nn.Module):
             self.__wrapped__ = fn
         else:
             update_wrapper(self, fn)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        # A class and its base may both have a graphed method of that name.
-        self._key = f"_graphed_{owner.__module__}.{owner.__qualname__}.{name}"
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The method of one instance or class: two of them share no program."""
-        if instance is None or not isinstance(self._fn, FunctionType):
-            return self
-        return Bound.of(instance, self._key, self._name).get(
-            lambda: Graphed(MethodType(self._fn, instance), self._options, self.pool)
-        )
+    def _bound_to(self, instance: Any) -> Graphed:
+        return Graphed(MethodType(self._fn, instance), self._options, self.pool)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function: eagerly, traced, captured or replayed. Same results whichever it is.
@@ -103,6 +91,8 @@ class Graphed(Reports):
         self._thread = get_ident()
         try:
             return self._serve(args, kwargs)
+        except Exception as error:  # noqa: BLE001 - raised again where it is the caller's
+            return self._step.recover(error, args, kwargs)
         finally:
             self._thread = None
             self.pool.give_back()
@@ -118,16 +108,17 @@ class Graphed(Reports):
             self.shapes.hits += 1
             return result
         self.shapes.misses += 1
-        if stats.captured > captured:
-            self._warn_of_limits()
-        if self._specimen is None or stats.captured > captured:
-            feed = dense_feed(args, kwargs)
-            self._specimen = self._specimen if feed is None else Specimen.of(feed)
+        with self._step.having_run():
+            if stats.captured > captured:
+                self._warn_of_limits()
+            if self._specimen is None or stats.captured > captured:
+                feed = dense_feed(args, kwargs)
+                self._specimen = self._specimen if feed is None else Specimen.of(feed)
         return result
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = self._options
-        if options.enable_if is not None and not options.enable_if():
+        if not options.is_enabled():
             return self._step.skip(args, kwargs, SkipReason.ENABLE_IF)
         if options.backend == "eager" or surroundings() is not None:
             return self._step(*args, **kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from graphplan.errors import OptionError
+from graphplan.fed import hands_over
 from graphplan.inference.pool import Pool
 from graphplan.padding import Buckets, Dims, PadValue, check_shapes
 from graphplan.policy import Policy
@@ -78,3 +79,8 @@ class ServeOptions:
             memory_budget=self.memory_budget,
         )
         object.__setattr__(self, "step", options)
+
+    @hands_over
+    def is_enabled(self) -> bool:
+        """What ``enable_if`` says."""
+        return self.enable_if is None or bool(self.enable_if())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from graphplan.errors import Faults
 from graphplan.optimizers.preparation import with_closure
 from graphplan.unchanged import register_own
 
@@ -26,15 +27,18 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
 
     One that never has state does so each time. A step that fails stays in it until the block ends.
     """
-    thread, entered = get_ident(), ExitStack()
+    thread, entered, faults = get_ident(), ExitStack(), Faults()
     stepping: list[torch.optim.Optimizer] = []
 
     def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A step may call that of its base class, or another optimizer's.
-        if get_ident() != thread or stepping or _has_state(optimizer):
+        if get_ident() != thread or stepping:
             return None
-        enter(optimizer)
-        return with_closure(args, kwargs, lambda closure: outside(optimizer, closure))
+        with faults.noting():
+            if not _has_state(optimizer):
+                enter(optimizer)
+                return with_closure(args, kwargs, lambda closure: outside(optimizer, closure))
+        return None
 
     def enter(optimizer: torch.optim.Optimizer) -> None:
         entered.enter_context(around(_SIZES * _bytes_of(optimizer)))
@@ -59,6 +63,7 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
         stack.callback(register_own(register_optimizer_step_pre_hook, before).remove)
         stack.callback(register_own(register_optimizer_step_post_hook, after).remove)
         yield
+    faults.check()
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -11,13 +11,14 @@ stores them for instance, finds the user's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphplan.dtensors import is_sharded
-from graphplan.errors import OptimizerError
+from graphplan.errors import Faults, OptimizerError
 from graphplan.unchanged import register_own
 
 _REFUSED = {
@@ -132,8 +133,14 @@ class Preparation:
         self._originals: dict[int, dict[str, Any]] = {}
         self._entered = False
         self._unfit: set[int] = set()
+        self.faults = Faults()
         self._had_warned = vars(optimizer).get(_WARNED)
-        self.enter()
+        try:
+            self.enter()
+        except Exception:
+            with suppress(Exception):
+                self.leave()
+            raise
         self._handles = [
             optimizer.register_state_dict_post_hook(self._strip),
             optimizer.register_load_state_dict_post_hook(self._loaded),
@@ -185,20 +192,26 @@ class Preparation:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the gradients once they are there: after the closure, if there is one."""
-        self._counts = self._counts or _integers(optimizer)
 
         def checked(closure: Callable[[], Any]) -> Any:
             loss = closure()
-            self._check_gradients()
+            with self.faults.noting():
+                self._check_gradients()
             return loss
 
+        with self.faults.noting():
+            self._begin_step()
+        changed = with_closure(args, kwargs, checked) if self._entered else None
+        if changed is None:
+            with self.faults.noting():
+                self._check_gradients()
+        return changed
+
+    def _begin_step(self) -> None:
+        self._counts = self._counts or _integers(self.optimizer)
         if self._entered and not self._steps:
             self._steps = True
             self.enter()
-        changed = with_closure(args, kwargs, checked) if self._entered else None
-        if changed is None:
-            self._check_gradients()
-        return changed
 
     def _check_gradients(self) -> None:
         """Leave a group as it was where only the stock kernels take it: from now on if it turns out to have sparse

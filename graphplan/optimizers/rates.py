@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.errors import Faults
 from graphplan.native.moving import fill
 from graphplan.optimizers.preparation import Preparation, device_of, with_closure
 from graphplan.optimizers.scaling import ScaledSteps
@@ -77,8 +78,11 @@ class Shadow:
 class Loan:
     """Has one optimizer's shadows in their groups while its own step runs, but not while the step's closure does."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shadows: Callable[[], Iterable[Shadow]]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, shadows: Callable[[], Iterable[Shadow]], faults: Faults
+    ) -> None:
         self.optimizer = optimizer
+        self._faults = faults
         self._shadows = shadows
         before = register_own(optimizer.register_step_pre_hook, self._before)
         after = register_own(optimizer.register_step_post_hook, self._after)
@@ -101,12 +105,14 @@ class Loan:
         self._take_back()
 
     def _lend(self) -> None:
-        for shadow in self._shadows():
-            shadow.enter()
+        with self._faults.noting():
+            for shadow in self._shadows():
+                shadow.enter()
 
     def _take_back(self) -> None:
-        for shadow in self._shadows():
-            shadow.leave()
+        with self._faults.noting():
+            for shadow in self._shadows():
+                shadow.leave()
 
     def remove(self) -> None:
         """Take the hooks off."""
@@ -127,6 +133,7 @@ class LearningRates:
         self._preparations: list[Preparation] = []
         self._entered = False
         self._loans: list[Loan] | None = None
+        self._faults = Faults()
 
     def keep(self, preparation: Preparation) -> None:
         """Have an optimizer's flags set while a managed step runs, as they are now, and not between steps."""
@@ -185,7 +192,7 @@ class LearningRates:
     def _lend_to(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._loans is not None
         if all(loan.optimizer is not optimizer for loan in self._loans):
-            self._loans.append(Loan(optimizer, lambda: self._of(optimizer)))
+            self._loans.append(Loan(optimizer, lambda: self._of(optimizer), self._faults))
 
     def _of(self, optimizer: torch.optim.Optimizer) -> list[Shadow]:
         return [shadow for shadow in self._shadows.values() if shadow.optimizer is optimizer]
@@ -249,3 +256,6 @@ class LearningRates:
             # One that cannot be read must not keep the others from leaving.
             for shadow in self._shadows.values():
                 left.callback(shadow.leave)
+        if exc[:1] in ((), (None,)):
+            for faults in (self._faults, *(preparation.faults for preparation in self._preparations)):
+                faults.check()

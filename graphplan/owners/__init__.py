@@ -1,5 +1,6 @@
 """Owners: walking them, naming them, finding them, and putting them back as they were."""
 
+from graphplan.marks import is_freed as is_freed
 from graphplan.owners.contents import has_contents as has_contents
 from graphplan.owners.contents import is_proxy as is_proxy
 from graphplan.owners.contents import state_of as state_of
@@ -33,7 +34,6 @@ from graphplan.owners.records import Slot as Slot
 from graphplan.owners.records import Via as Via
 from graphplan.owners.records import Walk as Walk
 from graphplan.owners.records import holds_plain as holds_plain
-from graphplan.owners.records import is_freed as is_freed
 from graphplan.owners.records import is_optimizer_state as is_optimizer_state
 from graphplan.owners.records import storage_id as storage_id
 from graphplan.owners.records import tensor_leaves as tensor_leaves

@@ -37,8 +37,10 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors on one device have the same shape, dtype and bits."""
-    return first.shape == second.shape and first.dtype == second.dtype and torch.equal(bits(first), bits(second))
+    """Whether two tensors on one device have the same shape, dtype and bits, if there are any."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return first.is_meta or torch.equal(bits(first), bits(second))
 
 
 _flat = torch._C._nn.flatten_dense_tensors

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphplan.errors import Faults
 from graphplan.owners.naming import free_name
 from graphplan.owners.records import Walk
 from graphplan.owners.spaces import attributes_of
@@ -67,6 +68,7 @@ class Discovery:
         self._handles: list[Any] = []
         self._thread = get_ident()
         self._token: Token[Discovery | None] | None = None
+        self.faults = Faults()
         self.steps_own = False
         """Whether an optimizer has stepped that the step itself has made."""
 
@@ -85,13 +87,20 @@ class Discovery:
 
     def _saw_module(self, module: nn.Module, args: Any) -> None:
         if get_ident() == self._thread and not _knows(self._modules, module):
-            self._modules[id(module)] = weakref.ref(module)
-            if not self.has_made(module):
-                self._on_first_sight(module)
+            with self.faults.noting():
+                self._take_module(module)
+
+    def _take_module(self, module: nn.Module) -> None:
+        self._modules[id(module)] = weakref.ref(module)
+        if not self.has_made(module):
+            self._on_first_sight(module)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if get_ident() != self._thread:
-            return
+        if get_ident() == self._thread:
+            with self.faults.noting():
+                self._take_optimizer(optimizer)
+
+    def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.has_made(optimizer):
             self.steps_own = True
             self._on_made(optimizer)

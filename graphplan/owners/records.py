@@ -248,11 +248,6 @@ def storage_id(tensor: Tensor) -> int | None:
         return None
 
 
-def is_freed(tensor: Tensor) -> bool:
-    """Whether somebody took the memory from under ``tensor``, as FSDP does with gathered parameters after their use."""
-    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
-
-
 def is_optimizer_state(path: str) -> bool:
     """Whether ``path`` is a slot of an optimizer's ``state``."""
     return ".state[" in path

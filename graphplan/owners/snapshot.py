@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
-from operator import is_
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import is_, is_not
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphplan.errors import CaptureError
-from graphplan.marks import PLAIN_KINDS, has_own_operators
+from graphplan.errors import CaptureError, EffectError
+from graphplan.marks import PLAIN_KINDS, has_memory, has_own_operators, is_freed
 from graphplan.owners.copying import Unequal, copy_all, write_all
-from graphplan.owners.records import Container, Walk, is_freed, is_optimizer_state, storage_id
+from graphplan.owners.records import Container, Walk, is_optimizer_state, storage_id
 from graphplan.owners.sharding import Sharding
-from graphplan.owners.spaces import present
 from graphplan.switches import read_all, set_all
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
@@ -86,7 +85,20 @@ class Snapshot:
     def restore(self, changed: Collection[int | None] = ()) -> None:
         """Put everything back. Tensors keep their identity and storage; new dict keys and list items go. ``changed``
         are storages that surely have other values now.
+
+        Raises:
+            EffectError: where something cannot be put back.
         """
+        try:
+            self._restore(changed)
+        except Exception as error:
+            raise EffectError(
+                f"{type(error).__name__} while a step was undone: {str(error)[:200]}. What the step works with is "
+                "neither as it was before nor as it is after it: go on from a checkpoint, and keep objects whose items "
+                "cannot be set out of what the step works with"
+            ) from error
+
+    def _restore(self, changed: Collection[int | None]) -> None:
         for container, copy in self._copies:
             _put_back(container, copy)
         for space, key, value in self._places:
@@ -121,7 +133,8 @@ class Snapshot:
 
 
 def _is_copied(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and 0 not in tensor.stride() and not is_freed(tensor)
+    # One without values says more of itself only where it has some.
+    return has_memory(tensor) and tensor.layout is torch.strided and 0 not in tensor.stride() and not is_freed(tensor)
 
 
 def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
@@ -146,34 +159,44 @@ def _check_copies(walk: Walk, tensors: Iterable[Tensor]) -> None:
             ) from error
 
 
+_BUILT_IN: tuple[Any, ...] = (OrderedDict, dict, set, list, deque)
+
+
+def _kind(container: Container) -> Any:
+    """The built-in class whose methods read and write ``container`` without code of the user's, which may raise."""
+    if type(container) is dict:
+        return dict
+    return next((kind for kind in _BUILT_IN if issubclass(type(container), kind)), type(container))
+
+
 def _shallow(container: Container, without: Sequence[str]) -> Any:
-    if isinstance(container, MutableMapping):
-        kind: Any = dict if isinstance(container, dict) else type(container)
-        if kind is dict and not without:
-            return dict(container)
-        return {key: value for key, value in kind.items(container) if key not in without}
-    return set(container) if isinstance(container, set) else list(container)
+    kind = _kind(container)
+    if kind in (set, list, deque):
+        return (set if kind is set else list)(kind.__iter__(container))
+    if kind is dict and not without:
+        return dict(dict.items(container))  # type: ignore[arg-type]
+    return {key: value for key, value in kind.items(container) if key not in without}
 
 
-def _put_back(container: Container, copy: Any) -> None:
-    if isinstance(container, set):
-        container.intersection_update(copy)
-        container.update(copy)
-        return
-    if isinstance(container, list | deque):
-        if len(container) != len(copy) or any(a is not b for a, b in zip(container, copy, strict=True)):
-            container.clear()
-            container.extend(copy)
-        return
-    if type(container) is dict and _holds_the_same(container, copy):
-        # So it is with most.
-        return
-    for key in [key for key in container if key not in copy]:
-        del container[key]
-    held = present(container)
-    for key, value in copy.items():
-        if key not in container or held[key] is not value:
-            container[key] = value
+def _put_back(container: Any, copy: Any) -> None:
+    kind = _kind(container)
+    if kind is set:
+        kind.intersection_update(container, copy)
+        kind.update(container, copy)
+    elif kind in (list, deque):
+        if kind.__len__(container) != len(copy) or any(map(is_not, kind.__iter__(container), copy)):
+            kind.clear(container)
+            kind.extend(container, copy)
+    elif not (type(container) is dict and _holds_the_same(container, copy)):
+        # With most it is the same.
+        for key in [key for key in kind.__iter__(container) if key not in copy]:
+            kind.__delitem__(container, key)
+        for key, value in copy.items():
+            if kind.get(container, key, _NOTHING) is not value:
+                kind.__setitem__(container, key, value)
+
+
+_NOTHING = object()
 
 
 def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from graphplan.buffers import Buffers
 from graphplan.errors import OptionError, PaddingError
+from graphplan.fed import hands_over
 from graphplan.padding.buckets import Ladders
 from graphplan.padding.shapes import Dynamic, Named, Names, Place, outer_first
 from graphplan.program import Lease
@@ -203,6 +204,7 @@ class Padding:
         return mask, mask[tuple(slice(true[index, dim]) for dim in dims)]
 
 
+@hands_over
 def _made(pad: Callable[[Tensor, tuple[int, ...]], Tensor], name: str, leaf: Tensor, memory: Tensor) -> Tensor:
     """What the function ``pad`` makes of a leaf.
 

@@ -14,7 +14,7 @@ from graphplan.backend import Backend, Recording
 from graphplan.buffers import Buffers
 from graphplan.capture_state import presenting_capture
 from graphplan.errors import FeedError, GuardError, HostEffectError
-from graphplan.fed import Fed
+from graphplan.fed import Fed, call_step
 from graphplan.marks import dressed
 from graphplan.native.tensors import geometry
 from graphplan.owners import Flags, Sharding, Walk, come_to_rest, difference, holds_plain, storage_id, walk_owners
@@ -69,7 +69,7 @@ class _Body:
     def __call__(self) -> None:
         token = _IS_RECORDED.set(True)
         try:
-            result = self._plan.function()(*self._fed.args, **self._fed.kwargs)
+            result = call_step(self._plan.function(), self._fed.args, self._fed.kwargs)
         finally:
             _IS_RECORDED.reset(token)
         self._sharding.settle()

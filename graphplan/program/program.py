@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backend import Backend, Recording
+from graphplan.backend import Backend, Recording, first_line, is_out_of_memory
 from graphplan.dtensors import local
-from graphplan.errors import ClosedError, FeedError, GuardError
+from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError
+from graphplan.faults import lost
+from graphplan.fed import call_step
 from graphplan.guards import Guards
 from graphplan.native.comparing import Row
 from graphplan.nodes import Nodes
@@ -188,14 +190,35 @@ class Program:
         self._inputs.load(leaves)
         self._outputs.renew()
         replay(self._recording)
-        self._bindings.repeat()
-        for static, source in back:
-            with torch.no_grad():
-                source.copy_(static)
-        result = self.collect(leaves)
-        if self._flags is not None:
-            self._flags.assign(self.plan.left)
-        return result
+        try:
+            self._bindings.repeat()
+            for static, source in back:
+                with torch.no_grad():
+                    source.copy_(static)
+            result = self.collect(leaves)
+            if self._flags is not None:
+                self._flags.assign(self.plan.left)
+            return result
+        except Exception as error:
+            if isinstance(error, GraphPlanError) or is_out_of_memory(error):
+                raise
+            raise lost(error, self.plan.name) from error
+
+    def wait(self, when: str) -> None:
+        """Wait for the device, so that what failed there by ``when`` is told now.
+
+        Raises:
+            DeviceFault: if anything did.
+        """
+        try:
+            if self.plan.device.type == "cuda":
+                torch.cuda.synchronize(self.plan.device)
+        except RuntimeError as error:
+            raise DeviceFault(
+                f"the device failed in the program of {self.plan.name} (fed {self.plan.feed}) by {when}: "
+                f"{first_line(error)}. Its last operators: {', '.join(self.plan.last_operators)}. Run with "
+                "debug_eager=True, which takes every way but the recording, to see whether the step itself fails"
+            ) from error
 
     def settle(self) -> None:
         """Have gradients that somebody keeps out of the way of replays that overwrite them."""
@@ -250,7 +273,7 @@ class Program:
         worn = self._inputs.dress(leaves)
         stands_for = {id(worn[index]): leaves[index] for index in self._inputs.by_leaf}
         args, kwargs = self._rebuild(worn)
-        result = self.plan.function()(*args, **kwargs)
+        result = call_step(self.plan.function(), args, kwargs)
         self._give_back(leaves)
         return map_result(lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
 

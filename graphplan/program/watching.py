@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from graphplan.backend import Recording
+from graphplan.fed import hands_over
 
 
 class Watcher(Protocol):
@@ -18,6 +19,7 @@ WATCHERS: list[Watcher] = []
 """The innermost last."""
 
 
+@hands_over
 def replay(recording: Recording) -> None:
     """Replay, by way of the innermost watcher if there is one."""
     if WATCHERS:

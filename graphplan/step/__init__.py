@@ -10,6 +10,8 @@ from graphplan.step.gate import Gate as Gate
 from graphplan.step.graphed import GraphedStep as GraphedStep
 from graphplan.step.making import graph_step as graph_step
 from graphplan.step.making import step_class as step_class
+from graphplan.step.methods import Method as Method
+from graphplan.step.methods import owners_of as owners_of
 from graphplan.step.options import Options as Options
 from graphplan.step.peers import Peers as Peers
 from graphplan.step.peers import find_peers as find_peers

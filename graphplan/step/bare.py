@@ -17,7 +17,8 @@ from graphplan.capture_state import presenting_capture
 from graphplan.compiler import build_plan, find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import BackendError, ClosedError
-from graphplan.fed import Fed
+from graphplan.faults import refusing
+from graphplan.fed import Fed, call_step
 from graphplan.optimizers import LENT
 from graphplan.owners import Flags, Namespace, Snapshot, Walk, come_to_rest, walk_owners
 from graphplan.plan import Plan
@@ -66,6 +67,7 @@ def compile_plan(
     return _compile(fn, args, owners, restore, allow, prepare_optimizers, strong)
 
 
+@refusing()
 def _compile(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -231,6 +233,7 @@ def make_backend(name: str, plan: Plan) -> Backend:
     return backend
 
 
+@refusing()
 @refusing_memory()
 def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
     """Record ``plan``'s step as a program.
@@ -284,7 +287,7 @@ def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
 
     def step() -> None:
         with plan.rates, presenting_capture():
-            backend.run(lambda: plan.function()(*args, **kwargs))
+            backend.run(lambda: call_step(plan.function(), args, kwargs))
 
     try:
         make = create_state(missing, lambda: walk_owners(plan.owners()), step)

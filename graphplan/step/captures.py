@@ -17,7 +17,6 @@ from graphplan.plan import Plan
 from graphplan.program import Program, capture_program
 from graphplan.signature import Feed
 from graphplan.step.compiled import uncompiled
-from graphplan.step.faults import wait_for_device
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.runner import Runner
@@ -70,7 +69,7 @@ class Captures:
             else:
                 result = program.run_recorded(feed.leaves, executed=backend.executes)
         if self._options.debug:
-            wait_for_device(program, "its capture")
+            program.wait("its capture")
         if self._options.prefetch and self._options.feed_device is not None:
             program.stage_inputs()
         program.next_check = self._options.schedule.after(0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from graphplan.compiler import is_allowed
 from graphplan.errors import CaptureError
-from graphplan.owners import Numbers, Snapshot, Walk, copy_all
+from graphplan.owners import Numbers, Snapshot, Walk, attributes_of, copy_all
 from graphplan.tracer import Trace
 from graphplan.trees import flatten_result
 from graphplan.verify.compare import differing
@@ -44,7 +44,7 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
     # What a class shows may be computed, by code that raises.
     held = (scalar.get() for scalar in walk.scalars.values() if not isinstance(scalar.container, Numbers))
     for value in [*walk.modules, *held, fn, *named]:
-        if _is_compiled_module(value) if isinstance(value, nn.Module) else _is_compiled_function(value):
+        if _is_compiled_module(value) if issubclass(type(value), nn.Module) else _is_compiled_function(value):
             yield value
 
 
@@ -95,8 +95,8 @@ def _is_compiled_module(module: nn.Module) -> bool:
 
 def _is_compiled_function(value: Any) -> bool:
     # Functions that are exempt from compilation are wrapped alike.
-    inner = getattr(value, "__dict__", None)
-    return isinstance(inner, dict) and "_torchdynamo_orig_callable" in inner and not inner.get("_torchdynamo_disable")
+    inner = attributes_of(value)
+    return inner is not None and "_torchdynamo_orig_callable" in inner and not inner.get("_torchdynamo_disable")
 
 
 def _compiles_itself(optimizer: torch.optim.Optimizer) -> bool:

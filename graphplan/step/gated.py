@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from graphplan.compiler import find_device
-from graphplan.errors import RefusalError, SkipReason, SlowerError
-from graphplan.fed import Fed
+from graphplan.errors import SkipReason, SlowerError
+from graphplan.faults import refusal_of
+from graphplan.fed import Fed, hands_over
 from graphplan.signature import Feed
 from graphplan.step.gate import AGAIN, Clock, Gate, Stock
 from graphplan.step.options import Options
@@ -62,11 +63,7 @@ class Gated(Told):
     def _begin_timing(self, feed: Feed) -> bool:
         """Whether the next calls are to be eager and timed, before anything of the step's is prepared."""
         self._opens_gate = False
-        try:
-            device = self._options.feed_device or find_device(self._managed.walk(), feed)
-        except RefusalError as error:
-            self._managed.refusal = error
-            return False
+        device = self._options.feed_device or find_device(self._managed.walk(), feed)
         if not self._options.is_gated(device):
             return False
         self._time_eager_calls(Gate(self._options.least_speedup(device), Clock(device), peers=self._peers))
@@ -78,6 +75,21 @@ class Gated(Told):
         self._be_stock(None, ended=self._end_eager, failed=gate.cancel)
 
     def _end_eager(self) -> None:
+        with self.having_run():
+            self._end_timing()
+
+    @contextmanager
+    def having_run(self) -> Iterator[None]:
+        """Have the next call told of what fails in the block: the step is done."""
+        try:
+            yield
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal is None:
+                raise
+            self._managed.refusal, self._way, self.stock = refusal, None, None
+
+    def _end_timing(self) -> None:
         gate = self._gate
         assert gate is not None
         if not gate.end_eager():
@@ -109,13 +121,15 @@ class Gated(Told):
             raise
         if self._way != self._timed:
             return result
-        if self._runner.stats.last_kind != "replayed":
-            gate.cancel()
-            return result
-        pays = gate.end_replay()
-        if pays is not None:
-            self._way = None
-            self.settle(gate, pays)
+        with self.having_run():
+            pays = None
+            if self._runner.stats.last_kind == "replayed":
+                pays = gate.end_replay()
+            else:
+                gate.cancel()
+            if pays is not None:
+                self._way = None
+                self.settle(gate, pays)
         return result
 
     def settle(self, gate: Gate, pays: bool) -> None:
@@ -159,7 +173,7 @@ class Gated(Told):
     def _eagerly_timed(self, gate: Gate, fed: Fed) -> Any:
         """An eager call of the function alone."""
         start = gate.begin()
-        result = fed.lend(lambda args, kwargs: self._runner.fn(*args, **kwargs))
+        result = self._runner.call(fed)
         gate.end_eager(start)
         self._runner.count_eager(None)
         return result
@@ -175,6 +189,6 @@ class Gated(Told):
 def _plain_call(
     fn: Callable[..., Any], device: torch.device | None
 ) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    if device is None:
-        return lambda args, kwargs: fn(*args, **kwargs)
-    return lambda args, kwargs: brought_to(device, args, kwargs).lend(lambda args, kwargs: fn(*args, **kwargs))
+    # The first of several may be made within a call that is not stock.
+    call = hands_over(lambda args, kwargs: fn(*args, **kwargs))
+    return call if device is None else lambda args, kwargs: brought_to(device, args, kwargs).lend(call)

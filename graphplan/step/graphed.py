@@ -8,43 +8,45 @@ Longer than most rooms: the ways that a call can take are told apart here and no
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphplan.buffers import Buffers
 from graphplan.collector import no_collections
 from graphplan.errors import (
+    CaptureError,
     ClosedError,
+    EffectError,
     FeedError,
-    GraphPlanError,
     GuardError,
     OptionError,
     PeerError,
     RefusalError,
     SkipReason,
 )
+from graphplan.faults import refusal_of
 from graphplan.fed import Fed
 from graphplan.program import Program, settle_companions
 from graphplan.signature import Feed, asks_for_gradients, flatten
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.entry import Entry
-from graphplan.step.faults import refusal_of
 from graphplan.step.forms import check_form
 from graphplan.step.gate import Gate
 from graphplan.step.gated import Gated
 from graphplan.step.lookup import Lookup
 from graphplan.step.managed import Managed
+from graphplan.step.methods import Method, owners_of
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
 from graphplan.step.replays import Replays
 from graphplan.step.room import Room
-from graphplan.step.runner import Backends, Runner
+from graphplan.step.runner import Backends, Runner, brought_to
 from graphplan.step.short import ShortWay
 from graphplan.step.stages import Stages
 from graphplan.step.turn import Exclusive, running_step, runs_within_step
@@ -55,8 +57,9 @@ _REFUSED = 8
 """Calls in a row that come to nothing, after which a step stands down."""
 
 
-class GraphedStep(Exclusive, Gated):
-    """A step that replays itself. Made by :func:`graph_step`. Steps that are given the same ``backends`` share memory;
+class GraphedStep(Method, Exclusive, Gated):
+    """A step that replays itself. Made by :func:`graph_step`. In a class it is a method: each instance has a step, and
+    programs, of its own. Steps that are given the same ``backends`` share memory;
     ``peers`` are other ranks that capture if this one does. Without ``compiles``, whoever makes the step sees to
     ``options.compile``. A ``gate`` that knows the eager time decides whether replays pay; without one, the step's first
     calls are eager and timed where its options ask for that, unless ``opens_gate`` is false.
@@ -81,7 +84,8 @@ class GraphedStep(Exclusive, Gated):
         if not callable(fn):
             raise OptionError(f"the step is a {type(fn).__name__}; expected a function or another callable")
         check_form(fn)
-        self._options = options
+        self._be_method(fn)
+        self._options, self._owners = options, owners
         prepare = options.prepare_optimizers and options.backend != "eager"
         trains = options.mode == "train"
         self._managed = Managed(fn, owners, prepare=prepare, fuse=options.fuse_optimizer, trains=trains)
@@ -105,7 +109,6 @@ class GraphedStep(Exclusive, Gated):
         self._short = ShortWay(self._managed, moved=self._lookup.is_moved)
         self._fruitless = (0, 0)
         self._take_gate(gate, opens=opens_gate)
-        self._before: Callable[[Program | None, SkipReason | None, str], None] | None = None
         self._calls = 0
         self._closed = False
 
@@ -120,11 +123,20 @@ class GraphedStep(Exclusive, Gated):
         way = self._way
         return self._call(args, kwargs) if way is None else way(args, kwargs)
 
+    def _bound_to(self, instance: Any) -> GraphedStep:
+        method = MethodType(self._fn, instance)
+        return type(self)(method, owners_of(method, self._owners), self._options)
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._turn.acquire(False):
             self._check_turn()
         try:
             return self._serve(args, kwargs)
+        except Exception as error:
+            refusal = self._refusal_of(error)
+            if refusal is None:
+                raise
+            return self._recover(refusal, args, kwargs)
         finally:
             self._turn.release()
 
@@ -137,8 +149,7 @@ class GraphedStep(Exclusive, Gated):
             return self._look_up(args, kwargs)
         call, leaves = known
         self._programs.touch(call.entry)
-        if self._before is not None:
-            self._before(call.program, None, "")
+        self._tell(call.program)
         try:
             return self._replays.replay(call.program, leaves)
         except GuardError:
@@ -147,6 +158,34 @@ class GraphedStep(Exclusive, Gated):
             # Nothing has run; on the long way the program is dropped.
             return self._look_up(args, kwargs)
 
+    def _refusal_of(self, error: Exception) -> RefusalError | None:
+        """What ``error`` comes to if the call is to be recovered; None if it is to come out."""
+        if isinstance(error, EffectError):
+            self._managed.refusal = CaptureError(str(error))
+        refusal = refusal_of(error)
+        if refusal is None:
+            self._runner.outcome = None
+        return refusal
+
+    def _recover(self, refusal: RefusalError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End a call in which graphplan itself has failed, with the step done once."""
+        if self._runner.outcome is None:
+            self._refusals.refuse(refusal)
+            with suppress(Exception):
+                # The step is stock, whatever else fails in this.
+                self._stand_down(refusal.reason, str(refusal))
+            try:
+                self._fruitlessly(refusal, brought_to(self._options.feed_device, args, kwargs))
+            except Exception:
+                if self._runner.outcome is None:
+                    raise
+        else:
+            # The next call is told.
+            self._managed.refusal = refusal
+        outcome, self._runner.outcome = self._runner.outcome, None
+        assert outcome is not None
+        return outcome[0]
+
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call, the long way."""
         if self._closed:
@@ -154,13 +193,17 @@ class GraphedStep(Exclusive, Gated):
         around = surroundings() if self._options.backend != "eager" else None
         if around is not None and changing_mode() is not None and not runs_within_step():
             self._refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
+        self._runner.outcome = None
         with running_step():
             if around is not None:
-                return self._runner.surrounded(args, kwargs, around, self._options)
-            try:
-                return self._find_way(args, kwargs)
-            finally:
-                self._managed.end_call()
+                result = self._runner.surrounded(args, kwargs, around, self._options)
+            else:
+                try:
+                    result = self._find_way(args, kwargs)
+                finally:
+                    self._managed.end_call()
+        self._runner.outcome = None
+        return result
 
     def _find_way(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run, trace, capture or replay."""
@@ -187,7 +230,9 @@ class GraphedStep(Exclusive, Gated):
         if why is not None:
             return self._turned_away(feed, *why)
         try:
-            entry, program = self._find(feed)
+            entry, program = self._lookup.find(feed)
+            if self._managed.refusal is not None:
+                raise self._managed.refusal
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
@@ -221,18 +266,6 @@ class GraphedStep(Exclusive, Gated):
         with no_collections():
             return self._advance(entry, self._lookup.moved(feed))
 
-    def _find(self, feed: Feed) -> tuple[Entry, Program | None]:
-        """The feed's entry, and its program if that may be replayed. Nothing of the step's own runs here."""
-        try:
-            found = self._lookup.find(feed)
-        except (GraphPlanError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise refusal_of(error, "while the step was compared with its recordings") from error
-        if self._managed.refusal is not None:
-            raise self._managed.refusal
-        return found
-
     def _replay_timed(
         self, entry: Entry, program: Program, feed: Feed, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -242,6 +275,7 @@ class GraphedStep(Exclusive, Gated):
         found = None if kwargs else self._short.seconds(args, feed, entry, program)
         start = gate.begin() - (found or 0.0)
         result = self._replays.replay(program, feed.leaves)
+        self._runner.outcome = (result,)
         pays = gate.end_replay(start)
         if pays is not None:
             entry.gate, entry.is_decided = None, True
@@ -251,8 +285,6 @@ class GraphedStep(Exclusive, Gated):
 
     def _tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
         """Before anything runs: ``program`` will, or Python; that comes to no program if there is a ``reason``."""
-        if self._before is not None:
-            self._before(program, reason, detail)
 
     def _outside(self, feed: Feed) -> Any:
         """A call through which gradients flow."""
@@ -295,11 +327,13 @@ class GraphedStep(Exclusive, Gated):
 
     def _stand_down(self, reason: SkipReason, detail: str, **options: Any) -> None:
         """Take everything away that is not the user's own: programs, buffers, what optimizers were prepared with."""
-        self._programs.forget()
-        self._short.forget()
-        self._buffers.clear()
-        self._managed.stand_down(is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
-        self._be_stock(reason, detail, **options)
+        with ExitStack() as parts:
+            # The step is stock, whichever of them raises.
+            parts.callback(self._be_stock, reason, detail, **options)
+            parts.callback(self._managed.stand_down, is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
+            parts.callback(self._buffers.clear)
+            parts.callback(self._short.forget)
+            parts.callback(self._programs.forget)
 
     def _check(self, entry: Entry, program: Program, feed: Feed) -> Any:
         """A replay that is checked against eager. After a difference, the step stands down."""
@@ -326,7 +360,7 @@ class GraphedStep(Exclusive, Gated):
         if overdue is not None:
             if self._options.on_failure == "raise":
                 raise overdue
-            warnings.warn(f"graphplan runs this step eagerly: {overdue}", UserWarning, stacklevel=4)
+            self._refusals.warn(f"graphplan runs this step eagerly: {overdue}")
             self._stand_down(SkipReason.SHAPE, str(overdue))
             assert self._way is not None
             return self._runner.outside(Fed.of(feed), SkipReason.SHAPE, str(overdue))

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.errors import HostEffectError, OptimizerError, RefusalError
+from graphplan.errors import FaultError, HostEffectError, OptimizerError, RefusalError
+from graphplan.faults import refusing
 from graphplan.fingerprint import Fingerprint
 from graphplan.native.comparing import Row
 from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer, may_be_captured
@@ -32,7 +33,6 @@ from graphplan.owners import (
 )
 from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
-from graphplan.step.faults import refusal_of
 from graphplan.step.notices import Notices
 from graphplan.tracer import Profile, Ran, find_source, refuse_trace
 from graphplan.unchanged import Modes
@@ -105,7 +105,10 @@ class Managed:
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         for owner in self.owners.values():
             if isinstance(owner, torch.optim.Optimizer):
-                self.manage(owner)
+                try:
+                    self.manage(owner)
+                except FaultError as error:
+                    self.refusal = error
 
     def walk(self) -> Walk:
         """Walk the owners.
@@ -113,12 +116,8 @@ class Managed:
         Raises:
             CaptureError: if one of them cannot be read.
         """
-        try:
+        with refusing():
             return walk_owners(self.owners)
-        except RefusalError:
-            raise
-        except Exception as error:
-            raise refusal_of(error, "while the owners were read") from error
 
     def runs_compiled(self, walk: Walk) -> bool:
         """Whether the step runs code that ``torch.compile`` compiled, as ``walk`` has just found."""
@@ -128,12 +127,13 @@ class Managed:
         """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
         if id(optimizer) in self._managed or self._refuses(optimizer):
             return
-        if self._prepare:
-            preparation = Preparation(optimizer, fused=self._is_scaled or self._fuse, steps=self._trains)
-            self.changes += [change for change in preparation.changes if change not in self.changes]
-            self._managed.add(id(optimizer))
-            self.rates.keep(preparation)
-        self.rates.attach([optimizer])
+        with refusing():
+            if self._prepare:
+                preparation = Preparation(optimizer, fused=self._is_scaled or self._fuse, steps=self._trains)
+                self.changes += [change for change in preparation.changes if change not in self.changes]
+                self._managed.add(id(optimizer))
+                self.rates.keep(preparation)
+            self.rates.attach([optimizer])
 
     def _refuses(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it cannot be captured, which the next call is told."""
@@ -152,6 +152,7 @@ class Managed:
         """
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             result, walk = call()
+        discovery.faults.check()
         self.kept = discovery.kept(walk, result)
         return result, self._take_owners(discovery, walk)
 
@@ -170,31 +171,24 @@ class Managed:
         Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
         what it runs itself is no part of the step.
         """
-        try:
-            before = self.walk_of_call()
-            if self.runs_compiled(before):
-                return call(), None
-        except RefusalError as error:
-            self.refusal = error
+        before = self.walk_of_call()
+        if self.runs_compiled(before):
             return call(), None
         profile = Profile()
         with nullcontext() if is_settled else profile, Discovery(self.manage, is_watched=not is_settled) as discovery:
             result = call()
-        try:
-            known = len(self.owners)
-            walk = self._take_owners(discovery, self.walk(), before)
-            if is_settled:
-                self.is_settled &= len(self.owners) == known
-                return result, walk
-            profile.ran.leave_out(fed)
-            are_named = _NAMES in self.owners
-            has_grown = self.take_names(profile.ran, walk)
-            self.kept = discovery.kept(self.walk() if has_grown else walk, result)
-            self.is_settled &= not (self.kept or discovery.steps_own)
-        except RefusalError as error:
-            # The step is done; the next call is told.
-            self.refusal = error
-            return result, None
+        discovery.faults.check()
+        profile.faults.check()
+        known = len(self.owners)
+        walk = self._take_owners(discovery, self.walk(), before)
+        if is_settled:
+            self.is_settled &= len(self.owners) == known
+            return result, walk
+        profile.ran.leave_out(fed)
+        are_named = _NAMES in self.owners
+        has_grown = self.take_names(profile.ran, walk)
+        self.kept = discovery.kept(self.walk() if has_grown else walk, result)
+        self.is_settled &= not (self.kept or discovery.steps_own)
         return result, walk if are_named and not has_grown else None
 
     def check_kept(self) -> None:
@@ -261,11 +255,7 @@ class Managed:
         """
         if self.refusal is not None:
             return
-        try:
-            walk = self.walk() if walk is None else walk
-        except RefusalError as error:
-            self.refusal = error
-            return
+        walk = self.walk() if walk is None else walk
         if any(map(self._refuses, walk.optimizers.values())):
             # One that torch did not call may only turn up here, and take no hooks.
             return
@@ -309,7 +299,8 @@ class Managed:
         if self._sharding is None:
             try:
                 self._sharding = Sharding(self.walk().modules)
-            except RefusalError as error:
+            except FaultError as error:
+                # A step that is refused asks, too.
                 self.refusal = error
                 self._sharding = Sharding([])
         return self._sharding

@@ -10,6 +10,7 @@ import torch
 
 from graphplan.backend import check_backend
 from graphplan.errors import OptionError, PolicyError
+from graphplan.fed import hands_over
 from graphplan.origin import watch
 from graphplan.padding import Buckets, Dims, Ladders, PadValue, check_shapes
 from graphplan.policy import Policy, check_mode
@@ -138,6 +139,7 @@ class Options:
         if self.eager_if is not None and not callable(self.eager_if) and not _is_count(self.eager_if, 1):
             raise OptionError(f"eager_if is {self.eager_if!r}; expected a predicate, or n >= 1 for every n-th call")
 
+    @hands_over
     def asks_eager(self, calls: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether ``eager_if`` wants the call with these arguments, the ``calls``-th, to be eager."""
         if callable(self.eager_if):

@@ -107,6 +107,10 @@ class PaddedStep(GraphedStep):
         self._known_calls += self.stock is None
         return result
 
+    @override
+    def _recover(self, refusal: RefusalError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super()._recover(refusal, *self._with_mask(args, kwargs))
+
     def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:
         """The call, if there are only plain tensors and values in it, and nothing else is to be done with it."""
         if self._options.backend == "eager" or self._closed or surroundings() is not None:
@@ -137,14 +141,18 @@ class PaddedStep(GraphedStep):
         kind.size.calls += layout.is_padded
         self.shapes.count(kind.fed, kind.padded)
         result = super()._serve(args, kwargs)
-        with torch.no_grad():
-            for (index, memory), version in zip(layout.staged.items(), versions, strict=True):
-                if memory._version != version:
-                    feed.leaves[index].copy_(layout.own[index])
-        leaves, structure = result_leaves(result)
-        slicer.meet(leaves, structure, layout.sizes)
-        if kind.is_sure:
-            return slicer.cut([handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
+        try:
+            with torch.no_grad():
+                for (index, memory), version in zip(layout.staged.items(), versions, strict=True):
+                    if memory._version != version:
+                        feed.leaves[index].copy_(layout.own[index])
+            leaves, structure = result_leaves(result)
+            slicer.meet(leaves, structure, layout.sizes)
+            if kind.is_sure:
+                return slicer.cut([handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
+        except Exception:
+            self._runner.outcome = (result,)
+            raise
         self._refuse(
             PaddingError(
                 "the step returns something else than in the call that was compared, and what is padding in that "
@@ -178,6 +186,9 @@ class PaddedStep(GraphedStep):
         except Exception as error:  # noqa: BLE001 - an error of the step's own comes again in the call as it came
             reason = f"{type(error).__name__}: {first_line(error)}"
             self._refusals.warn(f"graphplan does not pad a batch, since comparing it ended with {reason}")
+        finally:
+            # It was a rehearsal.
+            self._runner.outcome = None
         if reason:
             stats.note(f"not padded, since it could not be compared: {reason}")
             return False

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from graphplan.errors import DeviceError, FeedError, RefusalError
+from graphplan.fed import hands_over
 from graphplan.stats import Stats
 from graphplan.step.peers import Peers
 
@@ -32,12 +33,14 @@ class Refusals:
         if self._peers is not None and not isinstance(error, FeedError):
             self._peers.refuse(error)
         if isinstance(error, DeviceError) or self.escalates(error):
+            error.is_raised = True
             raise error
         _forget_frames(error)
         self.warn(f"{consequence}: {error}")
 
+    @hands_over
     def warn(self, text: str) -> None:
-        """Say something once."""
+        """Say something once. Where warnings are errors, it is the caller's wish to have it."""
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, UserWarning, stacklevel=6)

@@ -16,7 +16,6 @@ from graphplan.fed import Fed
 from graphplan.owners import Walk
 from graphplan.program import NO_CHECK, Program, settle_companions
 from graphplan.signature import Feed
-from graphplan.step.faults import wait_for_device
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
@@ -43,12 +42,16 @@ class Replays:
             result = self._runner.run(lambda: program.run_eagerly(leaves))
         else:
             result = program.run(leaves)
-        end = perf_counter()
-        if self._options.debug and not program.replays:
-            wait_for_device(program, "its first replay")
-        self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
-        program.replays += 1
-        program.leave()
+        try:
+            end = perf_counter()
+            if self._options.debug and not program.replays:
+                program.wait("its first replay")
+            self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
+            program.replays += 1
+            program.leave()
+        except Exception:
+            self._runner.outcome = (result,)
+            raise
         return result
 
     def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
@@ -130,7 +133,9 @@ class Replays:
     def _eager(self, program: Program, fed: Fed, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
         """The eager step of a check. ``walk`` leads to what its owners hold afterwards."""
         try:
-            return self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
+            result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
+            self._runner.outcome = (result,)
+            return result
         except torch.OutOfMemoryError as error:
             if not program.plan.communicates:
                 raise

@@ -13,7 +13,7 @@ from graphplan.capture_state import presenting_capture
 from graphplan.compiler import find_device
 from graphplan.cudagraph import CUDAGraphBackend
 from graphplan.errors import RefusalError, SkipReason
-from graphplan.fed import Fed
+from graphplan.fed import Fed, call_step
 from graphplan.owners import Walk
 from graphplan.plan import Plan
 from graphplan.program import Program
@@ -54,10 +54,19 @@ class Runner:
         self.device: torch.device | None = None
         self.plan: Plan | None = None
         self.stats = Stats()
+        self.outcome: tuple[Any] | None = None
+        """What the step's function has returned in the call that is going on, once it has."""
 
     def call(self, fed: Fed) -> Any:
         """The step's function itself on what it is fed."""
-        return fed.lend(lambda args, kwargs: self._at_rest(*args, **kwargs))
+        return fed.lend(self._note_outcome)
+
+    def _note_outcome(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        self._managed.sharding.settle()
+        result = call_step(self.fn, args, kwargs)
+        self.outcome = (result,)
+        self._managed.sharding.settle()
+        return result
 
     @property
     def stock(self) -> Callable[..., Any]:
@@ -67,7 +76,7 @@ class Runner:
     def _at_rest(self, *args: Any, **kwargs: Any) -> Any:
         """The function from rest to rest: what FSDP2 gathers must not depend on how a rank came to run it."""
         self._managed.sharding.settle()
-        result = self.fn(*args, **kwargs)
+        result = call_step(self.fn, args, kwargs)
         self._managed.sharding.settle()
         return result
 
@@ -98,7 +107,7 @@ class Runner:
 
     def untouched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The function and nothing else, for ``backend="eager"``."""
-        result = self.fn(*args, **kwargs)
+        result = call_step(self.fn, args, kwargs)
         self.count_eager(SkipReason.BACKEND_EAGER)
         return result
 

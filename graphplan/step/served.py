@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from graphplan.errors import RefusalError, SkipReason
+from graphplan.errors import GraphPlanError, RefusalError, SkipReason
 from graphplan.program import Program
 from graphplan.signature import Feed, flatten
 from graphplan.step.graphed import GraphedStep
@@ -16,9 +17,14 @@ from graphplan.step.turn import running_step
 from graphplan.surroundings import surroundings
 
 
+class _BeforeError(GraphPlanError):
+    """Holds what came up before a call was made."""
+
+
 class ServedStep(GraphedStep):
     """A step whose programs can be looked at and picked, and whose calls can be left out."""
 
+    _before: Callable[[Program | None, SkipReason | None, str], None] | None = None
     takers = (*GraphedStep.takers, "find_program", "skip")
 
     @property
@@ -48,7 +54,9 @@ class ServedStep(GraphedStep):
     def skip(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], reason: SkipReason, detail: str = "") -> Any:
         """An eager call for a reason of the caller's, on arguments of any kind, through which gradients may flow."""
         with self._alone(), running_step():
-            return self._runner.outside(brought_to(self._options.feed_device, args, kwargs), reason, detail)
+            result = self._runner.outside(brought_to(self._options.feed_device, args, kwargs), reason, detail)
+        self._runner.outcome = None
+        return result
 
     def call(
         self,
@@ -62,8 +70,26 @@ class ServedStep(GraphedStep):
         self._before = before
         try:
             return self(*args, **kwargs)
+        except _BeforeError as error:
+            raise error.args[0] from None
         finally:
             self._before = None
+
+    @override
+    def _tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
+        try:
+            if self._before is not None:
+                self._before(program, reason, detail)
+        except Exception as error:
+            raise _BeforeError(error) from error
+
+    def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End a call in which ``error`` came up around the step's own call. The caller's errors are raised again."""
+        refusal = self._refusal_of(error)
+        if refusal is None:
+            raise error
+        with self._alone():
+            return self._recover(refusal, args, kwargs)
 
     def find_program(self, args: tuple[Any, ...]) -> tuple[Program, Feed] | None:
         """The program that a call with ``args`` would replay now, and its feed; None if it would not replay one.

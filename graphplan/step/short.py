@@ -147,23 +147,22 @@ class ShortWay:
 
     def find(self, args: Sequence[Any]) -> tuple[Call, list[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
-        call = self._latest
-        leaves = None if call is None else call.leaves(args)
-        if call is None or leaves is None:
-            call, leaves = self._search(args)
-            if call is None or leaves is None:
-                return None
-        program = call.program
-        if program.replays + 1 == program.next_check:
-            return None
-        if call.variant is not None and self._managed.grad_presence() != call.variant:
-            return None
         try:
+            call = self._latest
+            leaves = None if call is None else call.leaves(args)
+            if call is None or leaves is None:
+                call, leaves = self._search(args)
+                if call is None or leaves is None:
+                    return None
+            program = call.program
+            if program.replays + 1 == program.next_check:
+                return None
+            if call.variant is not None and self._managed.grad_presence() != call.variant:
+                return None
             if call.checks.hold() or (program.take_gradients() and call.checks.hold()):
                 return call, leaves
             return None
-        except (KeyError, IndexError, RuntimeError, AttributeError):
-            # Something is gone.
+        except Exception:  # noqa: BLE001 - something is gone, or an object raises: the long way says what
             return None
 
     def _search(self, args: Sequence[Any]) -> tuple[Call | None, list[Any] | None]:

@@ -19,6 +19,7 @@ from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
 from graphplan.compiler import build_plan, changed_between, check_threads, is_reordered
 from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
+from graphplan.faults import is_steps_own, refusal_of
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
@@ -28,7 +29,6 @@ from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.captures import Captures
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
-from graphplan.step.faults import is_steps_own, refusal_of
 from graphplan.step.managed import Managed
 from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
@@ -125,10 +125,7 @@ class Stages:
     def advance(self, entry: Entry, feed: Feed) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
         line = entry.lines.setdefault(self._managed.grad_presence(), Line())
-        try:
-            walk = self._managed.walk_of_call()
-        except RefusalError as error:
-            return self._go_eager(entry, feed, error)
+        walk = self._managed.walk_of_call()
         gone = next((path for path in line.state if path not in walk.slots), None)
         if gone is not None:
             # A recording would make it anew in every replay.
@@ -152,13 +149,10 @@ class Stages:
             entry.drop()
             entry.warm = entry.eager_calls = 0
             return self._runner.eager(feed, SkipReason.SHAPE)
-        except RefusalError as error:
-            refusal = error
         except Exception as error:
-            told = isinstance(error, GraphPlanError) or is_out_of_memory(error)
-            if told or is_steps_own(error, self._runner.fn):
+            refusal = error if isinstance(error, RefusalError) else refusal_of(error)
+            if refusal is None:
                 raise
-            refusal = refusal_of(error, "while the step was traced or captured")
         return self._go_eager(entry, feed, refusal)
 
     def _go_eager(self, entry: Entry, feed: Feed, refusal: RefusalError) -> Any:
@@ -198,6 +192,7 @@ class Stages:
                     hidden, placeholders = feed, None
                 result = self._capture(entry, line, hidden, placeholders, snapshot, compiled=compiled)
             undo.pop_all()
+            self._runner.outcome = (result,)
             return result
 
     def _is_outdated(self, line: Line, walk: Walk) -> bool:
@@ -240,9 +235,9 @@ class Stages:
             except LearningRateError:
                 raise
             except Exception as failure:
-                if isinstance(failure, GraphPlanError) and not isinstance(failure, RefusalError):
+                error = failure if isinstance(failure, RefusalError) else refusal_of(failure)
+                if error is None:
                     raise
-                error = failure if isinstance(failure, RefusalError) else refusal_of(failure, "between two traces")
                 # The step is done and is a good eager step: unless the refusal is to be raised, it stands.
                 self._refusals.refuse(error)
                 entry.refusal = error
@@ -266,9 +261,7 @@ class Stages:
         except BaseException as error:
             if isinstance(error, (GraphPlanError, ReadSignal)) or is_out_of_memory(error):
                 raise
-            if isinstance(error, Exception) and not is_steps_own(error, self._runner.fn):
-                raise refusal_of(error, "while the step was traced") from error
-            if not (rehearses or feed.unread):
+            if is_steps_own(error) and not (rehearses or feed.unread):
                 undo.pop_all()
                 # What it left half done, the next step makes good or trips over: traces come after that.
                 line.traces = []

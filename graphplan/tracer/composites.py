@@ -18,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.dtensors import is_imagined, is_wrapped
+from graphplan.errors import Faults
 from graphplan.tracer.arguments import schema_of
 from graphplan.tracer.watching import Aside
 
@@ -46,6 +47,7 @@ class OperatorMode(TorchDispatchMode):
         self._casts: dict[str, bool] = {}
         self._casting = ExitStack()
         self._depth = 0
+        self.faults = Faults()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,7 +79,12 @@ class OperatorMode(TorchDispatchMode):
             if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
                 with self, _with_autocast(self._casts):
                     return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
-            return self.operate(aside, func, args, kwargs or {})
+            try:
+                return self.operate(aside, func, args, kwargs or {})
+            except Exception as error:  # noqa: BLE001 - the step goes on
+                out = aside.carry_on(error, func, args, kwargs or {})
+                self.faults.note(error)
+                return out
 
 
 @contextmanager

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from graphplan.collector import no_collections
+from graphplan.errors import Faults
 from graphplan.origin import file_of, is_library, is_librarys, is_users, is_users_file
 from graphplan.owners import INITIALIZERS, Namespace, Scalar, is_known, note_made
 from graphplan.switches import USED
@@ -163,13 +164,13 @@ class Profile:
         self.ran = Ran()
         self.has_stepped = False
         """Whether a function called ``step`` ran, which may be an optimizer's."""
+        self.faults = Faults()
 
     def __enter__(self) -> Profile:
         self._others.enter_context(no_collections())
-        on_read = self._on_read
-        if on_read is not None:
-            self._others.enter_context(Conversions(lambda name: on_read(name, None)))
-        self._watcher = new_watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users)
+        if self._on_read is not None:
+            self._others.enter_context(Conversions(self._note_conversion))
+        self._watcher = new_watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users, self.faults)
         try:
             self._watcher.start()
         except BaseException:
@@ -234,6 +235,11 @@ class Profile:
         elif (start := name_of_start(frame)) is not None:
             self.ran.threads.setdefault(start, find_source())
         return found
+
+    def _note_conversion(self, name: str) -> None:
+        assert self._on_read is not None
+        with self.faults.noting():
+            self._on_read(name, None)
 
     def _note_c_call(self, frame: FrameType, function: Any) -> None:
         if is_silent(frame.f_code) or (self._importing is not None and self._is_importing()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch.utils import _pytree as pytree
 from graphplan.capture_state import presenting_capture
 from graphplan.dtensors import is_sharded
 from graphplan.errors import HostEffectError
-from graphplan.fed import Fed
-from graphplan.marks import PLAIN_KINDS, marks_of
+from graphplan.fed import Fed, call_step
+from graphplan.marks import PLAIN_KINDS, has_memory, is_freed, marks_of
 from graphplan.owners import Sharding, Walk, come_to_rest, host_generators, storage_id
 from graphplan.rng import TracedStates, saving_states
 from graphplan.roles import TensorSpec
@@ -72,6 +73,12 @@ def trace(
         path: [part for part in parts if id(part) not in leaves_fed] for path, parts in _left(after, changes).items()
     }
     record.gradients = _with_gradients({**left, **made})
+    for path, parts in {**left, **made}.items():
+        if record.violation is None and any(isinstance(p, Tensor) and has_memory(p) and is_freed(p) for p in parts):
+            record.violation = HostEffectError(
+                f"the step leaves or returns {path}, whose memory it has given back (untyped_storage().resize_(0)); a "
+                "replay would copy what is not there. Leave or return what has memory, or nothing"
+            )
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
     watch.finish(after, leaves)
@@ -99,8 +106,10 @@ def _run(fn: Callable[..., Any], feed: Feed, fed: Fed, mode: TraceMode, record: 
     drawn, held = host_generators(), sharding.holds_gradients()
     states = TracedStates(mode.check_states, mode.take_states)
     with presenting_capture(), saving_states(states.save, states.put), mode, profile:
-        result = fed.lend(lambda args, kwargs: fn(*args, **kwargs))
+        result = fed.lend(partial(call_step, fn))
         sharding.settle()
+    mode.faults.check()
+    profile.faults.check()
     change = fed.change()
     if change is not None:
         mode.refuse(HostEffectError, change, component="step")

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from graphplan.errors import Faults
 from graphplan.origin import pass_errors_on
 
 OnCall = Callable[[FrameType], bool]
@@ -67,11 +68,17 @@ class Watcher(ABC):
     whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` is told of functions
     with one of ``names``, and of all that code with an identity among ``codes`` calls, which may become more; it need
     not be told of the interpreter's own functions and classes, but of ``print``. Where torch's operators are called
-    from, see :func:`is_silent`, it may be told of what is none of the step's.
+    from, see :func:`is_silent`, it may be told of what is none of the step's. What they raise goes to ``faults``: it
+    would come out in the step.
     """
 
     def __init__(
-        self, on_call: OnCall, on_c_call: OnCCall, names: Container[str] = (), codes: Container[int] = ()
+        self,
+        on_call: OnCall,
+        on_c_call: OnCCall,
+        names: Container[str] = (),
+        codes: Container[int] = (),
+        faults: Faults | None = None,
     ) -> None:
         self._on_call = on_call
         self._on_c_call = on_c_call
@@ -79,6 +86,7 @@ class Watcher(ABC):
         self._codes = codes
         self._outer: Watcher | None = None
         self.is_paused = False
+        self.faults = Faults() if faults is None else faults
 
     @abstractmethod
     def start(self) -> None:
@@ -103,9 +111,14 @@ class ProfileFunction(Watcher):
     _previous: Any = None
 
     def __init__(
-        self, on_call: OnCall, on_c_call: OnCCall, names: Container[str] = (), codes: Container[int] = ()
+        self,
+        on_call: OnCall,
+        on_c_call: OnCCall,
+        names: Container[str] = (),
+        codes: Container[int] = (),
+        faults: Faults | None = None,
     ) -> None:
-        super().__init__(on_call, on_c_call, names, codes)
+        super().__init__(on_call, on_c_call, names, codes, faults)
         self._done: dict[int, CodeType] = {}
         """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
 
@@ -136,16 +149,19 @@ class ProfileFunction(Watcher):
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         # Python calls this some twenty times for each operator of a traced step.
-        if event == "c_call":
-            if arg.__name__ in self._names or id(frame.f_code) in self._codes:
-                self._on_c_call(frame, arg)
-        elif event == "call" and id(frame.f_code) not in self._done:
-            code = frame.f_code
-            if code is _PAUSE:
-                sys.setprofile(None)
-                self.is_paused = True
-            elif code.co_filename.startswith(_SILENT) or self._on_call(frame):
-                self._done[id(code)] = code
+        try:
+            if event == "c_call":
+                if arg.__name__ in self._names or id(frame.f_code) in self._codes:
+                    self._on_c_call(frame, arg)
+            elif event == "call" and id(frame.f_code) not in self._done:
+                code = frame.f_code
+                if code is _PAUSE:
+                    sys.setprofile(None)
+                    self.is_paused = True
+                elif code.co_filename.startswith(_SILENT) or self._on_call(frame):
+                    self._done[id(code)] = code
+        except Exception as error:  # noqa: BLE001 - Python would raise it in the step
+            self.faults.note(error)
 
 
 _PAUSE = ProfileFunction.pause.__code__
@@ -252,7 +268,7 @@ class Monitor(Watcher):
         if code.co_filename.startswith(_SILENT):
             return _monitoring.DISABLE
         watcher = _HERE.watcher
-        is_known = type(watcher) is Monitor and not watcher.is_paused and watcher._on_call(sys._getframe(1))
+        is_known = type(watcher) is Monitor and not watcher.is_paused and watcher._hears(sys._getframe(1))
         # Another thread's may not know yet what this one's knows.
         return _monitoring.DISABLE if is_known and len(cls._watching) == 1 else None
 
@@ -260,7 +276,15 @@ class Monitor(Watcher):
     def _is_thrown_into(cls, code: CodeType, offset: int, error: BaseException) -> None:
         watcher = _HERE.watcher
         if type(watcher) is Monitor and not watcher.is_paused:
-            watcher._on_call(sys._getframe(1))
+            watcher._hears(sys._getframe(1))
+
+    def _hears(self, frame: FrameType, *function: Any) -> object:
+        """Tell of a call, of Python code's or of ``function`` by the code in ``frame``."""
+        try:
+            return self._on_c_call(frame, *function) if function else self._on_call(frame)
+        except Exception as error:  # noqa: BLE001 - Python would raise it in the step
+            self.faults.note(error)
+            return None
 
     @classmethod
     def _calls(cls, code: CodeType, offset: int, function: Any, first: Any) -> object:
@@ -281,17 +305,19 @@ class Monitor(Watcher):
         elif not issubclass(type(function), BuiltinFunctionType) or function in _BUILT_IN:
             return None
         if function.__name__ in watcher._names or id(code) in watcher._codes:
-            watcher._on_c_call(sys._getframe(1), function)
+            watcher._hears(sys._getframe(1), function)
         return None
 
 
-def new_watcher(on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int]) -> Watcher:
+def new_watcher(
+    on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int], faults: Faults
+) -> Watcher:
     """The kind of watcher that takes the least time here; within another one, one of its kind."""
     around = watcher_of_thread()
     kind = type(around) if around is not None else Monitor
     if around is None and (_monitoring is None or Monitor.place() is None):
         kind = ProfileFunction
-    return kind(on_call, on_c_call, names, codes)
+    return kind(on_call, on_c_call, names, codes, faults)
 
 
 def watcher_of_thread() -> Watcher | None:
@@ -304,9 +330,11 @@ class Aside:
     itself. :meth:`run` runs what belongs to the step.
     """
 
-    __slots__ = ("_watcher",)
+    __slots__ = ("_is_running", "_outcome", "_watcher")
+    _outcome: tuple[Any] | None
 
     def __enter__(self) -> Aside:
+        self._is_running, self._outcome = False, None
         watcher = _HERE.watcher
         self._watcher = None if watcher is None or watcher.is_paused or not watcher.pause() else watcher
         return self
@@ -317,13 +345,27 @@ class Aside:
 
     def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``func(*args, **kwargs)``, watched."""
+        self._is_running = True
         if self._watcher is None:
-            return func(*args, **kwargs)
-        self._watcher.resume()
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._watcher.pause()
+            out = func(*args, **kwargs)
+        else:
+            self._watcher.resume()
+            try:
+                out = func(*args, **kwargs)
+            finally:
+                self._watcher.pause()
+        self._is_running, self._outcome = False, (out,)
+        return out
+
+    def carry_on(
+        self, error: Exception, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What the step gets of ``func``, though graphplan's own work around it has failed. What ``func`` itself has
+        raised comes out.
+        """
+        if self._is_running:
+            raise error
+        return self.run(func, args, kwargs) if self._outcome is None else self._outcome[0]
 
 
 pass_errors_on(Aside.run.__code__)

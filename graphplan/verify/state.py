@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan.dtensors import local
+from graphplan.marks import has_memory
 from graphplan.owners import Flags, Inherited, Numbers, Walk, default_generators, is_freed
 
 _GENERATOR = "torch's random generator"
@@ -40,7 +41,8 @@ def collect_tensors(
     tensors.update(extra)
     for number, generator in enumerate([*default_generators(), *generators]):
         tensors[f"{_GENERATOR} of {generator.device} ({number})"] = generator.get_state()
-    return {path: tensor for path, tensor in tensors.items() if tensor.layout is torch.strided and not is_freed(tensor)}
+    held = {path: tensor for path, tensor in tensors.items() if has_memory(tensor)}
+    return {path: tensor for path, tensor in held.items() if tensor.layout is torch.strided and not is_freed(tensor)}
 
 
 def collect_values(

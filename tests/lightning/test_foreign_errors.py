@@ -1,0 +1,134 @@
+"""Objects that raise when they are asked, odd tensors, graphed methods and errors of graphplan's own, in a Trainer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphplan import FaultError, graph_step
+from tests.lightning.parts import (
+    LitDigits,
+    assert_fit_equals_eager,
+    assert_same_fits,
+    fit,
+    tape,
+    with_step,
+)
+from tests.test_foreign_objects import THINGS
+
+
+def _with_thing(name: str) -> LitDigits:
+    module: Any = LitDigits()
+    # torch's own assignment would ask it.
+    vars(module)["thing"] = THINGS[name]()
+    return module
+
+
+@pytest.mark.parametrize("name", THINGS)
+@pytest.mark.filterwarnings("ignore:graphplan")
+def test_a_module_that_holds_what_raises(name: str, tmp_path: Path) -> None:
+    expected = fit(LitDigits, tmp_path / "eager", max_epochs=2)
+    found = fit(partial(_with_thing, name), tmp_path / "graphed", tape(on_failure="eager"), max_epochs=2)
+    vars(found.module).pop("thing")
+    assert_same_fits(expected, found)
+
+
+def _vmap(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    def scaled(row: Tensor) -> Tensor:
+        self._seen = row * 2
+        return self._seen.sum()
+
+    return self.loss_of(batch) + torch.vmap(scaled)(batch[0]).mean()
+
+
+def _grad(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    x, y = batch
+    x = x.clone().requires_grad_()
+    loss = F.cross_entropy(self.net[0](x)[:, :10], y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().mean()
+
+
+def _with_meta() -> LitDigits:
+    module: Any = LitDigits()
+    # Lightning itself moves buffers.
+    module.template = torch.empty(3, device="meta")
+    return module
+
+
+def _with_other() -> Any:
+    module: Any = with_step(_grad)()
+    module.teacher = [nn.Linear(4, 4)]
+    module.teacher[0](torch.ones(1, 4)).sum().backward()
+    return module
+
+
+class Graphed(LitDigits):
+    """A module whose forward is graphed by itself."""
+
+
+Graphed.forward = graph_step(LitDigits.forward, mode="inference", backend="tape")  # type: ignore[assignment]
+
+
+KNOWN: dict[str, Callable[[], Any]] = {
+    "what vmap left": with_step(_vmap),
+    "a tensor on the meta device": _with_meta,
+    "gradients beside another network's": _with_other,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
+    assert_fit_equals_eager(KNOWN[name], tmp_path, replayed=10)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "callback.gates:has_hook", "callback.callback:closed_to_training", "callback.callback:closed_loop",
+        "callback.clipping:FusedClipping.__init__", "callback.automatic:AutomaticSeam.install",
+        "callback.loop:LoopSeam.__init__", "callback.loop:LoopSeam.install", "callback.rows:LateRows.install",
+        "callback.seam:Seam.__init__",
+        "step.lookup:Lookup.find", "step.stages:trace", "step.stages:build_plan", "step.captures:capture_program",
+        "verify.check:_Check.compare", "verify.check:_Check.start", "owners.discovery:Discovery.unknown",
+        "program.program:Program.fits",
+    ],
+)  # fmt: skip
+def test_errors_of_graphplans_own_in_a_trainer(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(place, tmp_path, monkeypatch)
+
+
+def test_errors_of_graphplans_own_after_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused("callback.automatic:AutomaticSeam.install", tmp_path, monkeypatch, min_speedup=1.0)
+
+
+def test_errors_of_graphplans_own_in_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused("callback.callback:closed_to_all", tmp_path, monkeypatch, eval=True)
+
+
+def assert_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Fail unless a function of graphplan's that raises is named, and a fit goes on without it where it may."""
+    expected = fit(LitDigits, tmp_path / "eager", max_epochs=2)
+    name, _, path = place.partition(":")
+    *kinds, attribute = path.split(".")
+    owner: Any = importlib.import_module(f"graphplan.{name}")
+    for kind in kinds:
+        owner = getattr(owner, kind)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ArithmeticError("not expected")
+
+    monkeypatch.setattr(owner, attribute, fail)
+    with pytest.warns(UserWarning, match=r"ArithmeticError .*not expected"):
+        found = fit(LitDigits, tmp_path / "graphed", tape(on_failure="eager", **options), max_epochs=2)
+    assert_same_fits(expected, found)
+    with pytest.raises(FaultError, match=r"ArithmeticError .*not expected"):
+        fit(LitDigits, tmp_path / "raised", tape(**options), max_epochs=2)
