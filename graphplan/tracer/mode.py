@@ -36,7 +36,6 @@ from graphplan.tracer.conversions import validates
 from graphplan.tracer.footprint import Allocations
 from graphplan.tracer.host_reads import HostRead, find_place, is_asserted
 from graphplan.tracer.memory import MemoryWatch
-from graphplan.tracer.profile import Profile
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, is_recomputed, optimizer_fix
@@ -96,8 +95,6 @@ class TraceMode(OperatorMode):
         self._draws = UniformDraws()
         self._allocations = Allocations()
         self._thread = get_ident()
-        self.profile: Profile | None = None
-        """What watches the step's code, once it does."""
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
         self.writes: Counter[int | None] = Counter()
         """How often each storage was written to."""
@@ -114,9 +111,7 @@ class TraceMode(OperatorMode):
         schema, trace = schema_of(func), self._trace
         if schema.is_ignored or is_imagined():
             return aside.run(func, args, kwargs)
-        name, threaded = schema.name, get_ident() != self._thread
-        # The profile hears of nothing in other threads.
-        source = find_source(has_stepped=threaded or self.profile is None or self.profile.has_stepped)
+        name, source = schema.name, find_source()
         constant = self._lift(args) if name in LIFTS else None
         tensors, scalars = tensors_and_others(schema, args, kwargs)
         operands, offsets = self._take_operands(tensors, name, source)
@@ -152,6 +147,7 @@ class TraceMode(OperatorMode):
         if name in UNIFORM:
             self._draws.add(self._internal_operand(out), func, args, kwargs, out)
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
+        threaded = get_ident() != self._thread
         if threaded and not trace.graph_elsewhere:
             trace.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
         trace.operators.append(

@@ -162,9 +162,12 @@ class Profile:
         self._importing: FrameType | None = None
         self._watcher: Watcher
         self.ran = Ran()
+<<<<<<< HEAD
         self.has_stepped = False
         """Whether a function called ``step`` ran, which may be an optimizer's."""
         self.faults = Faults()
+=======
+>>>>>>> parent of 1784194 (Sources of operators before the first step of an optimizer are found without a look for one)
 
     def __enter__(self) -> Profile:
         self._others.enter_context(no_collections())
@@ -226,7 +229,6 @@ class Profile:
         if code.co_filename.startswith(_IMPORTS):
             self._importing = frame
             return None, True
-        self.has_stepped |= code.co_name == "step"
         found = _owner_name(frame), bool(code.co_freevars)
         if id(code) in INITIALIZERS:
             note_made(frame.f_locals["self"], find_source)

@@ -144,16 +144,14 @@ def _new_place(code: CodeType) -> _Place:
     )
 
 
-def find_source(*, has_stepped: bool = True) -> Source:
+def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
     or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
-
-    Without ``has_stepped``, no ``step`` was called since this one began: no frame needs to be looked at for that.
     """
     frame = innermost = sys._getframe(1)
     found: FrameType | None = None
     familiar: FrameType | None = None
-    component: _Component | None = None if has_stepped else _STEP
+    component: _Component | None = None
     around: FrameType | None = innermost
     dull = _SILENT
     while around is not None:
