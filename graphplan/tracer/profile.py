@@ -162,12 +162,7 @@ class Profile:
         self._importing: FrameType | None = None
         self._watcher: Watcher
         self.ran = Ran()
-<<<<<<< HEAD
-        self.has_stepped = False
-        """Whether a function called ``step`` ran, which may be an optimizer's."""
         self.faults = Faults()
-=======
->>>>>>> parent of 1784194 (Sources of operators before the first step of an optimizer are found without a look for one)
 
     def __enter__(self) -> Profile:
         self._others.enter_context(no_collections())
