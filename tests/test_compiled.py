@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
-from graphplan import CaptureError
+from graphplan import CaptureError, graph_step
 from graphplan.fed import Fed
 from graphplan.owners import walk_owners
 from graphplan.signature import flatten
 from graphplan.step.compiled import refuse_graphs_within, runs_compiled
 from graphplan.tape import _TapeMode
-from graphplan.tracer import AnsweredReads, Trace, trace
+from graphplan.tracer import AnsweredReads, Profile, Trace, trace
 from graphplan.tracer.composites import is_kept_from_compiler
 from graphplan.tracer.mode import TraceMode
 from tests.twins import Rig, assert_equals_eager, assert_refused
@@ -183,3 +183,95 @@ def test_a_torch_that_cannot_be_told_to_keep_its_compiler_away(monkeypatch: pyte
     monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
     assert not is_kept_from_compiler(calls.__code__)
     assert TraceMode._should_skip_dynamo()
+
+
+class Counting:
+    """A compiler that makes nothing faster, and counts what it is given."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: Any, examples: Any) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+class Trainer:
+    """A class of the user's own, which is no module and holds the compiled one."""
+
+    def __init__(self, compiler: Any, *, fullgraph: bool = True, device: str = "cpu", fused: bool = False) -> None:
+        self.net = Net().to(device)
+        self.model = torch.compile(self.net, backend=compiler, fullgraph=fullgraph)
+        self.optimizer = SGD(self.net.parameters(), lr=1e-2, momentum=0.9, fused=fused)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One step."""
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class Outer(nn.Module):
+    """Holds a module whose forward calls a compiled one that nothing else holds."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.forward = lambda x, y: inner.step(x, y)
+
+
+def _helped(trainer: Trainer) -> Callable[..., Any]:
+    def helper(x: Tensor, y: Tensor) -> Tensor:
+        return trainer.step(x, y)
+
+    return lambda x, y: helper(x, y)
+
+
+HIDDEN: dict[str, tuple[Callable[[Trainer], Any], Callable[[Trainer], Any]]] = {
+    "method": (lambda trainer: trainer.step, lambda trainer: None),
+    "owners are inside": (lambda trainer: trainer.step, lambda trainer: [trainer.net]),
+    "all owners": (lambda trainer: trainer.step, lambda trainer: [trainer.net, trainer.optimizer]),
+    "helper": (_helped, lambda trainer: None),
+    "outer module": (Outer, lambda trainer: None),
+}
+
+
+@pytest.mark.parametrize("sizes", [(5,), (5, 7)])
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("how", HIDDEN)
+def test_what_nobody_shows_is_compiled_as_without_graphplan(how: str, fullgraph: bool, sizes: tuple[int, ...]) -> None:
+    """As many graphs, the bits of the compiled run, and replays: discovery stays out of the compiler's sight."""
+    call_of, owners_of = HIDDEN[how]
+    batches = [
+        (torch.randn(sizes[n % len(sizes)], 6), torch.randint(0, 3, (sizes[n % len(sizes)],))) for n in range(24)
+    ]
+    found = []
+    for graphed in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiler = Counting()
+        trainer = Trainer(compiler, fullgraph=fullgraph)
+        step = call_of(trainer)
+        if graphed:
+            step = graph_step(step, owners=owners_of(trainer), backend="tape")
+        torch.manual_seed(1)
+        losses = [step(*batch) for batch in batches]
+        found.append((compiler.graphs, torch.stack(losses), trainer.net.state_dict()))
+    assert step.stats.captured == len(sizes) and step.stats.replayed >= 6, step.report()
+    assert found[0][0] == found[1][0] >= len(sizes)
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=0, atol=0)
+
+
+def test_compiled_code_that_captures_itself_is_found_where_it_runs() -> None:
+    """Wherever it is held; only on CUDA does it capture."""
+    torch._dynamo.reset()
+    trainer = Trainer("aot_eager", fullgraph=False)
+    trainer.model = torch.compile(trainer.net, backend="cudagraphs")
+    with Profile() as profile:
+        trainer.model(torch.randn(5, 6))
+    walk = walk_owners({"net": trainer.net})
+    assert not runs_compiled(walk, trainer.step)
+    text = r"gave Net CUDA graphs of its own .*mode='max-autotune-no-cudagraphs'"
+    with pytest.raises(CaptureError, match=text):
+        refuse_graphs_within(walk, trainer.step, torch.device("cuda", 0), profile.ran.compiled)

@@ -13,8 +13,10 @@ from graphplan.owners.copying import same_bits as same_bits
 from graphplan.owners.copying import values_of as values_of
 from graphplan.owners.copying import write_all as write_all
 from graphplan.owners.counts import GroupCounts as GroupCounts
+from graphplan.owners.discovery import CALLS as CALLS
 from graphplan.owners.discovery import INITIALIZERS as INITIALIZERS
 from graphplan.owners.discovery import Discovery as Discovery
+from graphplan.owners.discovery import note_called as note_called
 from graphplan.owners.discovery import note_made as note_made
 from graphplan.owners.flags import COMPUTED as COMPUTED
 from graphplan.owners.flags import Flags as Flags

@@ -27,6 +27,8 @@ _INITIALIZERS = (
 """What runs wherever a module or an optimizer is made: ``__setstate__`` in copies, and where one is unpickled."""
 INITIALIZERS: dict[int, CodeType] = {id(code): code for code in (unwrap(fn).__code__ for fn in _INITIALIZERS)}
 """By identity: to hash a code object takes as long as it has instructions."""
+CALLS: dict[int, CodeType] = {id(code): code for code in (nn.Module.__call__.__code__,)}
+"""What runs wherever a module is called, by identity."""
 _ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
 
 
@@ -39,14 +41,15 @@ class Made:
 
 
 class Discovery:
-    """Finds the modules and optimizers that a step uses, through torch's global forward and step hooks. What other
-    threads run meanwhile is not the step's.
+    """Finds the modules and optimizers that a step uses: whoever watches the interpreter tells of modules, by
+    :func:`note_called` and :func:`note_made`, and torch's global hook of optimizers. There is such a hook for modules,
+    too, but compilers would build it into what they make. What other threads run meanwhile is not the step's.
 
     ``on_optimizer`` is called with each optimizer before its step runs, so that one that nobody named is prepared in
     time. ``on_first_sight`` is called once with each module and optimizer, before it runs. Neither is called with what
     the step itself has made: ``on_made`` is, with an optimizer before it steps.
 
-    ``is_watched``: whether :func:`note_made` is called meanwhile. Where it is not, no optimizer is prepared either.
+    ``is_watched``: whether anybody watches meanwhile. If not, no optimizer is prepared either.
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class Discovery:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._made: dict[int, Made] = {}
-        self._handles: list[Any] = []
+        self._handle: Any = None
         self._thread = get_ident()
         self._token: Token[Discovery | None] | None = None
         self.faults = Faults()
@@ -74,18 +77,15 @@ class Discovery:
 
     def __enter__(self) -> Discovery:
         self._token = _ENTERED.set(self)
-        forward = nn.modules.module.register_module_forward_pre_hook(self._saw_module)
-        step = register_optimizer_step_pre_hook(self._saw_optimizer)
-        self._handles = [forward, step]
+        self._handle = register_optimizer_step_pre_hook(self._saw_optimizer)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handle.remove()
         if self._token is not None:
             _ENTERED.reset(self._token)
 
-    def _saw_module(self, module: nn.Module, args: Any) -> None:
+    def _saw_module(self, module: nn.Module) -> None:
         if get_ident() == self._thread and not _knows(self._modules, module):
             with self.faults.noting():
                 self._take_module(module)
@@ -148,6 +148,13 @@ def note_made(thing: Any, source: Callable[[], object]) -> None:
     discovery = _ENTERED.get()
     if discovery is not None and not discovery.has_made(thing):
         discovery._made[id(thing)] = Made(weakref.ref(thing), str(source()))
+
+
+def note_called(module: nn.Module) -> None:
+    """Tell the innermost discovery that ``module`` is about to run."""
+    discovery = _ENTERED.get()
+    if discovery is not None:
+        discovery._saw_module(module)
 
 
 def _knows(seen: Mapping[int, weakref.ref[Any]], thing: Any) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CellType
 from typing import Any
@@ -25,9 +24,6 @@ from graphplan.tracer import Trace
 from graphplan.trees import flatten_result
 from graphplan.verify.compare import differing
 from graphplan.verify.state import collect_tensors
-
-_HOOKED = "Using `torch.compile.module.` when there are global hooks on modules"
-"""There are, to discover what a traced step uses, and nothing is compiled meanwhile."""
 
 
 def runs_compiled(walk: Walk, fn: Callable[..., Any]) -> bool:
@@ -48,18 +44,23 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
             yield value
 
 
-def refuse_graphs_within(walk: Walk, fn: Callable[..., Any], device: torch.device | None) -> None:
-    """Refuse compiled code that captures CUDA graphs itself. On the CPU the same code has none.
+def refuse_graphs_within(
+    walk: Walk, fn: Callable[..., Any], device: torch.device | None, ran: Mapping[int, tuple[Any, str]] | None = None
+) -> None:
+    """Refuse compiled code that captures CUDA graphs itself, of that which ``ran`` too, wherever it is held. On the CPU
+    the same code has none.
 
     Raises:
         CaptureError: naming the first module or function that does.
     """
     if device is None or device.type != "cuda":
         return
+    contexts = {**(ran or {})}
     for value in _compiled(walk, fn):
-        if _captures_itself(value):
-            original = getattr(value, "_orig_mod", None) or getattr(value, "_torchdynamo_orig_callable", None) or value
-            name = getattr(original, "__qualname__", type(original).__name__)
+        original = getattr(value, "_orig_mod", None) or getattr(value, "_torchdynamo_orig_callable", None) or value
+        contexts[id(value)] = _context_of(value), getattr(original, "__qualname__", type(original).__name__)
+    for context, name in contexts.values():
+        if _captures_itself(context):
             raise CaptureError(
                 f"torch.compile gave {name} CUDA graphs of its own (mode='reduce-overhead' or 'max-autotune', the "
                 "option triton.cudagraphs, or backend='cudagraphs'), and a CUDA graph cannot contain others. Compile "
@@ -68,18 +69,21 @@ def refuse_graphs_within(walk: Walk, fn: Callable[..., Any], device: torch.devic
             )
 
 
-def _captures_itself(compiled: Any) -> bool:
+def _context_of(compiled: Any) -> Any:
+    """What ``compiled`` was compiled with, which torch keeps where a closure leads."""
     call = getattr(compiled, "_compiled_call_impl", None) or compiled
-    if not hasattr(call, "get_compiler_config"):
-        return False
-    config = call.get_compiler_config()
-    graphs = any("cudagraphs" in name for name in _backend_names(call.get_compiler_config))
+    get_config = getattr(call, "get_compiler_config", None)
+    return None if get_config is None else inspect.getclosurevars(get_config).nonlocals.get("self")
+
+
+def _captures_itself(context: Any) -> bool:
+    config = getattr(context, "compiler_config", None)
+    graphs = any("cudagraphs" in name for name in _backend_names(context))
     return graphs or bool(config and config.get("triton.cudagraphs"))
 
 
-def _backend_names(get_config: Callable[[], Any]) -> Iterator[str]:
-    """What the compiler's backend is called, which torch wraps several times and keeps where this closure leads."""
-    context = inspect.getclosurevars(get_config).nonlocals.get("self")
+def _backend_names(context: Any) -> Iterator[str]:
+    """What the compiler's backend is called, which torch wraps several times."""
     backend = getattr(context, "callback", None)
     while backend is not None:
         for part in (backend, getattr(backend, "compiler_fn", None)):
@@ -113,8 +117,7 @@ def uncompiled() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
-        warnings.filterwarnings("ignore", message=_HOOKED)
+    with torch.compiler.set_stance("force_eager"):
         yield
 
 

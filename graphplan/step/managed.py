@@ -88,6 +88,8 @@ class Managed:
         """Whether the code that was looked at last used no new name, and nothing that was met for the first time."""
         self.kept: dict[str, str] = {}
         """What the code that was looked at last made, and is there after it: by path, in words."""
+        self.compiled: dict[int, tuple[Any, str]] = {}
+        """What compiled code that ran was compiled with, wherever it is held, and its name; by identity."""
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
         self._walked: Walk | None = None
@@ -120,8 +122,8 @@ class Managed:
             return walk_owners(self.owners)
 
     def runs_compiled(self, walk: Walk) -> bool:
-        """Whether the step runs code that ``torch.compile`` compiled, as ``walk`` has just found."""
-        return runs_compiled(walk, self._fn)
+        """Whether the step runs code that ``torch.compile`` compiled: it has, or ``walk`` has just found some."""
+        return bool(self.compiled) or runs_compiled(walk, self._fn)
 
     def manage(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare an optimizer and shadow its learning rate, once. One that cannot be captured is noted instead."""
@@ -168,8 +170,7 @@ class Managed:
         """:meth:`discover`, and take in the names and objects that the code of ``call`` uses, unless ``is_settled``;
         not those that it is ``fed``. The walk is None where there are more owners now than it would have found.
 
-        Compiled code is looked at when it is traced: the compiler would build a discovery's hooks into its graphs, and
-        what it runs itself is no part of the step.
+        Compiled code is looked at when it is traced: its names are those that the compiler gave.
         """
         before = self.walk_of_call()
         if self.runs_compiled(before):
@@ -184,6 +185,9 @@ class Managed:
         if is_settled:
             self.is_settled &= len(self.owners) == known
             return result, walk
+        self.compiled |= profile.ran.compiled
+        if self.compiled:
+            return result, None
         profile.ran.leave_out(fed)
         are_named = _NAMES in self.owners
         has_grown = self.take_names(profile.ran, walk)
@@ -213,6 +217,7 @@ class Managed:
         """
         asked: dict[int, bool] = {}
         self.is_settled = False
+        self.compiled |= ran.compiled
         kinds = set(map(id, map(type, walk.modules)))
 
         def has_met(thing: Any) -> bool:

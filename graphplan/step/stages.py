@@ -141,7 +141,7 @@ class Stages:
             self._refusals.warn(f"graphplan runs this step eagerly: {cramped}")
             return self._runner.refused(feed, cramped)
         try:
-            refuse_graphs_within(walk, self._runner.fn, self._runner.device)
+            refuse_graphs_within(walk, self._runner.fn, self._runner.device, self._managed.compiled)
             return self._attempt(entry, line, feed, walk)
         except ReadSignal as signal:
             self._unread.mark(feed, signal.indices)
@@ -221,6 +221,7 @@ class Stages:
             result, walk = self._run_traced(entry, line, feed, body, undo, rehearses=rehearses)
             if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
                 raise ReadSignal(feed.unread)
+            rehearses = rehearses or bool(facts.ran.compiled)
             rehearsal = Rehearsal(self._managed.walk, result, self._options.allow) if rehearses else None
             if rehearsal is not None:
                 rehearsal.undo(facts, snapshot)

@@ -16,6 +16,7 @@ Longer than most rooms: the profiler and what it reads come from one pass over t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from torch import Tensor
 from graphplan.collector import no_collections
 from graphplan.errors import Faults
 from graphplan.origin import file_of, is_library, is_librarys, is_users, is_users_file
-from graphplan.owners import INITIALIZERS, Namespace, Scalar, is_known, note_made
+from graphplan.owners import CALLS, INITIALIZERS, Namespace, Scalar, is_known, note_called, note_made
 from graphplan.switches import USED
 from graphplan.tracer.conversions import READERS, Conversions
 from graphplan.tracer.names import Names, names_of
@@ -41,6 +42,9 @@ from graphplan.tracer.watching import Watcher, is_silent, new_watcher
 from graphplan.tracer.writes import WRITERS, name_of_saving, name_of_write
 
 _IMPORTS = "<frozen importlib."
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
+_COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_frame.py"
+"""Where ``torch.compile`` compiles, and where what it compiled is entered."""
 _LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
 """Names of the functions in C that matter wherever they are called."""
 
@@ -186,7 +190,7 @@ class Profile:
             self._importing = None
 
     def _is_importing(self) -> bool:
-        """Whether a module is being imported: what that does is no part of the step."""
+        """Whether a module is being imported, or code compiled: what that does is no part of the step."""
         if self._importing is not None and _is_over(self._importing):
             self._importing = None
         return self._importing is not None
@@ -221,11 +225,15 @@ class Profile:
     def _meet(self, frame: FrameType) -> tuple[str | None, bool]:
         """The variable that has the object or class whose method runs, if any, and whether the code is a closure's."""
         code = frame.f_code
-        if code.co_filename.startswith(_IMPORTS):
+        if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True
         found = _owner_name(frame), bool(code.co_freevars)
-        if id(code) in INITIALIZERS:
+        if id(code) in CALLS:
+            note_called(frame.f_locals["self"])
+        elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
+            self.ran.note_compiled(frame.f_locals["self"], frame.f_locals["fn"])
+        elif id(code) in INITIALIZERS:
             note_made(frame.f_locals["self"], find_source)
         elif id(code) not in STARTERS:
             self._owners[id(code)] = found

@@ -56,11 +56,20 @@ class Ran:
         """Calls that had something run in another thread or process, and where."""
         self.switches: set[str] = set()
         """Functions in C that read or set those of torch's switches that only some steps have to do with."""
+        self.compiled: dict[int, tuple[Any, str]] = {}
+        """What ``torch.compile`` compiled code with, by identity, and the name of that code."""
 
     @property
     def codes(self) -> Collection[CodeType]:
         """The code that ran."""
         return self._globals.keys()
+
+    def note_compiled(self, context: Any, function: Any) -> None:
+        """Note that ``function`` was entered, which is compiled with ``context``, or is to be left uncompiled."""
+        module = getattr(function, "__self__", None)
+        name = type(module).__name__ if isinstance(module, nn.Module) else getattr(function, "__qualname__", "code")
+        if callable(getattr(context, "callback", None)):
+            self.compiled[id(context)] = context, name
 
     def note(self, frame: FrameType, owner: Any) -> None:
         """Note a call."""

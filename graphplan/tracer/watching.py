@@ -24,6 +24,7 @@ import torch
 from graphplan.errors import Faults
 from graphplan.origin import pass_errors_on
 
+_dynamo: Any = getattr(torch._C, "_dynamo", None)
 OnCall = Callable[[FrameType], bool]
 OnCCall = Callable[[FrameType, Any], None]
 _OURS = str(Path(__file__).parents[1]) + os.sep
@@ -307,6 +308,24 @@ class Monitor(Watcher):
         if function.__name__ in watcher._names or id(code) in watcher._codes:
             watcher._hears(sys._getframe(1), function)
         return None
+
+
+def _leave_to_interpreter(*codes: CodeType) -> None:
+    """Keep ``torch.compile`` from compiling ``codes``, and what they call: a watcher hears of calls in the middle of
+    compiled code.
+    """
+    frames: Any = getattr(_dynamo, "eval_frame", None)
+    strategy, action = getattr(frames, "_FrameExecStrategy", None), getattr(frames, "_FrameAction", None)
+    if strategy is None or action is None:
+        return
+    for code in codes:
+        frames.set_code_exec_strategy(code, strategy(action.SKIP, action.SKIP))
+
+
+_leave_to_interpreter(
+    ProfileFunction._event.__code__, Monitor._starts.__func__.__code__, Monitor._calls.__func__.__code__,  # type: ignore[attr-defined]
+    Monitor._is_thrown_into.__func__.__code__,  # type: ignore[attr-defined]
+)  # fmt: skip
 
 
 def new_watcher(
