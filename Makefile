@@ -15,13 +15,16 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP_ARGS ?=
 ARGS ?=
 
-.PHONY: train test setup lint format clean FORCE
+.PHONY: train test soak setup lint format clean FORCE
 
 train: setup  ## Train the digits model through Lightning with the callback.
 	$(BIN)/python train.py $(ARGS)
 
 test: setup  ## Run every test. One thread each: two processes share two cores, and the results are the same.
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+
+soak: setup  ## A thousand random runs, other ones each time, and a long one: an hour or so.
+	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/test_properties.py tests/test_soak.py $(ARGS)
 
 lint: setup  ## Style and types.
 	$(BIN)/ruff check .

@@ -20,8 +20,8 @@ from graphplan.signature import flatten
 from graphplan.step.compiled import refuse_graphs_within, runs_compiled
 from graphplan.tape import _TapeMode
 from graphplan.tracer import AnsweredReads, Profile, Trace, trace
-from graphplan.tracer.composites import is_kept_from_compiler
 from graphplan.tracer.mode import TraceMode
+from graphplan.tracer.watching import is_kept_from_compiler
 from tests.twins import Rig, assert_equals_eager, assert_refused
 
 # What torch says when it imports Inductor.

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from types import CodeType
 from typing import Any
 
 import torch
@@ -20,23 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.dtensors import is_imagined, is_wrapped
 from graphplan.errors import Faults
 from graphplan.tracer.arguments import schema_of
-from graphplan.tracer.watching import Aside
+from graphplan.tracer.watching import Aside, is_kept_from_compiler
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
-
-
-def is_kept_from_compiler(code: CodeType) -> bool:
-    """Tell torch's compiler once and for all to look neither at ``code`` nor at what that calls. False where it cannot
-    be told: then torch has to guard every call of it, which takes a sixth of a trace.
-    """
-    compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    try:
-        skip = compiler._FrameAction.SKIP
-        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):
-        return False
-    return True
 
 
 class OperatorMode(TorchDispatchMode):

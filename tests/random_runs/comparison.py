@@ -82,7 +82,7 @@ def graphed(run: Run, bench: Bench) -> GraphedStep:
     bench.graphed = graph_step(
         bench.step,
         owners=owners_of(run, bench),
-        mode="inference" if "inference" in run.extras else "train",
+        mode="inference" if run.infers else "train",
         backend="tape",
         on_failure=run.on_failure,
         verify=run.verify,

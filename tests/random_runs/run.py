@@ -39,6 +39,11 @@ class Run:
     events: tuple[tuple[int, str, int], ...] = ()
 
     @property
+    def infers(self) -> bool:
+        """Whether it takes no training steps."""
+        return not self.extras.isdisjoint(("inference", "inference mode"))
+
+    @property
     def tells_all(self) -> bool:
         """Whether graphplan is told all owners, and prepares the optimizers at once. It has to be where the first call
         is an eager one: nobody looks for owners there, and the optimizer would make it with its own kernel.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,34 @@ OF_MOMENTUM: dict[str, Callable[[Optimizer], Any]] = {
 """Each of their values needs a program of its own, so that such a step is refused."""
 _one_cycle = partial(schedules.OneCycleLR, max_lr=0.05, total_steps=80)
 _cyclic = partial(schedules.CyclicLR, base_lr=1e-3, max_lr=2e-2, step_size_up=5)
+
+
+def _branch(model: Any, logits: Tensor, loss: Tensor) -> Tensor:
+    """Looks at data, in the words of an operator that is made of others."""
+    return loss * 2 if torch.allclose(logits.detach(), logits.detach().flip(0)) else loss
+
+
+def _inner_loop(model: Any, logits: Tensor, loss: Tensor) -> Tensor:
+    """An optimizer that the step makes, steps and drops."""
+    weight = model.head.weight.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        inner = SGD([weight], lr=0.1, momentum=0.9)
+        for _ in range(2):
+            inner.zero_grad()
+            weight.square().sum().backward()
+            inner.step()
+    return loss + weight.detach().square().mean()
+
+
+def _copy(model: Any, logits: Tensor, loss: Tensor) -> Tensor:
+    """A module that the step makes and drops."""
+    return loss + deepcopy(model.head)(torch.ones_like(model.head.weight[:1])).square().mean()
+
+
+OF_LOSS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "branch on data": _branch, "inner optimizer": _inner_loop, "copy of a module": _copy,
+}  # fmt: skip
+"""What a step may do that looks at data, or makes what does not outlive it."""
 
 
 def _has_momentum(optimizer: Optimizer) -> bool:
@@ -102,7 +131,7 @@ def make_optimizers(run: Run, model: nn.Module) -> list[Optimizer]:
 
 def make_scaler(run: Run) -> GradScaler | None:
     """A scaler that backs off and grows all the time, since its first scale makes gradients overflow."""
-    if "scaler" not in run.extras or "inference" in run.extras:
+    if "scaler" not in run.extras or run.infers:
         return None
     return GradScaler("cpu", init_scale=2.0**126, growth_interval=3)
 
@@ -110,7 +139,7 @@ def make_scaler(run: Run) -> GradScaler | None:
 def make_step(
     run: Run, model: Any, optimizers: list[Optimizer], scaler: GradScaler | None, settings: Any
 ) -> Callable[..., Any]:
-    """The training step of a run; under the extra "inference" only its forward pass."""
+    """The training step of a run; of a run that ``infers`` only its forward pass."""
     mutates = "mutates input" in run.extras and "expanded" not in run.forms and "input grad" not in run.extras
     offset = 0.0
 
@@ -129,6 +158,8 @@ def make_step(
         if model.sharp:
             logits = logits.tanh()
         loss = GAIN * F.cross_entropy(logits.float(), y, label_smoothing=model.options["smoothing"])
+        for extra in sorted(run.extras & OF_LOSS.keys()):
+            loss = OF_LOSS[extra](model, logits, loss)
         return logits, loss + settings.penalty * model.head.bias.square().sum()
 
     def train_step(x: Tensor, y: Tensor, part: int = 0) -> Any:
@@ -146,12 +177,12 @@ def make_step(
 
     def predict(x: Tensor, y: Tensor, part: int = 0) -> Any:
         leave("start")
-        with torch.no_grad():
+        with torch.inference_mode() if "inference mode" in run.extras else torch.no_grad():
             logits, loss = forward(x, y)
         leave("end")
         return {"loss": loss, "best": logits.argmax(1)}
 
-    return predict if "inference" in run.extras else train_step
+    return predict if run.infers else train_step
 
 
 def _update(run: Run, model: nn.Module, optimizers: list[Optimizer], scaler: GradScaler | None) -> None:

@@ -9,7 +9,7 @@ from tests.random_runs.bench import EVENTS
 from tests.random_runs.leaving import ACTS, PLACES
 from tests.random_runs.models import LAYERS
 from tests.random_runs.run import Run
-from tests.random_runs.step import FUSABLE, OF_MOMENTUM, OTHERS, SCHEDULES
+from tests.random_runs.step import FUSABLE, OF_LOSS, OF_MOMENTUM, OTHERS, SCHEDULES
 
 assert {model_events, training_events}, "importing them fills EVENTS"
 
@@ -17,7 +17,7 @@ EFFECTS = ("counter", "average", "average in place", "history", "last", "dict")
 EXTRAS = (
     "noise", "checkpoint", "two optimizers", "input grad", "mutates input", "constant batch", "channels last", "scaler",
 )  # fmt: skip
-RARE = ("seeking checkpoint", "inference")
+RARE = ("seeking checkpoint", "inference", *sorted(OF_LOSS), "inference mode")
 OF_FAMILY = {
     "dense": ("autocast", "autocast calls"),
     "conv": ("autocast", "autocast calls"),
