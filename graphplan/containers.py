@@ -5,6 +5,7 @@ A replay of a small step takes less time than pytree does for its arguments and 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from operator import is_not
 from typing import Any
@@ -21,25 +22,32 @@ class Literals(tuple[Any, ...]):
 
 PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals})
 """Types of tensors and of immutable literals."""
+NODES: dict[type, Callable[[Any], tuple[Any, Hashable]]] = {}
+"""Further types of nodes that are plain, each with a function that gives what is in one, and all that else tells it."""
 _MAX_STRUCTURES = 1024
 _structures: dict[Hashable, pytree.TreeSpec] = {}
 """Structures of plain containers, by what :func:`_sketch` says of them."""
 
 
 def _sketch(tree: Any, leaves: list[Any]) -> Hashable:
-    """Add the leaves of nested tuples, lists and dicts to ``leaves``, and say how they were nested.
+    """Add the leaves of nested plain containers to ``leaves``, and say how they were nested.
 
     Raises:
         TypeError: where there is anything else, which is pytree's affair.
     """
     kind = type(tree)
-    if kind in PLAIN_LEAVES:
+    if kind in PLAIN_LEAVES or kind is type:
         leaves.append(tree)
         return None
     if kind is tuple or kind is list:
         return (kind, *[_sketch(item, leaves) for item in tree])
     if kind is dict:
         return (kind, *tree, *[_sketch(item, leaves) for item in tree.values()])
+    if kind is defaultdict:
+        return (kind, tree.default_factory, *tree, *[_sketch(item, leaves) for item in tree.values()])
+    if kind in NODES:
+        items, context = NODES[kind](tree)
+        return (kind, context, *[_sketch(item, leaves) for item in items])  # type: ignore[arg-type]
     raise TypeError(kind)
 
 
@@ -47,7 +55,7 @@ def flatten_plain(tree: Any) -> tuple[Hashable, list[Any], pytree.TreeSpec]:
     """Flatten ``tree``: something hashable that two trees share if they have one structure, leaves, the structure.
 
     Raises:
-        TypeError: where it is not only tensors and literals in tuples, lists and dicts.
+        TypeError: where it is not only tensors, literals and classes in tuples, lists, dicts and :data:`NODES`.
     """
     leaves: list[Any] = []
     sketch = _sketch(tree, leaves)

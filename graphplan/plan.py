@@ -87,6 +87,7 @@ class Plan:
 
     Attributes:
         name: the step function's qualified name.
+        form: a number for the step's operators and what they work on, apart from shapes and numbers.
         feed: structure and signature of what the step is called with.
         externals: every tensor that comes from outside, each with one role.
         carries: slots that the step rebinds and whose old value it reads: replays copy the new value into the old
@@ -130,6 +131,7 @@ class Plan:
     """
 
     name: str
+    form: int
     feed: FeedSpec
     externals: tuple[External, ...]
     carries: tuple[str, ...]

@@ -218,6 +218,11 @@ def key_anywhere(key: Sequence[Any]) -> tuple[Any, ...]:
     return (key[0], *(leaf[:3] + leaf[4:] if len(leaf) > 3 else leaf for leaf in key[1:]))
 
 
+def without_shapes(key: Sequence[Any]) -> tuple[Any, ...]:
+    """A feed's key without the shapes and strides of its tensors."""
+    return (key[0], *(leaf[2:] if len(leaf) > 3 else leaf for leaf in key[1:]))
+
+
 def _with_attributes(leaf: Any) -> FeedError:
     names = ", ".join(sorted(vars(leaf)))
     return FeedError(
@@ -314,7 +319,10 @@ def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hasha
         pass
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
     if any(map(is_record, leaves)):
-        leaves, structure = pytree.tree_flatten(open_records((args, dict(kwargs))), is_leaf=has_attributes)
+        opened = open_records((args, dict(kwargs)))
+        with suppress(TypeError):
+            return flatten_plain(opened)
+        leaves, structure = pytree.tree_flatten(opened, is_leaf=has_attributes)
     for leaf in leaves:
         if has_attributes(leaf):
             raise _with_attributes(leaf)

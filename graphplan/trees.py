@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils import _pytree as pytree
 
+from graphplan.containers import NODES
+
 _PARTIAL = ("func", "args", "keywords", "__dict__")
 """What a partial function is made of."""
 _ITEMS = "[]"
@@ -28,6 +30,7 @@ _HEAP_TYPE = 1 << 9
 _MOST_OBJECTS = 10_000
 """Objects among which tensors are looked for."""
 _ATOMS = frozenset({str, bytes, int, float, bool, complex, type(None)})
+_LEAVES = _ATOMS | {Tensor}
 
 
 @dataclass
@@ -59,6 +62,10 @@ def _flatten_record(record: _Record) -> tuple[list[Any], Any]:
 
 def _unflatten_record(values: Iterable[Any], context: Any) -> _Record:
     return _Record(context[0], dict(zip(context[1], values, strict=True)))
+
+
+NODES[_Record] = lambda record: (record.values.values(), (record.kind, *record.values))
+NODES[_Outer] = lambda outer: ((), (outer.level, outer.weak))
 
 
 def _flatten_record_with_keys(record: _Record) -> tuple[list[tuple[Any, Any]], Any]:
@@ -178,6 +185,14 @@ def open_records(tree: Any) -> Any:
 
 def _opened(tree: Any, opens: Callable[[Any], bool], outer: tuple[Any, ...]) -> Any:
     """``tree`` with nodes for the records that ``opens``. ``outer`` are those that it is a part of, innermost last."""
+    # Pytree takes its time to say that one of these is a leaf, and to take plain containers apart.
+    kind = type(tree)
+    if kind in _LEAVES:
+        return tree
+    if kind is dict:
+        return {key: _opened(value, opens, outer) for key, value in tree.items()}
+    if kind is list or kind is tuple:
+        return kind([_opened(value, opens, outer) for value in tree])
 
     def opened(leaf: Any) -> Any:
         target = _referent(leaf)
@@ -209,7 +224,6 @@ def _holds_tensors(leaf: Any) -> bool:
 
 
 def _leads_to_tensors(value: Any) -> bool:
-    # Most fields are plain values, and pytree takes its time to say that each is one leaf.
     if type(value) in _ATOMS:
         return False
     return any(isinstance(leaf, Tensor) or _holds_tensors(leaf) for leaf in pytree.tree_leaves(value))

@@ -49,7 +49,7 @@ LAYERS = {
     "switches": 0,
     "native": 1,
     "owners": 1,
-    "containers": 0,
+    "containers": -1,
     "trees": 0,
     "dtensors": 0,
     "placeholders": 0,

@@ -14,7 +14,7 @@ from graphplan import SkipReason
 from graphplan.stats import OTHERS, TEXTS, Stats
 from graphplan.step.entry import Entry
 from tests.models import MODELS, Mlp, batches
-from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, managed
+from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, build, managed
 
 
 def rig_of(sizes: list[int], *rest: list[Any]) -> Rig:
@@ -37,8 +37,8 @@ def rig_of(sizes: list[int], *rest: list[Any]) -> Rig:
 def test_the_program_that_was_used_least_recently_goes() -> None:
     """The usual size keeps its program while rare ones take each other's place."""
     usual, rare = [8] * BEFORE_REPLAY, (5, 6, 7)
-    sizes = [*usual, *(size for other in rare for _ in range(BEFORE_REPLAY + 1) for size in (other, 8))]
-    step = assert_equals_eager(lambda: rig_of(sizes), captured=4, replayed=3 * (BEFORE_REPLAY + 1) + 3, max_graphs=2)
+    sizes = [*usual, *(size for other in rare for _ in range(FURTHER + 1) for size in (other, 8))]
+    step = assert_equals_eager(lambda: rig_of(sizes), captured=4, further=3, max_graphs=2)
     assert step.stats.recaptured == 0
     assert step.stats.events == {"evicted: more programs than max_graphs": 2}
     assert "event 2x: evicted" in step.report()

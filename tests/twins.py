@@ -27,9 +27,16 @@ from tests.facts import assert_same, flatten, walk
 SEED = 1234
 WARMUP, TRACED, CAPTURED = 3, 2, 1
 BEFORE_REPLAY = WARMUP + TRACED + CAPTURED
+FURTHER = 3
+"""Calls before the first replay of a further shape: one eager, one traced, one captured."""
 SECOND_TRACE = WARMUP + TRACED - 1
 LAST_TRACE = SECOND_TRACE + 2
 """The third trace that differs from the one before, where the host changes what the step reads after every call."""
+
+
+def before_replays(captured: int, further: int) -> int:
+    """How many calls are no replays, if so many programs are captured, ``further`` of them for further shapes."""
+    return (captured - further) * BEFORE_REPLAY + further * FURTHER
 
 
 def _nothing(index: int) -> None:
@@ -143,13 +150,14 @@ def assert_same_as_eager(make: Callable[[], Rig], **options: Any) -> Any:
 
 
 def assert_equals_eager(
-    make: Callable[[], Rig], *, captured: int = 1, replayed: int | None = None, **options: Any
+    make: Callable[[], Rig], *, captured: int = 1, further: int = 0, replayed: int | None = None, **options: Any
 ) -> Any:
     """Check a rig against its eager twin and its own counters; return the graphed step.
 
     Args:
         make: Builds the rig; called once for each twin.
         captured: How many captures are expected in all.
+        further: How many of them are of further shapes.
         replayed: How many replays are expected; by default all calls but those before the first replay.
         options: Passed to ``graph_step``.
     """
@@ -165,7 +173,7 @@ def assert_equals_eager(
     calls = len(rig.calls)
     assert stats.eager + stats.traced + stats.captured + stats.replayed == calls
     assert stats.captured == captured
-    assert stats.replayed == (calls - captured * BEFORE_REPLAY if replayed is None else replayed)
+    assert stats.replayed == (calls - before_replays(captured, further) if replayed is None else replayed)
     return step
 
 

@@ -57,7 +57,8 @@ class GraphPlanCallback(EvaluationHooks):
         backend: ``"auto"`` (a CUDA graph on CUDA, the tape on the CPU), ``"cudagraph"``, ``"tape"`` or ``"eager"``.
         policies: policy by mode name, or its two role lists:
             ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
-        warmup_steps: eager steps per batch signature before it is traced; at least 1.
+        warmup_steps: eager steps before a batch signature is traced; at least 1. Further signatures that come often
+            take one of their own, once the fit has had so many.
         on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
             ``"eager"``: the callback stands down, with one warning, and the fit goes on without it.
         allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
@@ -66,10 +67,11 @@ class GraphPlanCallback(EvaluationHooks):
         eager_if: ``(batch, batch_idx) -> bool``, or n for every n-th batch of an epoch: these steps run as Python.
         prepare_optimizers: whether the optimizer may be made capturable while its step runs; what was changed is in the
             report, and neither in its groups between steps nor in checkpoints.
-        verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
-            every 1000th, or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time), n for
-            every n-th, or ``"off"``. A checked batch is also trained on eagerly, from the same state, and eager's
-            outcome stands; that needs room for copies of parameters and state meanwhile.
+        verify: which replays are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then every 1000th,
+            or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time; of all shapes
+            together, and the first one of each), n for every n-th, or ``"off"``. A checked batch is also trained on
+            eagerly, from the same state, and eager's outcome stands; that needs room for copies of parameters and state
+            meanwhile.
         fuse_optimizer: whether Adam, AdamW and SGD run torch's fused kernels on CUDA: faster, with other roundings.
         compile: ``True`` has ``torch.compile`` compile the module's parts and its ``forward`` before their first step;
             or its arguments by name. Without those nothing is compiled on the CPU.

@@ -1,5 +1,6 @@
 """From two traces and the owners to a :class:`Plan`."""
 
+from graphplan.compiler.alike import build_plan_like as build_plan_like
 from graphplan.compiler.between import changed_between as changed_between
 from graphplan.compiler.build import build_plan as build_plan
 from graphplan.compiler.build import find_device as find_device

@@ -11,7 +11,7 @@ from torch import Tensor
 from graphplan.compiler.between import joined_slots
 from graphplan.compiler.classify import classify
 from graphplan.compiler.compared import find_comparisons
-from graphplan.compiler.difference import check_difference
+from graphplan.compiler.difference import check_difference, form_of
 from graphplan.compiler.effects import (
     find_appends,
     find_assignments,
@@ -87,6 +87,7 @@ def build_plan(
     reads = find_reads(first, second, walk, counters, allow, comparisons)
     return Plan(
         name=_name_of(function()),
+        form=form_of(second),
         feed=FeedSpec(feed),
         externals=externals,
         carries=carries,

@@ -65,6 +65,14 @@ def is_reordered(first: Trace, second: Trace) -> bool:
     return names[0] == names[1] and differing is not None and all(operator.threaded for operator in differing)
 
 
+def form_of(trace: Trace) -> int:
+    """A number for what two traces of one step have in common whatever shapes they are fed: the operators, and on which
+    operands they work.
+    """
+    kept = _kept(trace, trace)
+    return hash(tuple([(op.name, op.operands, tuple(_offsets(op, kept)), len(op.scalars)) for op in trace.operators]))
+
+
 def _facts(operator: Operator) -> Any:
     return operator.name, operator.operands, repr(operator.scalars)
 

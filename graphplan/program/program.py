@@ -32,8 +32,17 @@ from graphplan.signature import Feed, check_match, flatten
 from graphplan.surroundings import check_surroundings
 from graphplan.trees import flatten_result, map_result
 
-NO_CHECK = -1
+NO_CHECK = 2**62
 """No replay has this number."""
+
+
+class Tally:
+    """How often programs of one step for several shapes were replayed, all together."""
+
+    __slots__ = ("replays",)
+
+    def __init__(self) -> None:
+        self.replays = 0
 
 
 class Program:
@@ -73,8 +82,10 @@ class Program:
         self.nbytes = recording.nbytes
         self.generation = recording.generation
         self.replays = 0
+        self.tally = Tally()
         self._shared_at = {index: feed.leaves[index].data_ptr() for index in plan.shared}
         self.next_check = NO_CHECK
+        """The replay, as ``tally`` counts them, from which on it is to be checked."""
 
     def count_state_bytes(self) -> int:
         """Bytes of all dense tensors that the owners hold, but for those that the step has nothing to do with."""

@@ -10,6 +10,7 @@ from graphplan.errors import RefusalError
 from graphplan.native.comparing import Row
 from graphplan.plan import Plan
 from graphplan.program import Program
+from graphplan.signature import without_shapes
 from graphplan.step.gate import Gate
 from graphplan.tracer import Trace
 
@@ -25,7 +26,8 @@ class Line:
 
     ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
     traces went to waste; ``reordered``: how many did because of autograd's engine, ``straddling``: in a row because of
-    what happened between them.
+    what happened between them. ``is_like_others``: whether the plan comes from one trace, which showed the step of
+    another key's plan.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -34,6 +36,7 @@ class Line:
     reordered: int = 0
     straddling: int = 0
     plan: Plan | None = None
+    is_like_others: bool = False
     program: Program | None = None
 
 
@@ -41,15 +44,19 @@ class Line:
 class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
-    ``used`` is the number of the latest lookup that found it. ``gate``: while it is open whether its replays pay, until
-    ``is_decided``. ``settled``: the names in the code of its warm-up steps
-    are known, and need not be watched. ``outside``: its calls are eager, since gradients are to flow through their
-    results.
+    ``used`` is the number of the latest lookup that found it, ``called`` that of the latest call on its way to a
+    program, ``waited`` how many such calls were eager since another key was further. ``takes_two``: whether one trace
+    is not enough, whatever others have shown. ``gate``: while it is open whether its replays pay, until
+    ``is_decided``. ``settled``: the names in the code of its warm-up steps are known, and need not be watched.
+    ``outside``: its calls are eager, since gradients are to flow through their results.
     """
 
     warm: int = 0
     used: int = 0
     eager_calls: int = 0
+    called: int = 0
+    waited: int = 0
+    takes_two: bool = False
     settled: bool = False
     lines: dict[Variant, Line] = field(default_factory=dict)
     any_program: Program | None = None
@@ -59,6 +66,15 @@ class Entry:
     outside: bool = False
     gate: Gate | None = None
     is_decided: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call was traced yet."""
+        return not (self.lines or self.captured)
+
+    def is_like_others(self, program: Program) -> bool:
+        """Whether the plan of one of its programs comes from one trace."""
+        return any(line.program is program and line.is_like_others for line in self.lines.values())
 
     def row(self) -> Row:
         """A comparison that holds while the entry leads to the same program."""
@@ -125,6 +141,16 @@ class Entries:
         self.find(key)
         if len(self._entries) > _KEYS_PER_GRAPH * self._max_graphs:
             self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used)).drop()
+
+    def others(self, entry: Entry, *, of_shape: bool = False) -> list[Entry]:
+        """Other entries under the same modes and fingerprint: the same step, fed otherwise. With ``of_shape``, those
+        alone that differ by the shapes of tensors.
+        """
+        own = next((key for key, known in self._entries.items() if known is entry), None)
+        found = [(key, known) for key, known in self._entries.items() if own is not None and key[1:] == own[1:]]
+        if own is not None and of_shape:
+            found = [(key, known) for key, known in found if without_shapes(key[0][0]) == without_shapes(own[0][0])]
+        return [known for _, known in found if known is not entry]
 
     def key_before(self) -> Key | None:
         """The key of the entry that was found before the latest one."""

@@ -102,7 +102,8 @@ class GraphedStep(Method, Exclusive, Gated):
         self._unread = UnreadValues()
         self._stages = Stages(
             self._runner, self._managed, options,
-            buffers=self._buffers, refusals=self._refusals, peers=peers, room=self._room, unread=self._unread,
+            buffers=self._buffers, refusals=self._refusals, peers=peers,
+            programs=self._programs, room=self._room, unread=self._unread,
         )  # fmt: skip
         self._replays = Replays(self._runner, options, peers)
         self._lookup = Lookup(self._runner, self._managed, self._programs, options)
@@ -255,7 +256,7 @@ class GraphedStep(Method, Exclusive, Gated):
                 self._tell(None, SkipReason.FEED, misfit)
                 return self._runner.eager(self._lookup.moved(feed), SkipReason.FEED, misfit)
             self._tell(program)
-            if program.replays + 1 == program.next_check:
+            if self._replays.is_due(program):
                 with no_collections():
                     return self._check(entry, program, self._lookup.moved(feed))
             if entry.gate is not None:
@@ -337,15 +338,23 @@ class GraphedStep(Method, Exclusive, Gated):
 
     def _check(self, entry: Entry, program: Program, feed: Feed) -> Any:
         """A replay that is checked against eager. After a difference, the step stands down."""
+        is_needed = not program.replays and entry.is_like_others(program)
         try:
-            result, error = self._replays.check(program, feed)
+            result, error = self._replays.check(program, feed, is_needed=is_needed)
         except PeerError as refusal:
             self._programs.forget()
             self._demote(refusal)
             return self._refused(feed, refusal)
         assert self._runner.backend is not None
         self._room.after_check(self._runner.backend)
-        if error is not None:
+        if error is not None and is_needed:
+            # What one trace could not tell; two will, with a word about the culprit.
+            self.stats.note(f"traced anew: {error}")
+            self._programs.close(entry)
+            self._short.forget()
+            entry.takes_two = True
+            self._runner.count_eager(None)
+        elif error is not None:
             self.stats.note(f"invalidated: {error}")
             self._stand_down(error.reason, str(error))
             self._refusals.refuse(error)
@@ -375,7 +384,7 @@ class GraphedStep(Method, Exclusive, Gated):
         except RefusalError as error:
             self._demote(error)
             return self._refused(feed, error)
-        if entry.warm >= self._options.warmup_steps:
+        if self._stages.is_ready(entry):
             captured = self.stats.captured
             result = self._stages.advance(entry, feed)
             self._programs.count_attempt()

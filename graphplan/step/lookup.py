@@ -41,6 +41,9 @@ class Lookup:
         while True:
             entry = self._entry(feed)
             program = entry.select(self._managed.grad_presence)
+            if program is None and not entry.eager_calls and self._programs.is_further(entry):
+                # One eager step, for which nothing needs to be known.
+                return entry, None
             if program is None and not looked:
                 # Owners' containers may have been replaced since they were last looked at (a loaded checkpoint).
                 looked = True

@@ -59,7 +59,8 @@ def graph_step(
         backend: ``"auto"`` (a CUDA graph where the tensors are on CUDA, the tape on the CPU), ``"cudagraph"``,
             ``"tape"``, or ``"eager"``.
         device: where to move fed tensors; without it they must be where the step computes.
-        warmup_steps: eager steps per feed signature before it is traced; at least 1.
+        warmup_steps: eager steps before a feed signature is traced; at least 1. Further signatures that come often take
+            one of their own, once the step has had so many.
         on_failure: ``"raise"`` (refusals before the first good replay raise, later ones go on eagerly with a warning)
             or ``"eager"`` (always go on).
         allow: paths (or patterns) of Python effects that replays may leave out, such as ``"model.calls"``.
@@ -77,10 +78,10 @@ def graph_step(
         memory_budget: how many bytes the programs may compute in, all in all; None: as many as the device has. What one
             takes is estimated from its traces. One that is too large is not captured: its steps are eager, with one
             warning and the reason in the report. Others go for a new one, those used least recently first.
-        verify: which replays of a program are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then
-            every 1000th, or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time), n for
-            every n-th, or ``"off"``. A checked call runs the step eagerly besides, from the same state, and eager's
-            outcome stands; it needs copies of parameters and state meanwhile.
+        verify: which replays are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then every 1000th,
+            or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time; of all shapes
+            together, and the first one of each), n for every n-th, or ``"off"``. A checked call runs the step eagerly
+            besides, from the same state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
         min_speedup: how many times as fast as eager steps the calls have to be, from the end of one to the end of the
             next (in inference: each by itself). The first seven calls (in inference: of each signature) are calls of
             ``fn`` alone, and five of them are timed. Where replays turn out slower, or the device is busy all the time,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
+from graphplan.plan import Plan
 from graphplan.program import Program
 from graphplan.signature import Feed, first_difference
 from graphplan.stats import Stats
@@ -45,6 +46,19 @@ class Programs:
     def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
         return self._entries.find(key)
+
+    def other_shapes(self, entry: Entry) -> list[Entry]:
+        """Entries of the same step that was fed tensors of other shapes, and nothing else that differs."""
+        return self._entries.others(entry, of_shape=True)
+
+    def is_further(self, entry: Entry) -> bool:
+        """Whether there is a plan of the same step for another shape."""
+        return any(line.plan is not None for other in self.other_shapes(entry) for line in other.lines.values())
+
+    def plans_of_others(self, entry: Entry) -> list[Plan]:
+        """The plans that the same step has for other feeds, whatever differs."""
+        lines = [line for other in self._entries.others(entry) for line in other.lines.values()]
+        return [line.plan for line in lines if line.plan is not None]
 
     def add(self, key: Key, entry: Entry) -> Entry:
         """Keep ``entry`` under ``key``, and under no other."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -14,12 +14,40 @@ from graphplan.backend import first_line
 from graphplan.errors import CheckMemoryError, PeerError, VerifyError
 from graphplan.fed import Fed
 from graphplan.owners import Walk
-from graphplan.program import NO_CHECK, Program, settle_companions
+from graphplan.program import NO_CHECK, Program, Tally, settle_companions
 from graphplan.signature import Feed
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
 from graphplan.verify import Noise, Timetable, Verdict, check_replay, detached, find_room
+
+
+class _Series:
+    """The programs of one step for several shapes, which run the same operators. They share the times of checks: of the
+    replays of all, as many are checked as of a single program's, and the first one of each.
+    """
+
+    def __init__(self, timetable: Timetable, due: int) -> None:
+        self.tally = Tally()
+        self.timetable = timetable
+        self._due = due
+        self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
+
+    def takes(self, program: Program) -> bool:
+        """Whether it is the turn of ``program`` to be checked: of those that there are, that of the one whose check is
+        the longest ago, unless it does not come.
+        """
+        latest = [number for known, number in self._checked.items() if known.is_open]
+        is_overdue = self.tally.replays >= self._due + len(latest)
+        return program not in self._checked or is_overdue or self._checked[program] == min(latest)
+
+    def note(self, program: Program, number: int) -> None:
+        """The replay of that number, one of ``program``'s, was checked."""
+        self._checked[program] = number
+        if number >= self._due:
+            self._due = self.timetable.end(number)
+        for known in self._checked:
+            known.next_check = self._due if known.next_check != NO_CHECK else NO_CHECK
 
 
 class Replays:
@@ -32,7 +60,8 @@ class Replays:
         self._stats = runner.stats
         self._asked = 0
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
-        self._timetables: WeakKeyDictionary[Program, Timetable] = WeakKeyDictionary()
+        self._series: WeakKeyDictionary[Program, _Series] = WeakKeyDictionary()
+        self._by_form: WeakValueDictionary[int, _Series] = WeakValueDictionary()
 
     def replay(self, program: Program, leaves: Sequence[Any]) -> Any:
         """One replay."""
@@ -47,21 +76,30 @@ class Replays:
             if self._options.debug and not program.replays:
                 program.wait("its first replay")
             self._stats.count_replay(start, end, program.bytes_per_replay, first=not program.replays)
-            program.replays += 1
+            self._count(program)
             program.leave()
         except Exception:
             self._runner.outcome = (result,)
             raise
         return result
 
-    def check(self, program: Program, feed: Feed) -> tuple[Any, VerifyError | None]:
-        """A replay that is checked against eager, where there is room for that; then eager's outcome stands.
+    def _count(self, program: Program) -> None:
+        program.replays += 1
+        program.tally.replays += 1
+
+    def is_due(self, program: Program) -> bool:
+        """Whether the next replay of ``program`` is to be checked."""
+        series = self._series_of(program)
+        return series.tally.replays + 1 >= program.next_check and series.takes(program)
+
+    def check(self, program: Program, feed: Feed, *, is_needed: bool) -> tuple[Any, VerifyError | None]:
+        """A replay that is checked against eager; then eager's outcome stands. Where there is no room for that: a
+        replay, or if the check ``is_needed``, an eager step and an error that says so.
 
         Raises:
             PeerError: before anything runs, if another rank has found its program wrong, or cannot go on otherwise.
             CheckMemoryError: if the eager step has no room, and other ranks run it as well.
         """
-        number = program.replays + 1
         device = self._runner.device
         assert device is not None
         assert self._runner.backend is not None
@@ -70,10 +108,11 @@ class Replays:
         if program.plan.communicates:
             reason = self._ask_peers(reason)
         if room is None or reason:
-            return self._unchecked(program, feed, reason)
+            return self._unchecked(program, feed, reason, is_needed=is_needed)
         self._asked = 0
-        timetable = self._timetable(program)
-        timetable.begin(number)
+        series = self._series_of(program)
+        number = program.tally.replays + 1
+        series.timetable.begin(number)
         fed = Fed.of(feed).watch()
         try:
             with self._stats.timed("verify"):
@@ -88,15 +127,17 @@ class Replays:
                 )
         except (torch.OutOfMemoryError, PeerError) as error:
             fed.restore()
-            return self._unchecked(program, feed, first_line(error))
+            return self._unchecked(program, feed, first_line(error), is_needed=is_needed)
         if verdict.differences:
-            return verdict.result, _disagreement(program, number, verdict)
+            return verdict.result, _disagreement(program, verdict)
         change = fed.change()
         if change is not None:
-            text = f"replay {number} of {program.plan.name} is not what the eager step does: {change}"
+            text = f"replay {program.replays + 1} of {program.plan.name} is not what the eager step does: {change}"
             return verdict.result, VerifyError(text, result=verdict.result)
-        program.next_check = timetable.end(number)
-        program.replays += 1
+        if verdict.open and is_needed:
+            return verdict.result, _unknown(program, verdict.open, verdict.result)
+        series.note(program, number)
+        self._count(program)
         self._stats.replayed += 1
         self._stats.launches_replayed += 1
         self._stats.bytes_copied += program.bytes_per_replay
@@ -109,12 +150,18 @@ class Replays:
         self._stats.end_call("verified")
         return verdict.result, None
 
-    def _timetable(self, program: Program) -> Timetable:
-        """When ``program`` is checked, on all ranks in the same steps if it communicates."""
-        if program not in self._timetables:
-            agree = self._agree_on if program.plan.communicates else int
-            self._timetables[program] = Timetable(self._options.schedule, program.plan.device, agree)
-        return self._timetables[program]
+    def _series_of(self, program: Program) -> _Series:
+        """Those that ``program`` is one of. If it communicates, they are checked in the same steps on all ranks."""
+        series = self._series.get(program)
+        if series is None:
+            plan, schedule = program.plan, self._options.schedule
+            timetable = Timetable(schedule, plan.device, self._agree_on if plan.communicates else int)
+            series = _Series(timetable, schedule.after(0))
+            if schedule.every is None:
+                series = self._by_form.setdefault(plan.form, series)
+            self._series[program] = series
+            program.tally = series.tally
+        return series
 
     def _agree_on(self, following: int) -> int:
         assert self._peers is not None
@@ -158,9 +205,14 @@ class Replays:
             raise PeerError("another rank has left the check")
         return not is_none
 
-    def _unchecked(self, program: Program, feed: Feed, reason: str) -> tuple[Any, None]:
+    def _unchecked(
+        self, program: Program, feed: Feed, reason: str, *, is_needed: bool
+    ) -> tuple[Any, VerifyError | None]:
         self._stop_checks(program, reason)
-        return self.replay(program, feed.leaves), None
+        if not is_needed:
+            return self.replay(program, feed.leaves), None
+        result = self._runner.run(lambda: detached(self._runner.call(Fed.of(feed))))
+        return result, _unknown(program, reason, result)
 
     def _stop_checks(self, program: Program, reason: str) -> None:
         """Go on without checks of this program, and say so."""
@@ -168,7 +220,12 @@ class Replays:
         self._stats.note(f"not checked against eager: {reason}")
 
 
-def _disagreement(program: Program, number: int, verdict: Verdict) -> VerifyError:
+def _unknown(program: Program, reason: str, result: Any) -> VerifyError:
+    return VerifyError(f"{program.plan.name} is not checked against eager: {reason}", result=result)
+
+
+def _disagreement(program: Program, verdict: Verdict) -> VerifyError:
+    number = program.replays + 1
     first, *others = verdict.differences
     # Nobody compared those between two checks.
     past = "; replays since the check before it may have gone wrong unseen" if number > 1 else ", nothing is lost"

@@ -155,7 +155,7 @@ class ShortWay:
                 if call is None or leaves is None:
                     return None
             program = call.program
-            if program.replays + 1 == program.next_check:
+            if program.tally.replays + 1 >= program.next_check:
                 return None
             if call.variant is not None and self._managed.grad_presence() != call.variant:
                 return None

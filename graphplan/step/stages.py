@@ -1,4 +1,4 @@
-"""The stages on the way to a program: eager warm-up, two traces, plan, capture.
+"""The stages on the way to a program: eager warm-up, two traces, plan, capture. A further shape takes fewer of them.
 
 Each is a real step on the batch it is given. A trace or a capture that is refused is undone, and so is a capture that
 an error ends; a trace that an error of the step's own ends leaves what an eager step leaves.
@@ -9,7 +9,7 @@ Longer than most rooms: the stages share what has to be undone where one of them
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,13 +17,14 @@ import torch
 
 from graphplan.backend import is_out_of_memory, refusing_memory
 from graphplan.buffers import Buffers
-from graphplan.compiler import build_plan, changed_between, check_threads, is_reordered
+from graphplan.compiler import build_plan, build_plan_like, changed_between, check_threads, is_reordered
 from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
 from graphplan.faults import is_steps_own, refusal_of
 from graphplan.fed import Fed
 from graphplan.optimizers import within_first_steps
 from graphplan.owners import Snapshot, Walk, is_optimizer_state
 from graphplan.placeholders import ReadSignal, compares_classes
+from graphplan.plan import Plan
 from graphplan.program import MEMORY_IS_FED, outdated
 from graphplan.signature import Feed, asks_for_gradients
 from graphplan.step.captures import Captures
@@ -33,6 +34,7 @@ from graphplan.step.managed import Managed
 from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
+from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
 from graphplan.step.room import Room
 from graphplan.step.runner import Runner
@@ -47,6 +49,10 @@ _REORDERED = 5
 """As often traces may differ in the order of autograd's engine, after 4, 8, ... 64 further steps."""
 _STRADDLING = 3
 """Pairs of traces in a row that somebody changed something between: it is no longer by chance."""
+_OFTEN = 32
+"""A key that comes again within so many calls is worth a program at once, where that costs less."""
+_TURNS = 2
+"""Calls for which a key waits for another one's plan."""
 
 
 class Stages:
@@ -61,11 +67,13 @@ class Stages:
         buffers: Buffers,
         refusals: Refusals,
         peers: Peers | None,
+        programs: Programs,
         room: Room,
         unread: UnreadValues,
     ) -> None:
         self._peers = peers
         self._unread = unread
+        self._programs = programs
         self._room = room
         self._runner = runner
         self._managed = managed
@@ -78,21 +86,54 @@ class Stages:
         self._keeping = 0
         """Warm-up steps in a row that have made modules or optimizers, and kept them."""
 
+    def is_ready(self, entry: Entry) -> bool:
+        """Whether the next call of ``entry`` is traced or captured, and not one more eager step. Asked once for each.
+
+        All shapes of a training step warm up together: one that comes often needs a single eager step of its own. While
+        another one has been traced once, this one waits for its second trace, which saves all others theirs.
+        """
+        calls = self._stats.calls
+        is_often, entry.called = calls - entry.called <= _OFTEN, calls
+        enough = self._options.warmup_steps
+        if self._options.mode != "train" or not (entry.is_new and self._may_take_one(entry)):
+            return entry.warm >= enough
+        others = self._programs.other_shapes(entry)
+        is_planned = self._programs.is_further(entry)
+        is_begun = not is_planned and any(line.traces for other in others for line in other.lines.values())
+        if entry.warm < enough:
+            warm = entry.warm + sum(other.warm for other in others)
+            if is_begun or not (entry.warm and is_often and (is_planned or warm >= enough)):
+                return False
+            entry.warm = enough
+        entry.waited += is_begun
+        return not (is_begun and entry.waited <= _TURNS)
+
+    def _may_take_one(self, entry: Entry) -> bool:
+        """Whether one trace may be enough: where the first replay is checked, and no other ranks do something else."""
+        return self._peers is None and not entry.takes_two and self._options.schedule.after(0) == 1
+
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
-        """An eager step that takes in the owners that it turns out to use."""
+        """An eager step that takes in the owners that it turns out to use. Where there is a plan of another shape, they
+        are known.
+        """
         self._runner.settle_backend(feed)
         assert self._runner.backend is not None
         fed = Fed.of(feed).watch()
         call = partial(self._runner.call, fed)
-        body = lambda: self._managed.discover_all(call, fed=fed.objects(), is_settled=entry.settled)  # noqa: E731
+        is_planned = self._programs.is_further(entry)
+        is_settled = entry.settled or any(other.settled for other in self._programs.other_shapes(entry))
         with self._stats.timed("warmup"), within_first_steps(self._runner.backend.apart):
-            result, walk = self._run(body)
+            if is_planned:
+                result = self._runner.run(call)
+            else:
+                body = partial(self._managed.discover_all, call, fed=fed.objects(), is_settled=is_settled)
+                result, walk = self._run(body)
+                self._managed.refresh(walk)
+                self._keeping = self._keeping + 1 if self._managed.kept else 0
         if not entry.eager_calls:
             change = fed.change()
             self._changes = [] if change is None else [*self._changes, change]
-        self._keeping = self._keeping + 1 if self._managed.kept else 0
         self._runner.backend.note_eager()
-        self._managed.refresh(walk)
         entry.eager_calls += 1
         self._stats.eager += 1
         self._stats.end_call("eager")
@@ -104,7 +145,7 @@ class Stages:
             self._stats.skip(SkipReason.GRADIENT)
             return result
         entry.warm += 1
-        entry.settled = self._managed.is_settled
+        entry.settled = is_settled or self._managed.is_settled
         if self._stats.captured:
             self._stats.skip(SkipReason.SHAPE)
         return result
@@ -180,7 +221,7 @@ class Stages:
             undo.callback(fed.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
             undo.callback(torch.clear_autocast_cache)
-            if line.plan is None or self._is_outdated(line, walk):
+            if line.plan is None or self._is_outdated(entry, line, walk):
                 with placeholders or nullcontext():
                     result = self._trace(entry, line, feed, fed, undo, snapshot, rehearses=compiled)
                 entry.eager_calls += 1
@@ -195,7 +236,7 @@ class Stages:
             self._runner.outcome = (result,)
             return result
 
-    def _is_outdated(self, line: Line, walk: Walk) -> bool:
+    def _is_outdated(self, entry: Entry, line: Line, walk: Walk) -> bool:
         """Whether the step reads other Python values than in the traces; its plan is dropped then."""
         assert line.plan is not None
         with self._managed.rates:
@@ -203,6 +244,8 @@ class Stages:
         if changed is not None:
             self._stats.note(f"traced anew: {changed}")
             line.plan = None
+            # What changes after each trace is refused by two.
+            entry.takes_two |= line.is_like_others
         return changed is not None
 
     def _trace(
@@ -295,28 +338,22 @@ class Stages:
             return
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
-        if len(line.traces) < 2:
+        if len(line.traces) == 1:
+            line.plan = self._plan_like_others(entry, facts, feed, at_end)
+            line.is_like_others = line.plan is not None
+        else:
+            try:
+                line.plan = self._plan_of_pair(line, feed, at_end)
+            except RefusalError:
+                first, second = line.traces
+                line.traces = []
+                if not self._may_trace_anew(entry, line, first, second, walk):
+                    raise
+        if line.plan is None:
             return
-        (first, second), line.traces = line.traces, []
-        try:
-            with self._managed.rates:
-                line.plan = build_plan(
-                    first,
-                    second,
-                    feed,
-                    owners=lambda: self._managed.owners,
-                    function=lambda: self._runner.fn,
-                    allow=self._options.allow,
-                    rates=self._managed.rates,
-                    walk=at_end,
-                    loose=line.straddling == _STRADDLING - 1,
-                )
-        except RefusalError:
-            if not self._may_trace_anew(entry, line, first, second, walk):
-                raise
-            return
+        line.traces = []
         line.straddling = 0
-        for text in omissions(second, self._options.allow):
+        for text in omissions(facts, self._options.allow):
             self._refusals.warn(text)
         self._runner.plan = line.plan
         for fact in line.plan.assertions:
@@ -325,6 +362,32 @@ class Stages:
         needed = self._runner.backend.needs(line.plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
+
+    def _plan_of_pair(self, line: Line, feed: Feed, at_end: Walk | None) -> Plan:
+        """The plan of two traces, the second of which was fed with ``feed``."""
+        first, second = line.traces
+        with self._managed.rates:
+            loose = line.straddling == _STRADDLING - 1
+            return build_plan(first, second, feed, walk=at_end, loose=loose, **self._planning)
+
+    def _plan_like_others(self, entry: Entry, facts: Trace, feed: Feed, at_end: Walk | None) -> Plan | None:
+        """The plan of one trace, where another key's plan and the check of the first replay make up for the second."""
+        if not self._may_take_one(entry):
+            return None
+        with self._managed.rates, suppress(RefusalError):
+            known = self._programs.plans_of_others(entry)
+            return build_plan_like(known, facts, feed, walk=at_end, **self._planning)
+        return None
+
+    @property
+    def _planning(self) -> dict[str, Any]:
+        """What plans are made with besides traces."""
+        return {
+            "owners": lambda: self._managed.owners,
+            "function": lambda: self._runner.fn,
+            "allow": self._options.allow,
+            "rates": self._managed.rates,
+        }
 
     def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace, walk: Walk) -> bool:
         """Whether two traces that differ say nothing of the step, which then has others."""

@@ -56,8 +56,8 @@ class Schedule:
 
 
 class Timetable:
-    """When the replays of one program are checked. Where checks take long, fewer of the first replays are, and later
-    the next one is so far away that checks take no more than ``SHARE`` of the time.
+    """When replays are checked, of one program or of several that take turns. Where checks take long, fewer of the
+    first replays are, and later the next one is so far away that checks take no more than ``SHARE`` of the time.
 
     Args:
         schedule: the least distances.

@@ -23,7 +23,7 @@ def sized(last: int) -> list[Any]:
 def test_row_09_smaller_last_batch() -> None:
     """Another size runs eagerly until it has a program of its own; a copy into the larger input cannot work."""
     make = partial(changing_rig, stay, calls=sized(4))
-    assert_equals_eager(make, replayed=21 - 6)
+    assert_equals_eager(make, captured=2, replayed=21 - BEFORE_REPLAY)
     rig = build(make)
     with pytest.raises(RuntimeError, match="must match"):
         drive(rig, naive(rig.step))

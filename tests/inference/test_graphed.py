@@ -588,7 +588,7 @@ def test_after_closing() -> None:
 def test_the_report_lists_the_cache() -> None:
     fast = assert_replays(Layer(), inputs(*[4] * 6, *[2] * 6))
     text = fast.report()
-    assert "shapes: 4 hits, 8 misses" in text
+    assert "shapes: 5 hits, 7 misses" in text
     assert "program: args[0] f32[4, 8]: 2 replays, 3 operators" in text
     assert "the pool of 2 programs" in text
     assert fast.memory.param == 4 * (64 + 8 + 8)

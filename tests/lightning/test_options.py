@@ -15,6 +15,7 @@ from graphplan import GraphPlanCallback, OptionError, RecaptureError, SkipReason
 from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.parts import LitDigits, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
 from tests.models import Box
+from tests.twins import BEFORE_REPLAY, FURTHER
 
 FULL = 21
 """Replays of a fit of thirty batches; six come before the first one, and every tenth is ragged."""
@@ -103,9 +104,9 @@ def test_debug_changes_no_number(tmp_path: Path) -> None:
 def test_max_graphs_bounds_what_is_kept(tmp_path: Path) -> None:
     """Two sizes of batches, and room for one program: the other one is given up, and captured again."""
     sizes = ([16] * 8 + [8] * 8) * 2
-    options = {"sizes": sizes, "max_epochs": 1, "replayed": 2 * 2}
+    options = {"sizes": sizes, "max_epochs": 1, "replayed": 8 - BEFORE_REPLAY}
     kept = assert_fit_equals_eager(LitDigits, tmp_path / "kept", **options).callback.stats
-    assert (kept.captured, kept.replayed, kept.events) == (2, 2 * 2 + 2 * 8, {})
+    assert (kept.captured, kept.replayed, kept.events) == (2, 4 * 8 - BEFORE_REPLAY - FURTHER, {})
     found = assert_fit_equals_eager(LitDigits, tmp_path / "bound", callback=tape(max_graphs=1), **options)
     stats = found.callback.stats
     assert stats.events["evicted: more programs than max_graphs"] == stats.captured - 1 > 0

@@ -170,7 +170,8 @@ def test_checks_leave_no_trace(name: str) -> None:
     assert_same_runs(expected, checked)
     assert drawn == drawn_unchecked == drawn_checked
     assert step.stats.verified == 0 < step.stats.replayed
-    assert checking.stats.verified == checking.stats.replayed == step.stats.replayed
+    # Without checks each shape is traced twice.
+    assert checking.stats.verified == checking.stats.replayed >= step.stats.replayed
     assert checking.stats.captured == step.stats.captured, checking.report()
 
 
