@@ -33,6 +33,9 @@ FOUND = {
     "refused with an expanded input": Run("dense", optimizer="nadam", forms=("expanded",)),
     "refused after replays": Run("dense", zero="end of 2", events=((13, "decay", 9), (18, "one_vector", 9))),
     "refused between two replays": Run("conv", warmup_steps=2, sizes=(4, 4, 4, 3), events=((10, "saved_moments", 0),)),
+    "linear layer of every second row in inference mode": Run(
+        "recurrent", ("gru",), forms=("sliced",), extras=frozenset({"inference mode"})
+    ),
     "refused with a gradient of the input": Run("dense", optimizer="nadam", extras=frozenset({"input grad"})),
 }
 """Runs in which random search found a fault, shrunk."""

@@ -22,6 +22,7 @@ from graphplan.tracer.arguments import schema_of
 from graphplan.tracer.watching import Aside, is_kept_from_compiler
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
 _AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 
 
@@ -63,7 +64,7 @@ class OperatorMode(TorchDispatchMode):
             return NotImplemented
         with Aside() as aside:
             if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
-                with self, _with_autocast(self._casts):
+                with self, _as_outside(self._casts):
                     return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
             try:
                 return self.operate(aside, func, args, kwargs or {})
@@ -93,9 +94,11 @@ def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
 
 
 @contextmanager
-def _with_autocast(casts: dict[str, bool]) -> Iterator[None]:
-    """Have operators cast as they do outside of the mode."""
-    keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
+def _as_outside(casts: dict[str, bool]) -> Iterator[None]:
+    """Have operators cast as they do outside of the mode, and views of what needs gradients need them, too: ``matmul``
+    folds by that.
+    """
+    keys = [_VIEWS, *(key for device, key in _AUTOCAST.items() if casts.get(device))]
     off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in off:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
