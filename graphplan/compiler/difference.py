@@ -11,7 +11,7 @@ import torch
 from graphplan.errors import ControlFlowError, GeneratorSeekError, HostScalarError
 from graphplan.owners import same_bits
 from graphplan.tracer import Operator, Trace
-from graphplan.tracer.changes import same_value
+from graphplan.tracer.changes import same_value, told_apart
 from graphplan.tracer.source import optimizer_fix
 
 
@@ -35,7 +35,7 @@ def check_difference(first: Trace, second: Trace) -> None:
             raise ControlFlowError(
                 f"operator {number} is {a.name} at {a.source} on one step and {b.name} at {b.source} on the next: "
                 "the step's control flow changes, and a replay repeats one path. Use torch.where, give each path a "
-                "step of its own, or pass eager_if=",
+                "step of its own, or name the calls that take the rarer one with eager_if=",
                 component=b.source.component,
             )
         if a.scalars or b.scalars or a.constant is not None:
@@ -80,7 +80,8 @@ def _facts(operator: Operator) -> Any:
 def _refuse_length(extra: Operator, number: int, first: Trace, second: Trace) -> NoReturn:
     raise ControlFlowError(
         f"one step runs {len(first.operators)} operators and the next {len(second.operators)}; the first extra one is "
-        f"operator {number}, {extra.name} at {extra.source}. Give each path a step of its own, or pass eager_if=",
+        f"operator {number}, {extra.name} at {extra.source}. Give each path a step of its own, or "
+        "name the calls that take the rarer one with eager_if=",
         component=extra.source.component,
     )
 
@@ -98,9 +99,10 @@ def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoRetur
         fix = optimizer_fix(operator.source)
     else:
         fix = "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step"
+    before, after = told_apart(old, new)
     made = "a tensor made from a Python value" if operator.constant is not None else f"{operator.name}"
     raise HostScalarError(
-        f"{made} at {operator.source} gets {name}={old!r} on one step and {name}={new!r} on the next; a replay would "
+        f"{made} at {operator.source} gets {name}={before} on one step and {name}={after} on the next; a replay would "
         f"freeze the first. {fix}",
         component=operator.source.component,
     )
@@ -127,8 +129,8 @@ def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> No
     if a.operands != b.operands or _offsets(a, kept) != _offsets(b, kept):
         raise ControlFlowError(
             f"operator {number}, {b.name} at {b.source}, works on other tensors than one step before "
-            f"({_operand_text(a)} then {_operand_text(b)}): the step chooses between tensors, and a replay repeats one "
-            "choice. Use torch.where or index with a tensor, or pass eager_if=",
+            f"({' then '.join(told_apart(a, b, _operand_text))}): the step chooses between tensors, and a replay "
+            "repeats one choice. Use torch.where or index with a tensor",
             component=b.source.component,
         )
 
@@ -142,8 +144,8 @@ def _check_externals(first: Trace, second: Trace) -> None:
         if (before or after) and before.isdisjoint(after):
             raise ControlFlowError(
                 f"{traced.operator} at {traced.source} works on another tensor than one step before "
-                f"({_name_text(before)} then {_name_text(after)}): the step chooses between tensors, and a replay "
-                "repeats one choice. Use torch.where or index with a tensor, or pass eager_if=",
+                f"({' then '.join(told_apart(before, after, _name_text))}): the step chooses between tensors, and a "
+                "replay repeats one choice. Use torch.where or index with a tensor",
                 component=traced.source.component,
             )
 

@@ -17,11 +17,12 @@ from torch.utils import _pytree as pytree
 from graphplan.compiler.counts import is_item_of_optimizer, is_read
 from graphplan.compiler.grown import Grown
 from graphplan.errors import CarryError, HostEffectError, HostScalarError
-from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Walk, is_proxy, unseen
+from graphplan.owners import Contents, GroupCounts, Inherited, Numbers, Scalar, Walk, is_proxy, unseen
 from graphplan.plan import Append, Assignment, Counter
 from graphplan.tracer import Trace
-from graphplan.tracer.changes import Rebinding, same_value
+from graphplan.tracer.changes import Rebinding, same_value, told_apart
 from graphplan.tracer.comparisons import Comparison, come_out_alike
+from graphplan.tracer.source import find_load
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -131,8 +132,8 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
         before, after = first.changes.appended.get(path), second.changes.appended.get(path)
         if before is None or after is None or len(before) != len(after) or not _alike(before, after):
             raise HostEffectError(
-                f"the step appends {_items(before)} and then {_items(after)} to {path}; expected the same kind of "
-                f"items each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
+                f"the step appends {' and then '.join(told_apart(before, after, _items))} to {path}; expected tensors, "
+                f"or the same values each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
             )
         appends.append(Append(path, len(after)))
     return tuple(appends)
@@ -144,7 +145,7 @@ def _alike(before: list[Any], after: list[Any]) -> bool:
 
 
 def _items(items: list[Any] | None) -> str:
-    return "nothing" if items is None else f"{len(items)} item(s) ({', '.join(type(i).__name__ for i in items)})"
+    return "nothing" if items is None else _SHORT.repr(items)
 
 
 def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -273,13 +274,21 @@ def find_reads(
             # value that perhaps nobody read.
             continue
         if not (same_value(old, new) or come_out_alike(comparisons.get(path), old, new)):
+            before, after = told_apart(old, new)
             raise HostScalarError(
-                f"the step's code reads {path}, which is {old!r} before one step and {new!r} before the next; a replay "
-                "would keep one value. Hold it in a tensor and update that in place, feed it, or, if the step's "
-                f"results do not depend on it, pass allow=({path!r},)"
+                f"the step's code reads {path}{_place(scalar, second)}, which is {before} before one step and {after} "
+                "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed "
+                f"it, or, if the step's results do not depend on it, pass allow=({path!r},)"
             )
         paths.append(path)
     return tuple(paths)
+
+
+def _place(scalar: Scalar, trace: Trace) -> str:
+    """Where the step's code loads ``scalar``, if the user's does."""
+    name = (scalar.via or scalar.attribute).removeprefix(".").removesuffix("[:]")
+    found = find_load((code for code, _ in trace.reads.codes), name)
+    return f" at {found}" if found is not None else ""
 
 
 def find_assignments(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from graphplan.compiler.effects import is_allowed
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.tracer import Trace
+from graphplan.tracer.source import find_load
 
 
 def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
@@ -17,9 +18,11 @@ def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
     """
     for name in [*first.draws, *second.draws]:
         if not is_allowed(name, allow):
+            source = find_load((code for code, _ in second.reads.codes), "random")
+            place = f" at {source}" if source is not None else ""
             raise HostScalarError(
-                f"the step draws from {name}, and a replay draws nothing: what it decides by chance would be decided "
-                "once. Draw with torch on the step's device, draw before the step and feed the result, or, if the "
+                f"the step draws from {name}{place}, and a replay draws nothing: what it decides by chance would be "
+                "decided once. Draw with torch on the step's device, draw before the step and feed the result, or, if the "
                 f"step's results do not depend on it, pass allow=({name!r},)"
             )
 

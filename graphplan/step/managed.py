@@ -379,7 +379,8 @@ class Managed:
         self._churn += bool(changed)
         if self._churn >= _CHURN:
             self._churn = 0
-            raise churn_error(changed, _CHURN)
+            settings = {name for optimizer in self.walk().optimizers.values() for name in optimizer.defaults}
+            raise churn_error(changed, _CHURN, settings)
 
     def grad_presence(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now."""

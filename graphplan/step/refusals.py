@@ -34,6 +34,7 @@ class Refusals:
             self._peers.refuse(error)
         if isinstance(error, DeviceError) or self.escalates(error):
             error.is_raised = True
+            _tell_way_out(error)
             raise error
         _forget_frames(error)
         self.warn(f"{consequence}: {error}")
@@ -44,6 +45,13 @@ class Refusals:
         if text not in self._warned:
             self._warned.add(text)
             warnings.warn(text, UserWarning, stacklevel=6)
+
+
+def _tell_way_out(error: RefusalError) -> None:
+    """End what ``error`` says with the way that is always open, unless it says so already."""
+    text = str(error)
+    if "on_failure=" not in text:
+        error.args = (f"{text.rstrip('.')}. Or pass on_failure='eager' to go on without replays", *error.args[1:])
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -32,16 +32,15 @@ CHECK = "aten._linalg_check_errors.default"
 _LENGTHS = (
     "reads the lengths of sequences on the host",
     "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
-    "own; or pass eager_if=",
+    "own",
 )
 _SCALE = (
     "reads the scale of its quantised result on the host",
-    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), give scale and zero point as numbers, or pass "
-    "eager_if=",
+    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
 )
 _SUCCESS = (
     "reads whether an operator could do its work on the host",
-    "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex), or pass eager_if=",
+    "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)",
 )
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "

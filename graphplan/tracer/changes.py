@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from operator import is_
@@ -252,6 +252,16 @@ ABSENT = _Absent()
 def is_alike(known: Any, traits: Any) -> bool:
     """Whether the traits of what lies somewhere now are those that are known, as far as these matter."""
     return is_there(traits) if known is THERE else same_value(known, traits)
+
+
+def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tuple[str, str]:
+    """Texts of two values that are not the same, which never read alike."""
+    one, other = tell(first), tell(second)
+    if one != other:
+        return one, other
+    if type(first) is not type(second):
+        return f"{one} ({type(first).__name__})", f"{other} ({type(second).__name__})"
+    return one, f"another one that reads {other}"
 
 
 def same_value(first: Any, second: Any) -> bool:

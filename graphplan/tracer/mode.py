@@ -43,8 +43,8 @@ from graphplan.tracer.uniform import UNIFORM, Operand, UniformDraws
 from graphplan.tracer.watching import Aside
 
 _SYNC_FIX = (
-    "Keep it on the device (torch.where, a mask of fixed shape), read it after the step from what the step returns, or "
-    "pass eager_if="
+    "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns; "
+    "where only some calls do it, eager_if= names those"
 )
 _METRIC_FIX = (
     "If a metric checks its values there, turn that off (nan_strategy='disable', validate_args=False); if it counts "
@@ -293,7 +293,8 @@ class TraceMode(OperatorMode):
         self.refuse(
             HostSyncError,
             f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
-            "Keep the value in a tensor, read it after the step from what the step returns, or pass eager_if=",
+            "Keep the value in a tensor, or read it after the step from what the step returns; where only some calls "
+            "do it, eager_if= names those",
         )
 
     def _are_constants(self, given: list[tuple[Tensor, Operand]]) -> bool:

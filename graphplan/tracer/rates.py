@@ -9,9 +9,14 @@ from torch import Tensor
 from graphplan.errors import LearningRateError
 from graphplan.owners import Walk, storage_id
 from graphplan.tracer.records import Trace
-from graphplan.tracer.source import Source
+from graphplan.tracer.source import Source, is_scheduled
 
 _COPIES = tuple(f"aten.{name}.default" for name in ("clone", "detach", "_to_copy", "alias", "squeeze"))
+_FIX = (
+    "Feed the number to the step, hold it in a tensor that is filled between steps, or leave optimizer.step() out of "
+    "the step (in a Trainer that is done for you)"
+)
+_SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that is there then"
 
 
 class RateWatch:
@@ -37,7 +42,7 @@ class RateWatch:
         if name in _COPIES:
             self._seen |= set(map(storage_id, results))
         else:
-            self._refuse(f"computes with a learning rate at {source}")
+            self._refuse(f"computes with a learning rate at {source}", _SCHEDULED if is_scheduled() else _FIX)
 
     def finish(self, after: Walk, returned: Iterable[object]) -> None:
         """Look at what the step returned, and at what is left where."""
@@ -49,13 +54,11 @@ class RateWatch:
             if path not in known and any(storage_id(tensor) in rates for tensor in slot.tensors()):
                 self._refuse(f"keeps a learning rate in {path}")
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, fix: str = _FIX) -> None:
         """Before whatever else speaks against the step, since an eager step would have seen a number."""
         if not isinstance(self._trace.violation, LearningRateError):
             self._trace.violation = LearningRateError(
                 f"the step's own code {what}; expected that only the optimizer uses it, which reads it from the "
-                "device, while a replay would freeze a number. Feed the number to the step, hold it in a tensor that "
-                "is filled between steps, or leave optimizer.step() out of the step (in a Trainer that is done for "
-                "you)",
+                f"device, while a replay would freeze a number. {fix}",
                 component="optimizer",
             )

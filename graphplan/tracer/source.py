@@ -6,7 +6,7 @@ import dis
 import linecache
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType, FrameType
@@ -19,6 +19,7 @@ from graphplan.origin import is_familiar, is_library, is_ours
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
 _CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
 
 
@@ -45,6 +46,18 @@ class Source:
         return f"{place} (by {self.by})" if self.by else place
 
 
+def find_load(codes: Iterable[CodeType], name: str) -> Source | None:
+    """The first line of ``codes`` that loads an attribute or a variable ``name``."""
+    for code in codes:
+        if name in code.co_names or name in code.co_freevars:
+            line, starts = code.co_firstlineno, dict(dis.findlinestarts(code))
+            for step in dis.get_instructions(code):
+                line = starts.get(step.offset) or line
+                if step.argval == name and step.opname.startswith("LOAD"):
+                    return Source(code.co_filename, line, code.co_name, "step")
+    return None
+
+
 def is_raised_by_user(error: BaseException) -> bool:
     """Whether a ``raise`` of the user's own code raised ``error``, rather than torch."""
     trace = error.__traceback__
@@ -69,8 +82,17 @@ def find_raise(error: BaseException) -> Source | None:
 
 def is_recomputed() -> bool:
     """Whether activation checkpointing runs what calls this."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _CHECKPOINT:
+    return _is_run_by(_CHECKPOINT)
+
+
+def is_scheduled() -> bool:
+    """Whether a scheduler of learning rates runs what calls this."""
+    return _is_run_by(_SCHEDULERS)
+
+
+def _is_run_by(filename: str) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != filename:
         frame = frame.f_back
     return frame is not None
 

@@ -205,7 +205,9 @@ def test_a_count_of_the_loops_is_refused_by_name(count: Callable[[Any], Any], la
         found = count(module.trainer)
         return loss * 2 if getattr(found, "optimizer_steps", found) > WHEN else loss
 
-    with pytest.raises(HostScalarError, match=rf"{label}, which is \d+ before one step and \d+ before the next"):
+    with pytest.raises(
+        HostScalarError, match=rf"{label}( at .*)?, which is \d+ before one step and \d+ before the next"
+    ):
         _run(tmp_path, step, _nothing, _nothing, tape())
 
 
