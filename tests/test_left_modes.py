@@ -279,7 +279,7 @@ def make_switching(switch: Switch, value: Any, *, begin: bool, end: bool, host: 
         if begin:
             set_switch(switch, value)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x[:, None]) + torch.rand(CLASSES), y)
+        loss = F.cross_entropy(model(x[:, None]) + torch.rand(CLASSES, device=x.device), y)
         if begin and not end:
             set_switch(switch, before)
         loss.backward()

@@ -21,9 +21,9 @@ def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
             source = find_load((code for code, _ in second.reads.codes), "random")
             place = f" at {source}" if source is not None else ""
             raise HostScalarError(
-                f"the step draws from {name}{place}, and a replay draws nothing: what it decides by chance would "
-                "be decided once. Draw with torch on the step's device, draw before the step and feed the result, or, if the "
-                f"step's results do not depend on it, pass allow=({name!r},)"
+                f"the step draws from {name}{place}, and a replay draws nothing: what it decides by chance would be "
+                "decided once. Draw with torch on the step's device, or draw before the step and feed the result; or, "
+                f"if the step's results do not depend on it, pass allow=({name!r},)"
             )
 
 

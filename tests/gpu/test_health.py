@@ -25,7 +25,18 @@ from tests.gpu.failing import (
 from tests.gpu.helpers import BACKEND, DEVICE, drawing_nothing, is_healthy, needs_cuda, on_device, oracle
 from tests.health import CALLS, FailAt, Planted, process_facts, scaled_rig
 from tests.models import Mlp, float_batches
-from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, keep, managed, state_of
+from tests.twins import (
+    BEFORE_REPLAY,
+    Record,
+    Rig,
+    assert_same_runs,
+    before_replays,
+    build,
+    drive,
+    keep,
+    managed,
+    state_of,
+)
 
 PLACES = {
     "a matrix product": r"aten\.(addmm|mm|linear)\.",
@@ -97,7 +108,7 @@ def test_a_failed_capture_beside_a_living_program(what: Any) -> None:
         outputs.append(keep(step(*args)))
         rig.after(index)
     assert_same_runs(expected, Record(outputs, state_of(rig)))
-    assert (step.stats.captured, step.stats.replayed) == (2, 24 - 2 * BEFORE_REPLAY)
+    assert (step.stats.captured, step.stats.replayed) == (2, 24 - before_replays(2, 1))
     step.close()
     with drawing_nothing():
         is_healthy()
