@@ -134,7 +134,7 @@ def test_equal_to_eager_steps_on_padded_batches(dropout: float) -> None:
     assert_same(expected, found.state)
     stats = step.stats
     assert (stats.captured, stats.recaptured) == (len(SIZES), 0) and stats.replayed > 150
-    assert stats.verified > 10, "and checks of replays go on as they do without padding"
+    assert stats.verified > 6, "and checks of replays go on as they do without padding, in one schedule for all sizes"
 
 
 def test_the_report() -> None:

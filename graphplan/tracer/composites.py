@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class OperatorMode(TorchDispatchMode):
             return NotImplemented
         with Aside() as aside:
             if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
-                with self, _as_outside(self._casts):
+                with self, _as_outside(func, self._casts):
                     return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
             try:
                 return self.operate(aside, func, args, kwargs or {})
@@ -93,12 +93,19 @@ def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
         space["set_autocast_enabled"] = set_enabled
 
 
+@cache
+def _makes_view(func: Any) -> bool:
+    """Whether torch makes the result of ``func`` itself a view, and those of its parts none."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+
+
 @contextmanager
-def _as_outside(casts: dict[str, bool]) -> Iterator[None]:
-    """Have operators cast as they do outside of the mode, and views of what needs gradients need them, too: ``matmul``
-    folds by that.
+def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
+    """Have the parts of ``func`` cast as they do outside of the mode, and views of what needs gradients need them, too:
+    ``matmul`` folds by that.
     """
-    keys = [_VIEWS, *(key for device, key in _AUTOCAST.items() if casts.get(device))]
+    keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
+    keys += [] if _makes_view(func) else [_VIEWS]
     off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in off:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
