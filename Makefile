@@ -13,9 +13,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	"$$python" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && { echo "$$python"; break; }; done)
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP_ARGS ?=
+SOURCES ?=
 ARGS ?=
 
-.PHONY: train test soak setup lint format clean FORCE
+.PHONY: train test soak lightning-suite setup lint format clean FORCE
 
 train: setup  ## Train the digits model through Lightning with the callback.
 	$(BIN)/python train.py $(ARGS)
@@ -25,6 +26,10 @@ test: setup  ## Run every test. One thread each: two processes share two cores, 
 
 soak: setup  ## A thousand random runs, other ones each time, and a long one: an hour or so.
 	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/test_properties.py tests/test_soak.py $(ARGS)
+
+lightning-suite: setup  ## Lightning's own tests of loops and callbacks, with the callback in every fit.
+	@test -n "$(SOURCES)" || { echo "name a checkout of Lightning's repository with SOURCES=..." >&2; exit 1; }
+	$(BIN)/python -m recipes.lightning_suite "$(SOURCES)" $(ARGS)
 
 lint: setup  ## Style and types.
 	$(BIN)/ruff check .
