@@ -28,8 +28,8 @@ class LaggingSigterm(StandsIn):
 
     The answer is read later, when it has long been there: every rank ends before the same step, as it would have, but
     up to ``2 * EVERY`` steps after the signal, whichever rank got it. Lightning's own signal handler broadcasts at once
-    and from rank 0, wherever the other ranks are: where only one gets the signal, the message meets a collective of the
-    step, and all ranks hang. While batches are trained, this handler only takes a note.
+    and from rank 0, wherever the other ranks are: where only one gets the signal, the message may meet a collective of
+    the step. While batches are trained, this handler only takes a note.
     """
 
     def __init__(self, trainer: Trainer) -> None:
