@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
-from graphplan import RefusalError, graph_step
+from graphplan import DeviceError, HostScalarError, RefusalError, graph_step
+from graphplan.stats import Stats
+from graphplan.step.refusals import Refusals
 from graphplan.tracer.changes import told_apart
 from graphplan.tracer.source import find_load
+from tests.twins import BEFORE_REPLAY
 
 WAY_OUT = "Or pass on_failure='eager' to go on without replays"
 
@@ -116,6 +119,34 @@ def test_a_refusal_names_the_place_and_the_ways_out(name: str) -> None:
     text = str(caught.value)
     assert ("eager_if=" in text) is helps
     assert text.endswith(WAY_OUT) and text.count("on_failure=") == 1
+
+
+def test_all_values_that_change_are_named_at_once() -> None:
+    """One may lead to another: to allow one after the other would take as many runs."""
+    loop, other = Loop(), Loop()
+
+    def step(x: Tensor) -> Tensor:
+        loop.kept = other.kept = loop.number * 0 + other.number * 0
+        return loop.net(x).sum().detach()
+
+    def run(**options: Any) -> Any:
+        graphed = graph_step(step, owners={"loop": loop, "other": other}, backend="tape", **options)
+        for _ in range(20):
+            graphed(torch.randn(4, 3))
+            loop.number, other.number = loop.number + 1, other.number + 1
+        return graphed
+
+    with pytest.raises(HostScalarError, match=r"reads loop\.number at .*allow=\('loop\.number', 'other\.number'\)"):
+        run()
+    assert run(allow=("loop.number", "other.number")).stats.replayed == 20 - BEFORE_REPLAY
+
+
+def test_what_is_always_raised_has_no_other_way_out() -> None:
+    """Whatever ``on_failure`` says."""
+    error = DeviceError("elsewhere")
+    refusals = Refusals("eager", Stats(), None)
+    with pytest.raises(DeviceError, match=r"^elsewhere$"):
+        refusals.refuse(error)
 
 
 class Silent:

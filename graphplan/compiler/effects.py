@@ -8,7 +8,7 @@ from fnmatch import translate
 from functools import lru_cache
 from io import IOBase
 from reprlib import Repr
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
@@ -233,7 +233,8 @@ def find_reads(
             for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
     """
     own = {counter.path for counter in counters}
-    paths = []
+    paths: list[str] = []
+    stale: dict[str, Scalar] = {}
     for trace in (first, second):
         trace.reads.unfold(trace.entry_scalars.values())
     grown = Grown(first, second, walk)
@@ -273,15 +274,25 @@ def find_reads(
             # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
             # value that perhaps nobody read.
             continue
-        if not (same_value(old, new) or come_out_alike(comparisons.get(path), old, new)):
-            before, after = told_apart(old, new)
-            raise HostScalarError(
-                f"the step's code reads {path}{_place(scalar, second)}, which is {before} before one step and {after} "
-                "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed "
-                f"it, or, if the step's results do not depend on it, pass allow=({path!r},)"
-            )
-        paths.append(path)
+        is_steady = same_value(old, new) or come_out_alike(comparisons.get(path), old, new)
+        if is_steady:
+            paths.append(path)
+        else:
+            stale[path] = scalar
+    if stale:
+        _refuse_stale(stale, first, second)
     return tuple(paths)
+
+
+def _refuse_stale(stale: Mapping[str, Scalar], first: Trace, second: Trace) -> NoReturn:
+    """Refuse values that change between two steps, of which one may lead to another: ``allow`` takes all at once."""
+    path, scalar = next(iter(stale.items()))
+    before, after = told_apart(first.entry_scalars[path], second.entry_scalars[path])
+    raise HostScalarError(
+        f"the step's code reads {path}{_place(scalar, second)}, which is {before} before one step and {after} "
+        "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed it, or, if "
+        f"the step's results do not depend on it, pass allow={tuple(stale)!r}"
+    )
 
 
 def _place(scalar: Scalar, trace: Trace) -> str:

@@ -32,9 +32,11 @@ class Refusals:
         """
         if self._peers is not None and not isinstance(error, FeedError):
             self._peers.refuse(error)
-        if isinstance(error, DeviceError) or self.escalates(error):
+        is_always_raised = isinstance(error, DeviceError)
+        if is_always_raised or self.escalates(error):
             error.is_raised = True
-            _tell_way_out(error)
+            if not is_always_raised:
+                _tell_way_out(error)
             raise error
         _forget_frames(error)
         self.warn(f"{consequence}: {error}")
@@ -48,7 +50,7 @@ class Refusals:
 
 
 def _tell_way_out(error: RefusalError) -> None:
-    """End what ``error`` says with the way that is always open, unless it says so already."""
+    """End what ``error`` says with the way out that refusals of a step have, unless it says so already."""
     text = str(error)
     if "on_failure=" not in text:
         error.args = (f"{text.rstrip('.')}. Or pass on_failure='eager' to go on without replays", *error.args[1:])
