@@ -29,9 +29,8 @@ from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.callback.standins import StandsIn
 from graphplan.callback.stock import StockBatches
 from graphplan.callback.variants import Variant, VariantOf
-from graphplan.errors import GraphPlanError, NotCapturedError, OptionError, SkipReason
-from graphplan.faults import describe as describe_error
-from graphplan.faults import refusal_of
+from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
+from graphplan.faults import refusing
 from graphplan.origin import leave_out_own_frames
 from graphplan.padding import Buckets, Dims, PadValue
 from graphplan.plan import Plan
@@ -350,15 +349,13 @@ class GraphPlanCallback(EvaluationHooks):
     def _refusing(self, part: str) -> Iterator[None]:
         """Refuse the run where something that is read of it raises: nothing of graphplan's is left in it then."""
         try:
-            yield
-        except Exception as error:
-            refusal = refusal_of(error)
-            if refusal is None:
-                raise
+            with refusing():
+                yield
+        except FaultError as refusal:
             self._remove()
             if self.options.on_failure == "raise":
-                raise refusal from error
-            self._refuse(part, describe_error(error))
+                raise
+            self._refuse(part, str(refusal))
 
     def _refuse(self, part: str, reason: str) -> None:
         text = f"no step of this fit can be captured: {reason}"

@@ -86,7 +86,7 @@ class Discovery:
             _ENTERED.reset(self._token)
 
     def _saw_module(self, module: nn.Module) -> None:
-        if get_ident() == self._thread and not _knows(self._modules, module):
+        if not _knows(self._modules, module):
             with self.faults.noting():
                 self._take_module(module)
 

@@ -170,7 +170,8 @@ class Managed:
         """:meth:`discover`, and take in the names and objects that the code of ``call`` uses, unless ``is_settled``;
         not those that it is ``fed``. The walk is None where there are more owners now than it would have found.
 
-        Compiled code is looked at when it is traced: its names are those that the compiler gave.
+        Compiled code is looked at when it is traced: its names are those that the compiler gave. Where it is known that
+        there is some, the call is not watched: each call that the compiler makes would take longer.
         """
         before = self.walk_of_call()
         if self.runs_compiled(before):

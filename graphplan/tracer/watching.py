@@ -122,21 +122,12 @@ class ProfileFunction(Watcher):
     """Watches by a profile function, in place of another one, which it puts back."""
 
     _previous: Any = None
-
-    def __init__(
-        self,
-        on_call: OnCall,
-        on_c_call: OnCCall,
-        names: Container[str] = (),
-        codes: Container[int] = (),
-        faults: Faults | None = None,
-    ) -> None:
-        super().__init__(on_call, on_c_call, names, codes, faults)
-        self._done: dict[int, CodeType] = {}
-        """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
+    _done: dict[int, CodeType]
+    """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
 
     def start(self) -> None:
         """See :meth:`Watcher.start`."""
+        self._done = {}
         self._previous, self._outer = sys.getprofile(), _HERE.watcher
         _HERE.watcher = self
         sys.setprofile(self._event)
