@@ -14,20 +14,22 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from recipes.workloads import Batch, Workload
+from recipes.zoo.batches import IGNORED, VOCABULARY, sentences
+from recipes.zoo.registry import Scale
 
-WORDS, CLASSES, IGNORED = 512, 4, -100
+_CLASSES = 4
 
 
 def _bert(shape: dict[str, int]) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    return BertForSequenceClassification(BertConfig(vocab_size=WORDS, num_labels=CLASSES, **shape))
+    return BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, num_labels=_CLASSES, **shape))
 
 
 def _llama(shape: dict[str, int]) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, use_cache=False, **shape))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, use_cache=False, **shape))
 
 
 def _class_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -41,22 +43,23 @@ def _next_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
-def _sentences(generator: torch.Generator, *, size: int, length: int) -> Batch:
-    """Words (size, length), int64, at least half of each sentence; one is as long as the batch. A class for each."""
-    lengths = torch.randint(length // 2, length, (size,), generator=generator)
-    lengths[0] = length
-    words = torch.randint(1, WORDS, (size, length), generator=generator) * (torch.arange(length) < lengths[:, None])
-    return words, torch.randint(CLASSES, (size,), generator=generator)
+def _sentences(generator: torch.Generator, *, scale: Scale) -> Batch:
+    """Words (size, length), int64, with padding, and a class for each sentence: those of the zoo."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        batch = sentences(scale)
+    return batch["input_ids"], batch["labels"]
 
 
 def texts(cpu: bool) -> dict[str, Workload]:
     """The workloads of a machine, by name: half of BERT-base and as large a Llama, or small ones for a CPU."""
-    width, layers, size, length = (64, 2, 4, 24) if cpu else (384, 12, 16, 128)
+    scale = Scale(gpu=not cpu)
+    width, layers, length = scale.pick((64, 2, 24), (384, 12, 128))
     shape = {
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // 32,
         "intermediate_size": 4 * width, "max_position_embeddings": length,
     }  # fmt: skip
-    batch = partial(_sentences, size=size, length=length)
+    batch = partial(_sentences, scale=scale)
     kinds: dict[str, tuple[Callable[[dict[str, int]], nn.Module], Any]] = {
         "bert": (_bert, _class_loss), "llama": (_llama, _next_loss),
     }  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -212,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json is not None:
         device = "cpu" if arguments.cpu else torch.cuda.get_device_name()
         facts = {"torch": torch.__version__, "device": f"2x {device}", "date": date.today().isoformat()}
-        command = f"python -m recipes.two_devices --json {arguments.json}"
+        command = shlex.join(["python", "-m", "recipes.two_devices", *(sys.argv[1:] if argv is None else argv)])
         arguments.json.write_text(json.dumps({**facts, "command": command, "rows": rows}, indent=2) + "\n")
 
 
