@@ -1,7 +1,7 @@
 """Errors that are not the step's own: what graphplan meets while it looks at a step becomes a refusal, with its place.
 
-An object's attributes, items and comparisons are its class's code, and may raise whatever they like. So may graphplan
-itself where torch does what nobody has thought of. Neither may end a run that went well without graphplan.
+Reading an object's attributes, items and comparisons runs code of its class, which may raise. So may graphplan itself,
+where torch raises an error that it does not expect. A run that succeeds without graphplan must not fail for either.
 """
 
 from __future__ import annotations
