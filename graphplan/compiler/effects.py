@@ -258,18 +258,8 @@ def find_reads(
         if path not in first.entry_scalars or path not in second.entry_scalars:
             continue
         old, new = first.entry_scalars[path], second.entry_scalars[path]
-        if sure and isinstance(new, Iterator) and not isinstance(new, IOBase) and not is_proxy(new):
-            raise HostEffectError(
-                f"the step's code reads {path}, a {type(new).__name__}: each eager step may take its next item, and a "
-                f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "
-                f"allow=({path!r},)"
-            )
-        hidden = unseen(new) if sure else None
-        if hidden is not None:
-            raise HostScalarError(
-                f"the step's code reads {path}, {hidden.what} is not compared before each replay: nobody would see "
-                f"that it changed. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)"
-            )
+        if sure:
+            _check_comparable(path, new)
         if (path in walk.objects or not sure) and not same_value(old, new):
             # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
             # value that perhaps nobody read.
@@ -282,6 +272,27 @@ def find_reads(
     if stale:
         _refuse_stale(stale, first, second)
     return tuple(paths)
+
+
+def _check_comparable(path: str, value: Any) -> None:
+    """Refuse what the step reads and no comparison before a replay would show changes of.
+
+    Raises:
+        HostEffectError: for an iterator.
+        HostScalarError: for what is too long to be compared, or cannot be.
+    """
+    if isinstance(value, Iterator) and not isinstance(value, IOBase) and not is_proxy(value):
+        raise HostEffectError(
+            f"the step's code reads {path}, a {type(value).__name__}: each eager step may take its next item, and a "
+            f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "
+            f"allow=({path!r},)"
+        )
+    hidden = unseen(value)
+    if hidden is not None:
+        raise HostScalarError(
+            f"the step's code reads {path}, {hidden.what} is not compared before each replay: nobody would see "
+            f"that it changed. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)"
+        )
 
 
 def _refuse_stale(stale: Mapping[str, Scalar], first: Trace, second: Trace) -> NoReturn:
