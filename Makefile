@@ -16,7 +16,7 @@ PIP_ARGS ?=
 SOURCES ?=
 ARGS ?=
 
-.PHONY: train test soak lightning-suite setup lint format clean FORCE
+.PHONY: train test soak lightning-suite setup lint format docs clean FORCE
 
 train: setup  ## Train the digits model through Lightning with the callback.
 	$(BIN)/python train.py $(ARGS)
@@ -40,6 +40,9 @@ format: setup  ## Put every file in the one style.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(VENV)/.installed-docs  ## Build the documentation into site/; a broken link is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+
 setup: $(VENV)/.installed
 
 # Remade when what is to be installed changes, also when that is only TORCH on the command line.
@@ -53,9 +56,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	-$(BIN)/python -m graphplan.native
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		--constraint $(VENV)/constraints.txt --editable ".[docs]"
+	@touch $@
+
 $(VENV)/.torch: FORCE
 	@mkdir -p $(VENV)
 	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
 
 clean:  ## Remove the environment and what runs wrote.
-	rm -rf $(VENV) outputs multirun lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) site outputs multirun lightning_logs *.egg-info .mypy_cache .pytest_cache .ruff_cache
