@@ -59,6 +59,18 @@ class Policy:
     than the captured one is not replayed. A role that is copied gets a buffer of the program's. An external whose role
     is in neither list is refused before capture.
 
+    Examples:
+        >>> from graphplan import Policy
+        >>> Policy.inference() == Policy("inference", static_roles=["input", "param"])
+        True
+        >>> [str(role) for role in Policy.train().static_roles]
+        ['input', 'param', 'state']
+
+    Args:
+        mode: ``"train"`` or ``"inference"``.
+        static_roles: ``"input"``, ``"param"``, ``"state"``, or some of them.
+        copy_roles: those of ``static_roles`` that are copied in.
+
     Raises:
         PolicyError: for an unknown mode or role, or a copied role that is not static.
     """

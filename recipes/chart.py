@@ -21,12 +21,12 @@ NAMES = {
     "pinn_large": "physics-informed network, 65,536 points",
     "sac": "soft actor-critic, batch 256",
     "sac_large": "soft actor-critic, batch 8192",
-    "gpt": "character GPT, batch 16 × 256",
-    "gpt_large": "character GPT, batch 64 × 256",
+    "gpt": "character GPT, batch 16 x 256",
+    "gpt_large": "character GPT, batch 64 x 256",
     "resnet": "ResNet-18, batch 64",
     "resnet_large": "ResNet-18, batch 512",
-    "gpt2_small": "GPT-2, batch 1 × 1024",
-    "gpt2": "GPT-2, batch 8 × 1024",
+    "gpt2_small": "GPT-2, batch 1 x 1024",
+    "gpt2": "GPT-2, batch 8 x 1024",
 }
 """The workloads of the chart, and what a reader calls them."""
 
@@ -37,7 +37,7 @@ def bars(result: dict[str, Any]) -> list[tuple[str, float, str]]:
     found = []
     for workload, name in NAMES.items():
         before, after = times[workload, "typical"], times[workload, "typical_callback"]
-        label = f"{before / after:.1f}×  ({before / 1e3:.2f} → {after / 1e3:.2f} ms)"
+        label = f"{before / after:.1f}x  ({before / 1e3:.2f} → {after / 1e3:.2f} ms)"
         found.append((name, before / after, label))
     return sorted(found, key=lambda bar: -bar[1])
 

@@ -48,8 +48,27 @@ _LIGHTNINGS_OWN = ("log", "log_dict")
 class GraphPlanCallback(EvaluationHooks):
     """Replays a Trainer's training steps, optimizer included, with the numbers of the same run without it.
 
-    Example:
-        >>> trainer = Trainer(callbacks=[GraphPlanCallback()])
+    Examples:
+        >>> import torch
+        >>> from lightning.pytorch import LightningModule, Trainer
+        >>> from torch.utils.data import DataLoader
+        >>> from graphplan import GraphPlanCallback
+        >>> class Regression(LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(4, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> callback = GraphPlanCallback()
+        >>> trainer = Trainer(
+        ...     max_epochs=1, accelerator="cpu", callbacks=[callback], logger=False, enable_checkpointing=False,
+        ...     enable_progress_bar=False, enable_model_summary=False,
+        ... )
+        >>> trainer.fit(Regression(), DataLoader(torch.randn(80, 4), batch_size=8))
+        >>> callback.stats.eager, callback.stats.traced, callback.stats.captured, callback.stats.replayed
+        (3, 2, 1, 4)
 
     Args:
         mode: ``"auto"`` or ``"train"``: which policy training uses.
@@ -74,8 +93,8 @@ class GraphPlanCallback(EvaluationHooks):
         fuse_optimizer: whether Adam, AdamW and SGD run torch's fused kernels on CUDA: faster, with other roundings.
         compile: ``True`` has ``torch.compile`` compile the module's parts and its ``forward`` before their first step;
             or its arguments by name. Without those nothing is compiled on the CPU.
-        max_graphs: how many programs are kept.
-        memory_budget: how many bytes the programs of training may compute in, and those of evaluation likewise.
+        max_graphs: number of programs that are kept.
+        memory_budget: bytes that the programs of training may compute in, and those of evaluation likewise.
             One that is estimated to take more is not captured: its steps are eager, with one warning.
         min_speedup: how many times as fast as without the callback the fit has to be, from the end of one step to the
             end of the next. The first seven steps (more where gradients are accumulated) are Lightning's own, and five
@@ -84,7 +103,8 @@ class GraphPlanCallback(EvaluationHooks):
             report says what was measured. Validation, test and prediction steps are timed likewise, call by call.
             Under deterministic algorithms the optimizers keep the kernels of replays. 0 captures at once, and keeps
             programs all the same. None: 1.0 on CUDA, 0 on the CPU.
-        max_recaptures: how many captures in a row may come to fewer than 16 replays each before the step is refused.
+        max_recaptures: number of captures in a row that may come to fewer than 16 replays each before the step is
+            refused.
         debug: wait for the device after each capture and each first replay, and name the program in its errors; where
             torch can, also check before each replay that the memory that the recording reads was not freed.
         debug_eager: train eagerly where a program would be replayed, on the program's own inputs: tells a fault of the
@@ -95,7 +115,7 @@ class GraphPlanCallback(EvaluationHooks):
         shapes: ``"exact"``, or ``"bucket"``: ``training_step`` is given batches that are padded to a capture size, and
             trains on them; see :func:`graphplan.graph_step` for what is compared and refused. Hooks and Lightning's
             batch sizes are those of the batch as it came. Evaluation is not padded.
-        buckets: capture sizes of dimension 0, or by dimension; see :func:`graphplan.buckets.fit`.
+        buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
         pad: what padding holds, a number or ``function(tensor, shape)``; or those by key of the batch (``"labels"``) or
             by path (``"batch[1]"``).
         dynamic: dimensions that may vary, by the same names, or for all of the batch: ``{"batch": 1}``.
@@ -112,7 +132,9 @@ class GraphPlanCallback(EvaluationHooks):
             ``("forward_backward",)``, ``("optimizer",)``, or both.
 
     Raises:
-        OptionError, PolicyError, BackendError: for arguments that make no sense, or in a Trainer that has two of them.
+        OptionError: if an option has a value that makes no sense, or if a Trainer has two of these callbacks.
+        PolicyError: if a mode, role or policy does not exist.
+        BackendError: if a backend does not exist.
     """
 
     def __init__(

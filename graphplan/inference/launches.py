@@ -19,17 +19,29 @@ from graphplan.tracer import schema_of, tensors_in, written_tensors
 class LaunchCounter(TorchDispatchMode):
     """Counts what this thread launches in a ``with`` block.
 
-    Example:
-        >>> with LaunchCounter() as counter:
-        ...     model(x)
-        >>> counter.eager, counter.replays
+    Examples:
+        >>> import torch
+        >>> from graphplan import LaunchCounter, graphed
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)).eval()
+        >>> fast = graphed(model, verify="off")
+        >>> with torch.inference_mode():
+        ...     for _ in range(4):
+        ...         y = fast(torch.randn(3, 4))
+        ...     with LaunchCounter() as eager:
+        ...         y = model(torch.randn(3, 4))
+        ...     with LaunchCounter() as replayed:
+        ...         y = fast(torch.randn(3, 4))
+        >>> eager.replays, replayed.replays
+        (0, 1)
+        >>> eager.operators["aten.relu.default"], eager.eager > replayed.eager
+        (1, True)
 
     Attributes:
         eager: operators that were launched one by one: not views, and not what only allocates.
         replays: launches of recordings, one for each.
         replayed: operators that these ran; on CUDA, nodes of their graphs.
         operators: the operators by name.
-        nodes: nodes of what was replayed by type. On CUDA they are known where its Python bindings are installed.
+        nodes: nodes of what was replayed by type. On CUDA they are known if its Python bindings are installed.
     """
 
     changes_nothing = True

@@ -48,23 +48,34 @@ def graphed(
 ) -> Any:
     """Have calls of a function, method or module replayed.
 
-    Example:
-        >>> @graphed(shapes="bucket", buckets=[1, 2, 4, 8])
-        ... def classify(x):
-        ...     return model(x).softmax(-1)
-        >>> fast = graphed(model)
-
     A call is eager while gradients are wanted: use ``torch.no_grad()`` or ``torch.inference_mode()``, which are part of
     a program's key, as are training flags and everything else that a graphed step looks at.
 
+    Examples:
+        >>> import torch
+        >>> from graphplan import graphed
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> fast = graphed(model)
+        >>> with torch.inference_mode():
+        ...     for _ in range(6):
+        ...         y = fast(torch.randn(8, 4))
+        >>> fast.stats.eager, fast.stats.traced, fast.stats.captured, fast.stats.replayed
+        (1, 2, 1, 2)
+        >>> @graphed(shapes="bucket", buckets=[1, 2, 4, 8])
+        ... def classify(x):
+        ...     return model(x).softmax(-1)
+        >>> with torch.inference_mode():
+        ...     classify(torch.randn(5, 4)).shape
+        torch.Size([5, 2])
+
     Args:
         fn: what to call. Without it, the arguments are those of a decorator.
-        enable_if: asked before each call; where it says no, the call is eager.
+        enable_if: asked before each call; if it says no, the call is eager.
         shapes: ``"exact"`` (a program for each shape), ``"eager"`` (the first shape has one, others are eager) or
             ``"bucket"`` (inputs are padded to a capture size, results cut).
         outputs: ``"clone"``, or ``"static"``: results are the program's own memory, and raise when they are used
             after its next replay. Fed to another graphed function they are not copied, if it was captured on them.
-        buckets: capture sizes of dimension 0, or by dimension; see :func:`graphplan.buckets.fit`.
+        buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
         pad: what padding holds, a number or ``function(tensor, shape)``; or those by argument.
         mask: the argument that gets a boolean tensor which is true for what is not padding.
         dynamic: dimensions that may vary, by argument; by default all but the last of an n-d tensor, all of a 1-d one.
@@ -75,12 +86,12 @@ def graphed(
         copy_roles: roles that are copied in; with ``"param"``, :meth:`Graphed.replay` takes other weights.
         backend: ``"auto"``, ``"cudagraph"``, ``"tape"`` or ``"eager"``.
         device: where to move fed tensors; without it they must be where the function computes.
-        capture_after: how often a shape is seen before it is traced, which takes two calls more, and captured.
-        max_graphs: how many programs are kept; those used least recently go first.
-        memory_budget: how many bytes they may compute in, all in all, likewise.
+        capture_after: number of calls of a shape before it is traced, which takes two calls more, and captured.
+        max_graphs: number of programs that are kept; those used least recently go first.
+        memory_budget: bytes that all programs together may compute in; those used least recently go first.
         on_failure: ``"raise"`` (refusals before the first good replay raise) or ``"eager"``.
         verify: which replays, and which padded calls, are compared with eager ones.
-        min_speedup: how often a replay has to fit into an eager call; see :func:`graphplan.graph_step`.
+        min_speedup: how many times as fast as an eager call a replay has to be; see :func:`graphplan.graph_step`.
         allow: paths of Python effects that replays may leave out.
         watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
             are, in the whole process.
@@ -93,7 +104,10 @@ def graphed(
         ``invalidate(why)`` and ``close()``; on a class, a method that has them for each instance.
 
     Raises:
-        OptionError, PolicyError, BackendError, OwnersError: for arguments that make no sense.
+        OptionError: if an option has a value or a type that makes no sense.
+        PolicyError: if a role does not exist, or is copied and not static.
+        BackendError: if a backend does not exist.
+        OwnersError: if ``owners`` is neither a mapping nor a sequence.
     """
     options = ServeOptions(
         enable_if=enable_if,
@@ -132,16 +146,21 @@ def piecewise(
 ) -> Segments | SplitModel:
     """Capture what can be captured of a chain of functions, or of a model, and run the rest eagerly in between.
 
-    Example:
-        >>> run = piecewise([embed, sample, decode])
-        >>> run(tokens); run.num_graphs, run.reasons
-        >>> run = piecewise(model, at=["blocks.*.attention"])
+    Examples:
+        >>> import torch
+        >>> from graphplan import piecewise
+        >>> run = piecewise([torch.nn.Linear(4, 8), torch.relu, torch.nn.Linear(8, 2)])
+        >>> with torch.no_grad():
+        ...     for _ in range(6):
+        ...         y = run(torch.randn(3, 4))
+        >>> run.scope, run.num_graphs
+        ('full', 1)
 
     Args:
         segments: functions or modules, each called with the results of the one before; or one model, with ``at``.
         is_capturable: tells of each segment whether it can be captured. By default that is found out: each is traced
             and captured alone in the first calls. Consecutive ones then become one program.
-        at: names, or patterns of names, of modules of the model that run eagerly.
+        at: names, or patterns of names (``"blocks.*.attention"``), of modules of the model that run eagerly.
         scope: ``"full"`` (one program), ``"piecewise"``, ``"none"`` (eager), or ``"auto"``: one program if that can be,
             else pieces, else eager, with the reasons.
         **options: as for :func:`graphplan.graphed`, but for buckets.
@@ -151,7 +170,7 @@ def piecewise(
         gives one alone: call them as your own code decides, they share memory all the same.
 
     Raises:
-        OptionError: for arguments that make no sense.
+        OptionError: if an argument has a value or a type that makes no sense.
     """
     serve = ServeOptions(**options)
     if isinstance(segments, nn.Module):

@@ -15,8 +15,18 @@ from graphplan.step import Backends
 class Pool:
     """Memory for the programs of several graphed functions.
 
-    Programs of one pool use the same memory for what they compute on the way, so that they take turns: calls from
-    several threads wait for each other, and one stream for the work that another one was given before.
+    Programs of one pool use the same memory for their intermediates, so they take turns: calls from several threads
+    wait for each other, and a stream waits for the work that another stream got before.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import Pool, graphed
+        >>> pool = Pool()
+        >>> first = graphed(torch.nn.Linear(4, 2), pool=pool)
+        >>> second = graphed(torch.nn.Linear(2, 1), pool=pool)
+        >>> with torch.inference_mode():
+        ...     second(first(torch.randn(8, 4))).shape
+        torch.Size([8, 1])
     """
 
     def __init__(self) -> None:

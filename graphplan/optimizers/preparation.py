@@ -297,9 +297,14 @@ def _integers(optimizer: torch.optim.Optimizer) -> dict[_Place, int]:
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> list[str]:
     """Make ``optimizer`` capturable where torch can on its parameters' device, for good.
 
-    Example:
+    Examples:
+        >>> import torch
+        >>> from graphplan import prepare_optimizer
         >>> prepare_optimizer(torch.optim.AdamW([torch.zeros(2, requires_grad=True)]))
         ["AdamW.param_groups[0]['fused']: None -> True"]
+
+    Args:
+        optimizer: an optimizer of torch or of another library.
 
     Returns:
         What was changed, one line per flag; empty if nothing had to be.

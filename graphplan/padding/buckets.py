@@ -109,13 +109,24 @@ def fit(
     work: Callable[[int], float] = float,
     multiple_of: int = 1,
 ) -> Fit:
-    """The ladder of at most ``max_graphs`` sizes with the least padded work.
+    """Find the ladder of at most ``max_graphs`` sizes with the least padded work.
+
+    Examples:
+        >>> from graphplan import buckets
+        >>> ladder = buckets.fit([12, 30, 31, 64, 64, 100], max_graphs=3)
+        >>> ladder.sizes
+        (31, 64, 100)
+        >>> print(ladder)
+        3 sizes [31, 64, 100]: 6.2 % of the padded work is waste
 
     Args:
-        lengths: the lengths that come, or how often each of them comes.
-        max_graphs: how many sizes there may be.
-        work: what one call of a length costs; must not fall with the length.
+        lengths: the lengths that come, in elements, or how often each of them comes (``{length: count}``).
+        max_graphs: largest number of sizes.
+        work: what one call of a length costs, in any unit; must not fall with the length.
         multiple_of: sizes are multiples of this.
+
+    Returns:
+        The ladder, with its ``sizes`` and its ``waste``. Pass it as ``buckets=``.
 
     Raises:
         OptionError: without lengths, or for values that make no sense.

@@ -46,21 +46,36 @@ def compile_plan(
 ) -> Plan:
     """Compile the plan of ``fn`` called with ``args``.
 
-    Runs ``fn`` three times: once so that lazy state exists, and twice traced; once more where it uses objects that no
-    name leads to. With ``restore`` the tensors, optimizer state (state that did not exist goes again), gradients,
+    Runs ``fn`` three times: once so that lazy state exists, and twice traced; once more if it uses objects that no
+    name leads to. With ``restore`` the tensors, optimizer state (state that did not exist is removed), gradients,
     Python attributes of owners and the random generators are then put back as they were. Other Python effects of ``fn``
     (files, prints, globals) cannot be undone.
 
+    Examples:
+        >>> import torch
+        >>> from graphplan import compile_plan
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with torch.no_grad():
+        ...     plan = compile_plan(model, torch.randn(8, 4), owners={"model": model})
+        >>> for external in plan.externals:
+        ...     print(external)
+        args[0]: input f32[8, 4]
+        model.weight: param f32[2, 4]
+        model.bias: param f32[2]
+
     Args:
         fn: the step.
-        *args: one call's arguments.
-        owners: as for :func:`graph_step`.
+        *args: the positional arguments of one call: pytrees of tensors and literals.
+        owners: objects whose tensors the step uses, as for :func:`graph_step`.
         restore: whether to undo these steps.
         allow: paths of Python effects that replays may leave out.
         prepare_optimizers: whether optimizers may be made capturable.
 
+    Returns:
+        The plan. ``print(plan)`` lists every tensor with its role.
+
     Raises:
-        OptionError: for a function that only begins something when it is called.
+        OptionError: for a function that only begins something when it is called, such as a generator function.
         RefusalError: if the step cannot be replayed correctly.
     """
     strong = lambda: fn  # noqa: E731
@@ -187,13 +202,34 @@ def compile_cached(
     allow: Sequence[str] = (),
     prepare_optimizers: bool = True,
 ) -> Plan:
-    """:func:`compile_plan`, once per function and feed signature.
+    """Compile a plan once per function and feed signature; see :func:`compile_plan`.
 
     Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function,
     both weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan
     keeps neither function nor model alive. The same plan object comes back each time.
 
+    Examples:
+        >>> import torch
+        >>> from graphplan import compile_cached
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with torch.no_grad():
+        ...     plan = compile_cached(model, torch.randn(8, 4))
+        ...     compile_cached(model, torch.randn(8, 4)) is plan
+        True
+
+    Args:
+        fn: the step.
+        *args: the positional arguments of one call: pytrees of tensors and literals.
+        owners: objects whose tensors the step uses, as for :func:`graph_step`.
+        restore: whether to undo these steps.
+        allow: paths of Python effects that replays may leave out.
+        prepare_optimizers: whether optimizers may be made capturable.
+
+    Returns:
+        The plan.
+
     Raises:
+        OptionError: for a function that only begins something when it is called, such as a generator function.
         RefusalError: if the step cannot be replayed correctly.
     """
     function: Callable[[], Any]
@@ -236,18 +272,33 @@ def make_backend(name: str, plan: Plan) -> Backend:
 @refusing()
 @refusing_memory()
 def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
-    """Record ``plan``'s step as a program.
+    """Record a plan's step as a program.
 
     Training state is left as it was found, on every backend; optimizer state that did not exist yet is made, with the
     values that the optimizer starts from.
 
+    Examples:
+        >>> import torch
+        >>> from graphplan import Policy, capture, compile_plan
+        >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+        >>> with torch.no_grad():
+        ...     plan = compile_plan(model, x, owners={"model": model})
+        ...     program = capture(plan, feed=(x,), policy=Policy.inference())
+        ...     y = program.replay((torch.ones(8, 4),))
+        ...     torch.equal(y, model(torch.ones(8, 4)))
+        True
+
     Args:
         plan: from :func:`compile_plan` or :func:`compile_cached`.
-        feed: positional arguments of one call, with the planned signature.
+        feed: the positional arguments of one call, with the shapes, dtypes and devices of the plan.
         policy: which roles are static and which are copied in; :meth:`Policy.train` by default.
         backend: ``"auto"``, ``"cudagraph"`` or ``"tape"``.
 
+    Returns:
+        The program; ``replay(args)`` runs it, ``close()`` frees it.
+
     Raises:
+        BackendError: if the backend does not exist, or cannot record on the plan's device.
         FeedError: if the feed is not the planned one.
         UncoveredRoleError: if the policy leaves an external without storage.
         RefusalError: if the backend cannot record the step, or memory runs out.

@@ -1,0 +1,279 @@
+"""README and docs/: links lead somewhere, blocks and docstrings' examples run, commands and options exist."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import io
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+import graphplan
+from graphplan import GraphPlanCallback, graph_step, graphed
+from recipes import chart
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+NO_OPTION = "\N{EN DASH}"
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+class Block(NamedTuple):
+    """A fenced block: its language and its text, and where it begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(found[1], found[2], text.count("\n", 0, found.start()) + 2) for found in FENCE.finditer(text)]
+
+
+def prose(page: Path) -> str:
+    """The text without fenced blocks and code."""
+    return re.sub(r"`[^`\n]*`", "`code`", FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_linked_from_the_readme_and_in_the_site() -> None:
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    linked = set(LINK.findall(prose(ROOT / "README.md")))
+    for page in PAGES[1:]:
+        assert page.name in site
+        assert page.name == "index.md" or f"docs/{page.name}" in linked
+
+
+def test_pages_are_as_short_as_they_are_meant_to_be() -> None:
+    for name, most in (("README.md", 200), ("docs/decisions.md", 250), ("docs/architecture.md", 150)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= most, name
+
+
+@each_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    places = (ROOT, ROOT / "graphplan", ROOT / "recipes/results", ROOT / "tests")
+    named = re.findall(r"`([\w/]+\.(?:py|cpp|h|json|md|yaml|yml|toml|txt))`", page.read_text(encoding="utf-8"))
+    made_by_commands = {"core.json", "core.md"}
+    assert [name for name in named if not any((place / name).exists() for place in places)] == [
+        name for name in named if name in made_by_commands
+    ]
+
+
+# Python blocks.
+
+
+def shows(shown: str, printed: str) -> bool:
+    """Return True if ``printed`` begins like ``shown``, but for the numbers, and for what a line leaves out with …"""
+    lines = [[NUMBER.sub("#", line).rstrip() for line in text.strip().splitlines()] for text in (shown, printed)]
+    return len(lines[0]) <= len(lines[1]) and all(
+        actual.startswith(line[:-1].rstrip()) if line.endswith("…") else actual == line
+        for line, actual in zip(*lines, strict=False)
+    )
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.language == "python" for b in blocks(p))], ids=lambda p: p.stem
+)
+def test_python_blocks_run_one_after_another(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    every = blocks(page)
+    for block, following in zip(every, [*every[1:], None], strict=True):
+        if block.language != "python":
+            continue
+        # A file with the block on its own lines, so that what fails names the line of the page.
+        script = tmp_path / f"{page.stem}_{block.line}.py"
+        script.write_text("\n" * (block.line - 1) + block.text, encoding="utf-8")
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), names)
+        if following is not None and following.language == "text" and "print(" in block.text:
+            assert shows(following.text, printed.getvalue()), printed.getvalue()
+
+
+# Commands.
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """The words of every line of the shell blocks, and of code in the text that calls Python or make."""
+    for block in blocks(page):
+        if block.language == "sh":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                yield shlex.split(line, comments=True)
+    code = re.findall(r"`((?:python|make|bash) [^`]*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
+    yield from (shlex.split(" ".join(text.split())) for text in code)
+
+
+def makes(target: str) -> bool:
+    return (
+        re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE) is not None
+    )
+
+
+def module_of(name: str) -> Path | None:
+    path = ROOT.joinpath(*name.split("."))
+    found = [file for file in (path.with_suffix(".py"), path / "__main__.py") if file.exists()]
+    return found[0] if found else None
+
+
+def knows_options(source: str, words: list[str]) -> list[str]:
+    """The options among ``words`` that a program does not have."""
+    return [word for word in words if word.startswith("--") and word != "--help" and f'"{word}"' not in source]
+
+
+def sources_of(module: Path) -> str:
+    """What may define a program's options: its own file, and those beside a ``__main__``."""
+    files = module.parent.rglob("*.py") if module.name == "__main__.py" else [module]
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def check_hydra(overrides: list[str]) -> None:
+    """Compose the configuration with these overrides: a key or a choice that does not exist raises."""
+    given = [word for word in overrides if "=" in word]
+    # Several values are several runs.
+    single = [word.split(",")[0] if "[" not in word else word for word in given]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        compose("config", overrides=single)
+
+
+@each_page
+def test_commands_exist(page: Path) -> None:
+    for words in commands(page):
+        text = " ".join(words)
+        if not words or words[0] in ("pip", "."):
+            continue
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            assert all(map(makes, targets)), text
+            for word in words[1:]:
+                if word.startswith("ARGS="):
+                    check_hydra(word.removeprefix("ARGS=").split())
+        elif "train.py" in words:
+            check_hydra(words[words.index("train.py") + 1 :])
+        elif words[:2] == ["python", "-m"]:
+            module = module_of(words[2])
+            assert module is not None, text
+            assert knows_options(sources_of(module), words[3:]) == [], text
+        else:
+            assert words[0] in ("bash", "torchrun", "srun"), text
+            assert words[0] != "bash" or (ROOT / words[1]).exists(), text
+
+
+# Options.
+
+
+def option_rows() -> dict[str, list[str]]:
+    """The cells of the tables of options, by option."""
+    rows = re.findall(
+        r"^\| `(\w+)` \| (.*) \|$", (ROOT / "docs/configuration.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    return {name: cells.split(" | ") for name, cells in rows if cells.count(" | ") >= 3}
+
+
+def test_tables_of_options_are_those_of_the_signatures() -> None:
+    rows = option_rows()
+    verbs: list[Callable[..., Any]] = [graph_step, graphed, GraphPlanCallback]
+    for column, verb in enumerate(verbs):
+        defaults = {name: p.default for name, p in inspect.signature(verb).parameters.items() if name != "fn"}
+        shown = {name: eval(cells[column].strip("`")) for name, cells in rows.items() if cells[column] != NO_OPTION}
+        assert shown == defaults, verb.__name__
+
+
+def test_every_option_is_in_the_callbacks_configuration() -> None:
+    text = (ROOT / "conf/callbacks/graphplan.yaml").read_text(encoding="utf-8")
+    for name in inspect.signature(GraphPlanCallback).parameters:
+        assert re.search(rf"^  # .*\n  {name}:", text, re.MULTILINE), name
+
+
+# The API reference and its docstrings.
+
+
+def public_names() -> set[str]:
+    """What ``graphplan`` exports: its ``from ... import name as name``, and the callback."""
+    source = (ROOT / "graphplan/__init__.py").read_text(encoding="utf-8")
+    return set(re.findall(r"^from \S+ import (\w+) as \1$", source, re.MULTILINE)) | {"GraphPlanCallback"}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = re.findall(r"^::: graphplan\.(\S+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name for name in listed if "." not in name} == public_names() - {"buckets"}
+    assert {name for name in listed if "." in name} == {"padding.buckets.fit", "padding.buckets.Fit"}
+
+
+def test_every_error_is_explained() -> None:
+    text = (ROOT / "docs/errors.md").read_text(encoding="utf-8")
+    kinds = {name for name in public_names() if name.endswith(("Error", "Fault"))}
+    assert {name for name in kinds if f"`{name}`" not in text} == set()
+
+
+EXAMPLES: list[Any] = [
+    graph_step, graphed, graphplan.compile_plan, graphplan.compile_cached, graphplan.capture, graphplan.Policy,
+    GraphPlanCallback, graphplan.piecewise, graphplan.buckets.fit, graphplan.LaunchCounter, graphplan.Pool,
+    graphplan.prepare_optimizer,
+]  # fmt: skip
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("verb", EXAMPLES, ids=lambda verb: verb.__name__)
+def test_examples_of_docstrings_run(verb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    assert verb.__doc__
+    example = doctest.DocTestParser().get_doctest(verb.__doc__, {"__name__": "__main__"}, verb.__name__, None, None)
+    assert example.examples, "there is no example"
+    said = io.StringIO()
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(example, out=said.write)
+    assert result.failed == 0, said.getvalue()
+
+
+@pytest.mark.parametrize("verb", EXAMPLES, ids=lambda verb: verb.__name__)
+def test_docstrings_describe_every_argument(verb: Any) -> None:
+    text = inspect.getdoc(verb) or ""
+    names = {name for name in inspect.signature(verb).parameters if name not in ("self",)}
+    assert {name for name in names if not re.search(rf"^ +\**{name}: ", text, re.MULTILINE)} == set()
+
+
+# The chart.
+
+
+def test_the_chart_is_that_of_the_results(tmp_path: Path) -> None:
+    chart.main(["--to", str(tmp_path / "chart.svg")])
+    text = re.compile(r"<text [^>]*>([^<]*)</text>|<!-- (.*?) -->")
+    drawn, kept = (
+        (path / name).read_text() for path, name in ((tmp_path, "chart.svg"), (ROOT, "docs/assets/speedup.svg"))
+    )
+    assert text.findall(drawn) == text.findall(kept)
+    result = json.loads((ROOT / "recipes/results/h200.json").read_text())
+    assert all(label in kept for _, _, label in chart.bars(result))
