@@ -41,7 +41,7 @@ format: setup  ## Put every file in the one style.
 	$(BIN)/ruff check --fix .
 
 docs: $(VENV)/.installed-docs  ## Build the documentation into site/; a broken link is an error.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	$(BIN)/python -m mkdocs build --strict
 
 setup: $(VENV)/.installed
 

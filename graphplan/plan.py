@@ -114,7 +114,7 @@ class Plan:
         generators: generators other than torch's default ones that the step draws from.
         states: the states of default generators that the step saves and puts back, as activation checkpointing does.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
-        only.
+            only.
         values: what ``reads`` were before each traced step, by path.
         comparisons: by path, those of ``reads`` that are numbers which the code only compares, each with its
             comparisons: a replay is good while these come out as they did.

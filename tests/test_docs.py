@@ -277,3 +277,41 @@ def test_the_chart_is_that_of_the_results(tmp_path: Path) -> None:
     assert text.findall(drawn) == text.findall(kept)
     result = json.loads((ROOT / "recipes/results/h200.json").read_text())
     assert all(label in kept for _, _, label in chart.bars(result))
+
+
+# Figures.
+
+
+def tables(page: str) -> list[list[str]]:
+    """The cells of every row of the tables of a page."""
+    rows = re.findall(r"^\| (.*) \|$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return [[cell.strip() for cell in row.split("|")] for row in rows]
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / "recipes/results" / name).read_text())["rows"]
+    return rows
+
+
+def test_times_of_training_are_those_of_the_results() -> None:
+    times = {(row["workload"], row["contender"]): f"{row['us']:.0f}" for row in results("h200.json") if "us" in row}
+    shown = {cells[-2].split()[0]: cells for cells in tables("performance.md") if len(cells) == 7}
+    for workload in chart.NAMES:
+        cells = shown[times[workload, "typical_callback"]]
+        contenders = ("eager", "floor", "graph_step", "typical", "typical_callback")
+        for cell, contender in zip(cells[1:6], contenders, strict=True):
+            assert cell.split() == [] or cell.split()[0] == times[workload, contender], cells
+
+
+def test_times_of_real_models_are_those_of_the_results() -> None:
+    times: dict[str, tuple[Any, ...]] = {}
+    for row in results("zoo_h200.json"):
+        if "fit" in row:
+            floor = row.get("floor", {}).get("us")
+            times[row["name"]] = (row["fit"]["eager_us"], row["fit"]["us"], floor)
+    alone = {row["name"]: (row["eager_us"], row["us"], row["floor_us"]) for row in results("zoo_fits_h200.json")}
+    for name, before, after, speedup, floor, _ in (cells for cells in tables("performance.md") if "/" in cells[0]):
+        expected = alone.get(name) or times[name]
+        assert [before, after] == [f"{us:.0f}" for us in expected[:2]], name
+        assert speedup == f"{expected[0] / expected[1]:.2f}"
+        assert floor in (NO_OPTION, f"{expected[2] or 0:.0f}"), name
