@@ -3,6 +3,7 @@
 #   make train ARGS="experiment=chargpt"       another experiment, or any other override of conf/
 #   make train TORCH=torch                     the newest PyTorch of the index, on Linux a CUDA build, not constraints.txt's
 #   make train PIP_ARGS="--extra-index-url URL"    with the URL of the CPU builds that pytorch.org names: far smaller
+#   make docs                                  the documentation, into site/
 #   make test ARGS="-k carries"                a part of the tests
 #   make setup PYTHON=python3.12               another Python (3.10 or newer)
 
