@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
 
 import graphplan
 from graphplan import GraphPlanCallback, graph_step, graphed
@@ -118,8 +120,44 @@ def test_python_blocks_run_one_after_another(page: Path, tmp_path: Path, monkeyp
         script.write_text("\n" * (block.line - 1) + block.text, encoding="utf-8")
         with redirect_stdout(io.StringIO()) as printed:
             exec(compile(script.read_text(encoding="utf-8"), str(script), "exec"), names)
-        if following is not None and following.language == "text" and "print(" in block.text:
+        if following is None or following.language != "text" or "print(" not in block.text:
+            continue
+        # What is shown was printed on a CPU.
+        if not torch.cuda.is_available():
             assert shows(following.text, printed.getvalue()), printed.getvalue()
+
+
+REFUSED = """
+class Digits(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = torch.nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.network(batch).square().mean()
+        weight = loss.item()
+        return loss * weight
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_refusal_in_the_readme_is_the_one_that_is_raised(tmp_path: Path) -> None:
+    shown = next(block.text for block in blocks(ROOT / "README.md") if block.text.startswith("graphplan.errors."))
+    line = int(re.findall(r"digits.py:(\d+)", shown)[0])
+    script = tmp_path / "digits.py"
+    script.write_text("\n" * (line - 1 - REFUSED.splitlines().index("        weight = loss.item()")) + REFUSED)
+    names: dict[str, Any] = {"__name__": "__main__", "torch": torch, "LightningModule": LightningModule}
+    exec(compile(script.read_text(), str(script), "exec"), names)
+    trainer = Trainer(
+        max_epochs=1, accelerator="cpu", callbacks=[GraphPlanCallback()], logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(graphplan.HostSyncError) as raised:
+        trainer.fit(names["Digits"](), DataLoader(torch.randn(80, 64), batch_size=8))
+    assert f"graphplan.errors.{raised.type.__name__}: {raised.value}" == " ".join(shown.split())
 
 
 # Commands.

@@ -1,4 +1,4 @@
-"""``train.py`` and ``conf/``: the command lines of docs/configuration.md, and what a misspelt key, role or value is told."""
+"""``train.py`` and ``conf/``: the documented command lines, and what a misspelt key, role or value is told."""
 
 from __future__ import annotations
 
