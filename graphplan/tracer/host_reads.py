@@ -82,12 +82,13 @@ def _use_in(frame: FrameType) -> tuple[Use, frozenset[Any]]:
 
 def _asking(frame: FrameType | None) -> FrameType | None:
     """The frame that reads a tensor, for what is called in the middle of that."""
-    while frame is not None and (is_ours(frame.f_code.co_filename) or _is_machinery(frame)):
+    while frame is not None and (is_ours(frame.f_code.co_filename) or is_machinery(frame)):
         frame = frame.f_back
     return frame
 
 
-def _is_machinery(frame: FrameType) -> bool:
+def is_machinery(frame: FrameType) -> bool:
+    """Return True for torch's code that calls a dispatch mode."""
     return frame.f_code.co_filename.startswith(_MACHINERY)
 
 

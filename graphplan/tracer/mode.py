@@ -5,7 +5,6 @@ Longer than most rooms: each operator is looked at once, and everything that is 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable
 from threading import get_ident
@@ -36,6 +35,7 @@ from graphplan.tracer.conversions import validates
 from graphplan.tracer.footprint import Allocations
 from graphplan.tracer.host_reads import HostRead, find_place, is_asserted
 from graphplan.tracer.memory import MemoryWatch
+from graphplan.tracer.parameters import explain
 from graphplan.tracer.rates import RateWatch
 from graphplan.tracer.records import Operator, Trace, TracedExternal
 from graphplan.tracer.source import Source, find_source, is_recomputed, optimizer_fix
@@ -46,10 +46,7 @@ _SYNC_FIX = (
     "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns; "
     "where only some calls do it, eager_if= names those"
 )
-_METRIC_FIX = (
-    "If a metric checks its values there, turn that off (nan_strategy='disable', validate_args=False); if it counts "
-    "with bincount, use average='micro' or torch.use_deterministic_algorithms(True), with which it compares instead."
-)
+_METRIC_FIX = "With torch.use_deterministic_algorithms(True), torchmetrics compares where it would count with bincount."
 _OWN_STATE_FIX = (
     "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
@@ -93,6 +90,8 @@ class TraceMode(OperatorMode):
         program's.
         """
         self._draws = UniformDraws()
+        self._by_chance: set[Operand] = set()
+        """How numbers that were drawn on the host compare with others."""
         self._allocations = Allocations()
         self._thread = get_ident()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
@@ -101,9 +100,13 @@ class TraceMode(OperatorMode):
         for generator in drawn:
             self._watch_generator(generator)
 
-    def refuse(self, error: type[RefusalError], message: str, *, component: str | None = None) -> None:
-        """Note a violation; the first one counts."""
+    def refuse(
+        self, error: type[RefusalError], message: str, *, component: str | None = None, is_drawn: bool = False
+    ) -> None:
+        """Note a violation; the first one counts. ``is_drawn``: it reads how a number drawn on the host compares."""
         if self._trace.violation is None:
+            said = explain(is_drawn=is_drawn)
+            message = f"{message.rstrip('.')}.{said}" if said else message
             self._trace.violation = error(message, component=component or find_source().component)
 
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,6 +144,8 @@ class TraceMode(OperatorMode):
         if stay_fixed:
             self._fixed.update(operands)
         computes = not (written or schema.is_random or schema.allocates)
+        if self._draws.decides(name, operands):
+            self._by_chance.update(map(self._internal_operand, made))
         is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
         if constant is not None or is_certain or (computes and self._fixed.issuperset(operands)):
             self._fixed.update(map(self._internal_operand, made))
@@ -318,7 +323,8 @@ class TraceMode(OperatorMode):
             else:
                 is_comparison = name.startswith(("aten.equal", "aten.allclose"))
                 what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
-                self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source)
+                is_drawn = any(operand in self._by_chance for _, operand in given)
+                self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source, is_drawn=is_drawn)
         elif has_dynamic_shape(schema, args, kwargs) and not self._are_constants(given):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         if name in TRANSFERS:
@@ -342,9 +348,9 @@ class TraceMode(OperatorMode):
             component=source.component,
         )
 
-    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX) -> None:
+    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> None:
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
-        if source.by is not None and f"{os.sep}torchmetrics{os.sep}" in source.by.filename:
+        if source.by is not None and what.startswith("aten.bincount") and "torchmetrics" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"
         place = find_place()
         by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
@@ -352,6 +358,7 @@ class TraceMode(OperatorMode):
             HostSyncError,
             f"{what} at {source}{by}; a replay would keep the first value. {fix}",
             component=source.component,
+            is_drawn=is_drawn,
         )
 
     def _check_transfer(self, name: str, args: tuple[Any, ...], out: Any, source: Source) -> None:

@@ -62,6 +62,10 @@ class UniformDraws:
         memory = StorageWeakRef(out.untyped_storage())
         self._drawn[operand] = _Drawn(out.dtype, partial(func, *args, **given), memory)
 
+    def decides(self, name: str, operands: Sequence[Operand]) -> bool:
+        """Return True if an operator compares what was drawn."""
+        return name in _OUTSIDE and operands[0] in self._drawn
+
     def discard(self, operand: Operand) -> None:
         """Somebody writes there."""
         self._drawn.pop(operand, None)
