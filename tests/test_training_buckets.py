@@ -613,6 +613,25 @@ def test_options_that_make_no_sense(options: dict[str, Any], text: str) -> None:
         graph_step(training.step, owners=training.owners, **options)
 
 
+@pytest.mark.parametrize("calls", range(5))
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), r"missing 1 required positional argument: 'batch'"),
+        (({}, {}), "takes 2 pos.* but 3 were"),
+        ((3,), "subscr"),
+    ],
+)
+def test_a_wrong_call_gets_its_own_error(args: tuple[Any, ...], said: str, calls: int) -> None:
+    """At whichever call: none of its arguments has a dimension, which is no word about the options."""
+    training = Training()
+    step = bucketed(training)
+    for batch in batches(calls):
+        step(batch)
+    with pytest.raises(TypeError, match=said):
+        step(*args)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -126,7 +126,9 @@ class PaddedStep(GraphedStep):
         kind = self._kinds.get(feed)
         if kind is not None:
             return kind
-        places = self._padding.places(feed, are_expected=not self.shapes.shapes)
+        # A call with no dimension at all may be a wrong one, which the step itself has words for.
+        has_dimensions = any(leaf.dim() for _, leaf in feed.tensors())
+        places = self._padding.places(feed, are_expected=has_dimensions and not self.shapes.shapes)
         misfit = self._padding.misfit(feed, places)
         if misfit is not None:
             self._runner.stats.note(f"not padded: {misfit}")
