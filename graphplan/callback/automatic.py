@@ -124,7 +124,11 @@ class AutomaticSeam(RenewingSeam):
         self._context = (optimizer, batch_idx, kwargs)
         if self._components is None and self._update is None:
             try:
-                result = self._through(self._whole, self._given_facts())
+                result = self._through(
+                    self._whole,
+                    lambda: self._stock_run(optimizer, batch_idx, self._on_device(kwargs)),
+                    self._given_facts(),
+                )
                 self._look_at(self._whole)
                 return result
             except RefusalError as error:
@@ -185,7 +189,13 @@ class AutomaticSeam(RenewingSeam):
 
     def _run_components(self) -> ClosureResult:
         assert self._components is not None
-        out = self._through(self._components, self._given_facts())
+        assert self._context is not None
+        optimizer, batch_idx, kwargs = self._context
+        out = self._through(
+            self._components,
+            lambda: self._closed(self._on_device(kwargs), optimizer, batch_idx),
+            self._given_facts(),
+        )
         result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
         result.loss = out.get("loss")
         return result
@@ -194,13 +204,14 @@ class AutomaticSeam(RenewingSeam):
         assert self._context is not None
         optimizer, batch_idx, _ = self._context
 
-        def body(kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-            closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
-            closure()
-            return closure.consume_result().asdict()
-
         with self._logs.late.of_loss(self._loop):
-            return self._in_step(body, batch)
+            return self._in_step(lambda kwargs: self._closed(kwargs, optimizer, batch_idx), batch)
+
+    def _closed(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> dict[str, Any]:
+        """What Lightning's own closure comes to."""
+        closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
+        closure()
+        return closure.consume_result().asdict()
 
     def _step_optimizer(self, batch_idx: int, closure: Closure) -> None:
         """In place of ``_optimizer_step`` in the update form."""
@@ -214,7 +225,8 @@ class AutomaticSeam(RenewingSeam):
             # training_step returned None: Lightning skips what it skips then.
             type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
             return
-        self._through(self._update, self._given_facts(), feeds=False)
+        stock = lambda: type(self._loop)._optimizer_step(self._loop, batch_idx, _done)  # noqa: E731
+        self._through(self._update, stock, self._given_facts(), feeds=False)
 
     def _update_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         assert self._context is not None

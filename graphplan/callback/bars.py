@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import TQDMProgressBar
 
 from graphplan.callback.metrics import LazyNumbers
-from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.standins import Recover, StandIn, StandsIn
 
 _INTERVAL = 0.05
 """Seconds between two pictures."""
@@ -81,7 +81,7 @@ def resting(callback: Any) -> Callable[[int], bool] | None:
     return bar.rests if _AFTER_BATCH.issuperset(hook.__code__.co_names) else None
 
 
-def stand_ins_of_bars(trainer: Trainer) -> list[StandsIn]:
+def stand_ins_of_bars(trainer: Trainer, recover: Recover) -> list[StandsIn]:
     """All that has to do with a Trainer's bars."""
-    numbers = LazyNumbers(trainer)
+    numbers = LazyNumbers(trainer, recover)
     return [numbers, ThrottledBar(trainer, numbers)]

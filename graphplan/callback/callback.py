@@ -30,7 +30,7 @@ from graphplan.callback.standins import StandsIn
 from graphplan.callback.stock import StockBatches
 from graphplan.callback.variants import Variant, VariantOf
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
-from graphplan.faults import refusing
+from graphplan.faults import refusal_of, refusing
 from graphplan.origin import leave_out_own_frames
 from graphplan.padding import Buckets, Dims, PadValue
 from graphplan.plan import Plan
@@ -312,7 +312,7 @@ class GraphPlanCallback(EvaluationHooks):
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam, and all that goes with it."""
         clips = any(isinstance(kept, FusedClipping) for kept in self._kept)
-        self._stand_ins = [*([] if clips else [FusedClipping(trainer)]), *stand_ins_of_bars(trainer)]
+        self._stand_ins = [*([] if clips else [FusedClipping(trainer)]), *stand_ins_of_bars(trainer, self._recover)]
         for stand_in in self._stand_ins:
             stand_in.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
@@ -321,14 +321,29 @@ class GraphPlanCallback(EvaluationHooks):
         kind = partial(AutomaticSeam, components=self.components) if pl_module.automatic_optimization else ManualSeam
         seam = kind(trainer, pl_module, options, self.variant, self._backends, gate)
         seam.tell_when_down(self._stand_down)
+        seam.recover = self._recover
         self._install(_TRAINING, seam)
         if self.options.prefetch and not direct:
             seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         elif self.options.backend != "eager":
-            self._stand_ins.append(LoopSeam(trainer, pl_module, seam.sums, direct=direct))
+            self._stand_ins.append(LoopSeam(trainer, pl_module, seam.sums, self._recover, direct=direct))
             self._stand_ins[-1].install()
+
+    def _recover(self, error: Exception) -> None:
+        """Have the fit go on without graphplan after an error of its own in the middle of it, as far as it may; whoever
+        calls this does what Lightning does in its place. Raise what is not graphplan's.
+        """
+        refusal = refusal_of(error)
+        if refusal is None:
+            raise error
+        if self.options.on_failure == "raise":
+            refusal.is_raised = True
+            raise refusal
+        if _TRAINING in self._seams:
+            self._stand_down(refusal.reason, str(refusal))
+        warnings.warn(f"graphplan runs this fit eagerly: {refusal}", UserWarning, stacklevel=2)
 
     def _stand_down(self, reason: SkipReason, detail: str) -> None:
         """Take everything out of the running fit, which goes on in Lightning's own loop, and keep the figures."""

@@ -12,6 +12,8 @@ import torch
 
 from graphplan.tracer import Source
 
+NOWHERE = Source("", 0, "", "step")
+
 
 @dataclass(frozen=True)
 class LogCall:

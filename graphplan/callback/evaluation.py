@@ -97,7 +97,9 @@ class EvaluationSeam(RenewingSeam):
             step = self._by_hook[hook] = self._make(partial(self._body, hook), self._owners({}))
             step.decide_refusals(lambda error: self._must_raise())
         step = self._by_hook[hook]
-        result = self._through(step, (kwargs.get("dataloader_idx"), self._trainer.sanity_checking))
+        result = self._through(
+            step, lambda: self._stock(hook, *args), (kwargs.get("dataloader_idx"), self._trainer.sanity_checking)
+        )
         self._look_at(step)
         return result
 

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule
 from graphplan.callback.bars import resting
 from graphplan.callback.gates import has_hook, members_of, own_of
 from graphplan.callback.loop_gates import END, START, hands_out_batch, switches_of
+from graphplan.fed import hands_over
 from graphplan.native.comparing import Checks
 
 
@@ -52,6 +53,7 @@ class BatchHooks:
         """Whether a callback has nothing to do after this batch, as things were when somebody looked last."""
         return number in self._idle or (number in self._resting and self._resting[number](batch_idx))
 
+    @hands_over
     def call(self, hook: str, hooked: list[tuple[int, Any]], *args: Any) -> None:
         """Lightning's way to call callbacks, of which only some have the hook; :attr:`hold` was asked right before."""
         inner, callbacks = vars(self._module), self._trainer.callbacks

@@ -23,11 +23,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor
 
-from graphplan.callback.calls import LogCall, as_in_step
+from graphplan.callback.calls import NOWHERE, LogCall, as_in_step
 from graphplan.callback.late import LOSS, LateCopies
 from graphplan.callback.noting import NotingResults
 from graphplan.callback.sums import Sums, Usual
-from graphplan.errors import HostSyncError
+from graphplan.errors import Faults, HostSyncError
+from graphplan.fed import hands_over
 from graphplan.native.moving import apart
 from graphplan.tracer import find_source, refuse_trace
 
@@ -67,6 +68,8 @@ class LogNotes:
     def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
         self._trainer = trainer
         self.late = LateCopies(module)
+        self.faults = Faults()
+        """Of graphplan's own in the middle of the step."""
         self.takes_loss = False
         """Whether the step's result is a dictionary whose loss is a copy of its own."""
         self.sums_in_step = sums_in_step
@@ -92,11 +95,12 @@ class LogNotes:
             return
 
         def note(fx: str, name: str, value: Any, **options: Any) -> None:
-            if isinstance(value, Tensor):
-                # A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor.
-                dtype = self._dtypes.setdefault(f"{fx}.{name}", value.dtype)
-                value = value.to(dtype) if value.dtype is torch.float64 else value
-            notes.append((LogCall(fx, name, tuple(options.items()), find_source()), value))
+            with self.faults.noting():
+                value = self._in_known_dtype(f"{fx}.{name}", value)
+            source = NOWHERE
+            with self.faults.noting():
+                source = find_source()
+            notes.append((LogCall(fx, name, tuple(options.items()), source), value))
 
         def log_now() -> None:
             refuse_trace(
@@ -122,6 +126,13 @@ class LogNotes:
             results.__class__ = _ResultCollection
             del results.note, results.log_now
 
+    def _in_known_dtype(self, key: str, value: Any) -> Any:
+        """A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor."""
+        if isinstance(value, Tensor):
+            dtype = self._dtypes.setdefault(key, value.dtype)
+            value = value.to(dtype) if value.dtype is torch.float64 else value
+        return value
+
     def start(self) -> None:
         """Before a step: keep Lightning's note of the hook that logged last, which decides whether an epoch's first log
         resets; make the resets that plain calls would make, and have their metrics hold the sums.
@@ -145,11 +156,21 @@ class LogNotes:
             self._before = None
 
     def settle(self, notes: list[tuple[LogCall, Any]], result: Any) -> Any:
-        """At the end of a step: copy what its plain calls log, and the loss, to one vector, and sum its means.
+        """At the end of a step: copy what its plain calls log, and the loss, to one vector, and sum its means. Where
+        that fails, they stay calls to be made for real.
 
         Returns:
             ``result``, in which the loss is that copy.
         """
+        settled = list(notes)
+        try:
+            result = self._settled(settled, result)
+            notes[:] = settled
+        except Exception as error:  # noqa: BLE001 - it would come out in the step
+            self.faults.note(error)
+        return result
+
+    def _settled(self, notes: list[tuple[LogCall, Any]], result: Any) -> Any:
         self.late.settle()
         plain = [number for number, (call, value) in enumerate(notes) if self._is_plain(call, value)]
         means = [number for number in plain if self._metrics[notes[number][0].key].meta.on_epoch]
@@ -233,7 +254,7 @@ class LogNotes:
                 if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
                     results.reset(metrics=False, fx=call.fx)
                 with as_in_step(call):
-                    results.log(call.fx, call.name, value, **dict(call.options))
+                    _log(results, call, value)
             connector._current_fx = self._last_hook = call.fx
 
     def _learn(self, notes: list[tuple[LogCall, Any]]) -> None:
@@ -268,6 +289,11 @@ class LogNotes:
         kind = (metric.value.dtype, metric.value.device)
         self._kind = self._kind or kind
         return meta.is_mean_reduction and kind == self._kind and kind[0] in _DTYPES
+
+
+@hands_over
+def _log(results: Any, call: LogCall, value: Any) -> None:
+    results.log(call.fx, call.name, value, **dict(call.options))
 
 
 def _is_rate(value: Tensor, rate: Any) -> bool:

@@ -10,6 +10,7 @@ Lightning's loop does: validation, the end of the epoch, a stop. It is used wher
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -25,10 +26,13 @@ from graphplan.callback.hooks import BatchHooks
 from graphplan.callback.loop_gates import END, START, STOCK_HOOKS, unchanged
 from graphplan.callback.metrics import LazyConnector
 from graphplan.callback.rows import LateRows
-from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.standins import Recover, StandIn, StandsIn
 from graphplan.callback.sums import Sums
+from graphplan.faults import lost, refusal_of
+from graphplan.fed import hands_over
 
 _SCHEDULE = "lr_scheduler_step"
+_NONE = object()
 _PLAIN = frozenset({Tensor})
 _is_cpu = attrgetter("is_cpu")
 
@@ -42,8 +46,10 @@ class LoopSeam(StandsIn):
         direct: the step takes batches in host memory and moves them itself.
     """
 
-    def __init__(self, trainer: Any, module: LightningModule, sums: Sums, *, direct: bool = False) -> None:
-        self._trainer, self._module = trainer, module
+    def __init__(
+        self, trainer: Any, module: LightningModule, sums: Sums, recover: Recover, *, direct: bool = False
+    ) -> None:
+        self._trainer, self._module, self._recover = trainer, module, recover
         self._direct, self._sums = direct, sums
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._strategy: Any = trainer.strategy
@@ -62,6 +68,8 @@ class LoopSeam(StandsIn):
         self._takes_index: bool | None = None
         self._step: Any = None
         self._has_ended = False
+        self._batch: Any = _NONE
+        self._has_begun = self._has_counted = False
 
     def install(self) -> None:
         """Put it in."""
@@ -77,11 +85,23 @@ class LoopSeam(StandsIn):
             self._rows.remove()
 
     def _advance(self, fetcher: Any) -> None:
-        """In place of ``advance``: this batch and those after it, up to one after which something is due."""
+        """In place of ``advance``; Lightning's own from the batch on before which this fails."""
+        self._batch, self._has_begun = _NONE, False
+        try:
+            self._take_batches(fetcher)
+        except Exception as error:
+            if self._has_begun and refusal_of(error) is not None:
+                raise lost(error, f"the step of {type(self._module).__name__}") from error
+            self._recover(error)
+            again: Any = fetcher if self._batch is _NONE else Again(fetcher, self._batch)
+            _TrainingEpochLoop.advance(self._loop, again)
+
+    def _take_batches(self, fetcher: Any) -> None:
+        """This batch and those after it, up to one after which something is due."""
         loop, own = self._loop, vars(self._module)
         self._has_ended = False
         if loop.restarting or self._takes_index is None or self._differs(own):
-            _TrainingEpochLoop.advance(loop, fetcher)
+            _stock(_TrainingEpochLoop.advance, loop, fetcher)
             self._takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), None, 0)
             self._step = own.get("training_step")
             return
@@ -89,16 +109,25 @@ class LoopSeam(StandsIn):
         read, progress = reader(fetcher), loop.batch_progress
         while True:
             if self._is_one_of_many:
-                loop._broadcast_sigterm_tensor()
-            batch = read()
+                _stock(loop._broadcast_sigterm_tensor)
+            self._batch = batch = _stock(read)
             if batch is None:
                 # Nothing to train on: Lightning has words for that.
                 again: Any = Again(fetcher, batch)
-                _TrainingEpochLoop.advance(loop, again)
+                _stock(_TrainingEpochLoop.advance, loop, again)
                 return
             progress.is_last_batch = fetcher.done
             self._train(batch, progress)
-            if not self._goes_on(progress):
+            self._batch, self._has_begun, self._has_counted = _NONE, False, False
+            try:
+                goes_on = self._goes_on(progress)
+            except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+                self._recover(error)
+                if self._has_counted:
+                    # Lightning's own on_advance_end would count it again: it gets the next batch.
+                    _stock(_TrainingEpochLoop.advance, loop, fetcher)
+                return
+            if not goes_on:
                 return
 
     def _differs(self, own: dict[str, Any]) -> bool:
@@ -175,7 +204,7 @@ class LoopSeam(StandsIn):
         loop, trainer = self._loop, self._trainer
         ends = trainer.should_stop or trainer.received_sigterm or loop._skip_next_val
         if ends or (self._validates and loop._should_check_val_fx(fetcher)):
-            _TrainingEpochLoop.on_advance_end(loop, fetcher)
+            _stock(_TrainingEpochLoop.on_advance_end, loop, fetcher)
             return
         self._count_step()
 
@@ -184,8 +213,9 @@ class LoopSeam(StandsIn):
         loop = self._loop
         if not self._accumulates():
             if self._schedules_wait():
-                loop.update_lr_schedulers("step", update_plateau_schedulers=True)
+                _stock(loop.update_lr_schedulers, "step", update_plateau_schedulers=True)
             loop._batches_that_stepped += 1
+        self._has_counted = True
         if self._trainer.should_stop:
             loop._save_loggers_on_train_batch_end()
 
@@ -209,13 +239,13 @@ class LoopSeam(StandsIn):
         """
         loop = self._loop
         if self._schedules_are_its_own():
-            loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+            _stock(loop.update_lr_schedulers, "step", update_plateau_schedulers=False)
             return
         ready, progress = loop.batch_progress.current.ready, loop.scheduler_progress
         for config in self._strategy.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau and ready % config.frequency == 0:
                 progress.increment_ready()
-                config.scheduler.step()
+                _stock(config.scheduler.step)
                 progress.increment_completed()
 
     def _accumulates(self) -> bool:
@@ -237,6 +267,7 @@ class LoopSeam(StandsIn):
         if not hooks.hold():
             hooks.look()
         batch = self._moved(batch)
+        self._has_begun = True
         total, current = progress.total, progress.current
         total.ready += 1
         current.ready += 1
@@ -253,31 +284,46 @@ class LoopSeam(StandsIn):
         if self._takes_index:
             kwargs["batch_idx"] = batch_idx
         if self._module.automatic_optimization:
-            outputs = loop.automatic_optimization.run(self._strategy.optimizers[0], batch_idx, kwargs)
+            outputs = _stock(loop.automatic_optimization.run, self._strategy.optimizers[0], batch_idx, kwargs)
         else:
-            outputs = loop.manual_optimization.run(kwargs)
+            outputs = _stock(loop.manual_optimization.run, kwargs)
         total.processed += 1
         current.processed += 1
         if self._strategy.lr_scheduler_configs:
             if not self._accumulates():
                 self._step_schedulers()
             if progress.is_last_batch or current.ready == trainer.fit_loop.max_batches:
-                loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if not hooks.hold():
-            hooks.look()
-        if hooks.ends:
-            hooks.call(END, hooks.ends, outputs, batch, batch_idx)
-        if hooks.module_ends:
-            call._call_lightning_module_hook(trainer, END, outputs, batch, batch_idx)
-        self._end(results)
+                _stock(loop.update_lr_schedulers, "epoch", update_plateau_schedulers=False)
+        self._call_ends(outputs, batch, batch_idx)
+        try:
+            self._end(results)
+        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+            self._recover(error)
+            _stock(connector.on_batch_end)
         total.completed += 1
         current.completed += 1
         every = trainer.log_every_n_steps
         due = every and (loop._batches_that_stepped + 1) % every == 0
         if (due or trainer.should_stop or trainer.fast_dev_run) and trainer.loggers:
-            connector.update_train_step_metrics()
+            _stock(connector.update_train_step_metrics)
         elif self._rows.on_their_way:
-            self._rows.look()
+            connector.look()
+
+    def _call_ends(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """The hooks after a batch."""
+        trainer, hooks = self._trainer, self._hooks
+        try:
+            if not hooks.hold():
+                hooks.look()
+        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+            self._recover(error)
+            _stock(call._call_callback_hooks, trainer, END, outputs, batch, batch_idx)
+            _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
+            return
+        if hooks.ends:
+            hooks.call(END, hooks.ends, outputs, batch, batch_idx)
+        if hooks.module_ends:
+            _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
 
     def _end(self, results: Any) -> None:
         """What the logger connector does when a batch ends; a lazy one when somebody asks it."""
@@ -288,6 +334,12 @@ class LoopSeam(StandsIn):
             results.batch = results.batch_size = None
         else:
             self._connector.on_batch_end()
+
+
+@hands_over
+def _stock(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Lightning's own code: what it raises is none of graphplan's."""
+    return run(*args, **kwargs)
 
 
 def _nothing() -> None:

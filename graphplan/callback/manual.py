@@ -60,7 +60,7 @@ class ManualSeam(RenewingSeam):
             return self._stock_run(self._on_device(kwargs))
         self._context = (None, self._trainer.fit_loop.epoch_loop.batch_idx, kwargs)
         self._schedules.start()
-        result = self._through(self._whole)
+        result = self._through(self._whole, lambda: self._stock_run(self._on_device(kwargs)))
         self._look_at(self._whole)
         return result
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from graphplan.callback.copies import LaggingNumbers
 from graphplan.callback.rows import LateRows
-from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.standins import Recover, StandIn, StandsIn
 from graphplan.callback.sums import Group
 
 
@@ -53,6 +53,7 @@ class LazyConnector(_LoggerConnector):
     """The class of a Trainer's logger connector while a fit goes through graphplan."""
 
     _owed: Any = None
+    recover: Recover
 
     def postpone(self, results: Any, whole: tuple[Group, Sequence[Tensor]] | None) -> None:
         """A batch has ended: what it logged goes into the dictionaries when somebody asks for one of them, or at once
@@ -69,15 +70,25 @@ class LazyConnector(_LoggerConnector):
             self.settle()
 
     def settle(self) -> None:
-        """Make good for :meth:`postpone`."""
+        """Make good for :meth:`postpone`; where that fails, by Lightning's own code."""
+        if self._owed is not None:
+            try:
+                self._settle()
+            except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+                vars(self).pop("_owed", None)
+                self.recover(error)
+                _LoggerConnector.on_batch_end(self)
+
+    def _settle(self) -> None:
         if self._owed is not None:
             inner = vars(self)
-            results, logged = inner.pop("_owed")
+            results, logged = inner["_owed"]
             if isinstance(logged, tuple):
                 group, values = logged
                 logged = group.shown(results, values)
             metrics = (SimpleNamespace(meta=metric.meta, _forward_cache=cache) for metric, cache in logged)
             found = self._found(results, metrics, on_step=True)
+            del inner["_owed"]
             inner["_progress_bar_metrics"].update(found["pbar"])
             inner["_callback_metrics"].update(found["callback"])
             inner["_logged_metrics"].update(found["log"])
@@ -92,11 +103,26 @@ class LazyConnector(_LoggerConnector):
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         """As Lightning's, but that a step's row is written when its numbers are there."""
         if self.rows is not None:
-            if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
+            try:
+                is_taken = self._first_loop_iter is not None and step is None and self.rows.take(metrics)
+                if not is_taken:
+                    self.rows.settle()
+            except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+                is_taken = False
+                self.recover(error)
+            if is_taken:
+                self.look()
                 self._logged_metrics.update(metrics)
                 return
-            self.rows.settle()
-        super().log_metrics(metrics, step)
+        _LoggerConnector.log_metrics(self, metrics, step)
+
+    def look(self) -> None:
+        """Write the rows that have arrived."""
+        if self.rows is not None:
+            try:
+                self.rows.look()
+            except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+                self.recover(error)
 
     def epoch_end_reached(self) -> None:
         """Values of the last batch, before those of the epoch come."""
@@ -132,10 +158,11 @@ class LazyConnector(_LoggerConnector):
         """Numbers, read from the device now, or for a bar those that arrived last."""
         values: dict[str, Any] = super().progress_bar_metrics
         if self.lagging is not None:
-            return {
-                **values,
-                **self.lagging.read({n: value for n, value in values.items() if isinstance(value, Tensor)}),
-            }
+            tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+            try:
+                return {**values, **self.lagging.read(tensors)}
+            except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+                self.recover(error)
         for name, value in values.items():
             if isinstance(value, Tensor):
                 values[name] = value.item()
@@ -161,8 +188,8 @@ def _metrics_of(results: Any, metrics: Iterable[Any], *, on_step: bool) -> _METR
 class LazyNumbers(StandsIn):
     """Makes a Trainer's connector a lazy one, unless it has a class of the user's own, and tells it when a bar asks."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, recover: Recover) -> None:
+        self._trainer, self._recover = trainer, recover
         self._connector: Any = trainer._logger_connector
         self._numbers = LaggingNumbers()
         self._asked = -1
@@ -175,6 +202,7 @@ class LazyNumbers(StandsIn):
         """Put it in."""
         if type(self._connector) is _LoggerConnector:
             self._connector.__class__ = LazyConnector
+            vars(self._connector)["recover"] = self._recover
             super().install()
 
     def remove(self) -> None:
@@ -183,6 +211,7 @@ class LazyNumbers(StandsIn):
         if isinstance(self._connector, LazyConnector):
             self._connector.settle()
             self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
+            del vars(self._connector)["recover"]
             self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
 
     def are_here(self) -> bool:
@@ -191,7 +220,11 @@ class LazyNumbers(StandsIn):
         if isinstance(self._connector, LazyConnector):
             values |= self._connector.metrics["pbar"]
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        self._is_picture = bool(tensors) and self._numbers.are_here(tensors)
+        try:
+            self._is_picture = bool(tensors) and self._numbers.are_here(tensors)
+        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+            self._recover(error)
+            return True
         return self._is_picture or not tensors
 
     def _ask(self, bar: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,4 +239,4 @@ class LazyNumbers(StandsIn):
         try:
             return type(bar).get_metrics(bar, *args, **kwargs)
         finally:
-            del self._connector.lagging
+            vars(self._connector).pop("lagging", None)

@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
 from graphplan.callback.copies import SentNumbers
+from graphplan.fed import hands_over
 
 _MOST = 2
 """Rows on their way at a time."""
@@ -78,9 +79,10 @@ class LateRows:
 
     def remove(self) -> None:
         """Write what is on its way, and give the loggers their classes back."""
-        # Of a device that failed, whoever waited for it before has told.
-        with suppress(RuntimeError):
-            self.settle()
+        while self.on_their_way:
+            # What fails here has failed before, and was told then.
+            with suppress(Exception):
+                self._write()
         for logger, kind in self._kinds.items():
             del _ROWS[logger]
             logger.__class__ = kind
@@ -98,7 +100,6 @@ class LateRows:
         epoch, step = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop._batches_that_stepped
         row = {**metrics, "epoch": metrics.get("epoch", epoch)}
         self.on_their_way.append(_Row(loggers, row, SentNumbers(tensors), step))
-        self.look()
         return True
 
     def look(self) -> None:
@@ -113,8 +114,14 @@ class LateRows:
 
     def _write(self) -> None:
         """What Lightning does with the oldest row, once its numbers are there."""
-        row = self.on_their_way.popleft()
-        scalars = {**row.metrics, **row.sent.numbers()}
+        row, scalars = self.on_their_way.popleft(), {}
+        try:
+            scalars = row.sent.numbers()
+        finally:
+            self._hand_out(row, {**row.metrics, **scalars})
+
+    @hands_over
+    def _hand_out(self, row: _Row, scalars: dict[str, Any]) -> None:
         later, self.on_their_way = self.on_their_way, deque()
         try:
             for logger in row.loggers:

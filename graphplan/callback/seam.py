@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
 from graphplan.callback.logs import LogNotes, with_logs
 from graphplan.callback.numbers import WatchedIndex, reached_objects, trainer_numbers, unwatch
-from graphplan.callback.standins import StandIn
+from graphplan.callback.standins import Recover, StandIn
 from graphplan.callback.sums import Sums
 from graphplan.callback.variants import Variant
 from graphplan.callback.wrapping import Wrapped
 from graphplan.compiler import is_allowed
 from graphplan.containers import Literals
 from graphplan.errors import HostScalarError, RefusalError, SkipReason
+from graphplan.faults import having_run
 from graphplan.fed import Fed
 from graphplan.owners import Via
 from graphplan.plan import Plan
@@ -83,6 +84,7 @@ class Seam(ABC):
         self._trainer = trainer
         self._gate = gate
         self._when_down: Callable[[SkipReason, str], object] | None = None
+        self.recover: Recover = _raise
         self._backends = backends
         self._module = module
         self._eager_if = options.eager_if
@@ -225,13 +227,19 @@ class Seam(ABC):
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
 
-    def _through(self, step: GraphedStep, facts: tuple[Any, ...] = (), *, feeds: bool = True) -> Any:
+    def _through(
+        self, step: GraphedStep, stock: Callable[[], Any], facts: tuple[Any, ...] = (), *, feeds: bool = True
+    ) -> Any:
         """Run the current batch through ``step``, or the step alone; log what it logged. ``facts`` are literals that it
-        depends on.
+        depends on. ``stock`` is Lightning's own way, where graphplan fails before the step.
         """
         assert self._context is not None
         _, batch_idx, kwargs = self._context
-        self._logs.start()
+        try:
+            self._logs.start()
+        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+            self.recover(error)
+            return stock()
         batch = kwargs["batch"] if feeds else ()
         known = self._known(facts)
         self._begun = []
@@ -249,6 +257,10 @@ class Seam(ABC):
                 vars(counter).update(values)
             raise
         self._finish(out)
+        try:
+            self._logs.faults.check()
+        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
+            self.recover(error)
         return out["result"]
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
@@ -266,7 +278,8 @@ class Seam(ABC):
         if out["notes"]:
             self._wrapped.note(out["notes"])
         if out["logs"]:
-            self._logs.finish(out["logs"], out["values"])
+            with having_run(f"the step of {type(self._module).__name__}"):
+                self._logs.finish(out["logs"], out["values"])
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
@@ -290,6 +303,10 @@ class Seam(ABC):
 
     def _watched(self, batch_idx: int) -> int:
         return WatchedIndex(batch_idx, _refuse_index) if self._watches_index else batch_idx
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def optimizers_of(trainer: Trainer) -> dict[str, Any]:

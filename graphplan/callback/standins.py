@@ -10,6 +10,11 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from torch import Tensor
 from typing_extensions import override
 
+Recover = Callable[[Exception], None]
+"""Takes graphplan out of the running fit after an error of its own, or raises: the caller then does what Lightning does
+in its place.
+"""
+
 
 class StandIn(partial[Any]):
     """A callable on an instance, in the place of the method of that name: calling it is calling ``run``.

@@ -46,7 +46,7 @@ Walked = TypeVar("Walked")
 _NO_ACCIDENT = 2
 """So many steps in a row do not all make something that later ones find there."""
 _REORDERED, _PAUSE = 3, 4
-"""So many pairs of traces in a row may differ in the order of autograd's engine, and as many once more after a pause."""
+"""So many pairs of traces in a row may differ in the order of autograd's engine, and as many more after a pause."""
 _STRADDLING = 3
 """Pairs of traces in a row that somebody changed something between: it is no longer by chance."""
 _OFTEN = 32

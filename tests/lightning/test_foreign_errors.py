@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphplan import FaultError, graph_step
+from graphplan import EffectError, FaultError, graph_step
 from tests.lightning.parts import (
     LitDigits,
     assert_fit_equals_eager,
@@ -114,21 +115,77 @@ def test_errors_of_graphplans_own_in_evaluation(tmp_path: Path, monkeypatch: pyt
     assert_refused("callback.callback:closed_to_all", tmp_path, monkeypatch, eval=True)
 
 
-def assert_refused(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+class Shown(LitDigits):
+    """Logs for the bar, and for the loggers after every other step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss_of(batch)
+        self.log("shown", loss, prog_bar=True)
+        self.log("mean", loss * 2, on_step=True, on_epoch=True)
+        return loss
+
+
+IN_FIT = [
+    *("loop:LoopSeam._differs", "loop:reader", "loop:LoopSeam._moved", "loop:LoopSeam._goes_on", "loop:LoopSeam._end"),
+    *("logs:LogNotes.start", "logs:LogNotes._settled", "logs:LogNotes._in_known_dtype", "logs:find_source"),
+    *("metrics:LazyConnector.postpone", "metrics:LazyConnector._settle", "rows:LateRows.take", "rows:LateRows.look"),
+    *("copies:HostCopy.__init__", "copies:HostCopy.has_arrived", "copies:HostCopy.wait"),
+]
+"""What stands in for Lightning's own code from batch to batch."""
+
+
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("place", IN_FIT)
+def test_errors_of_graphplans_own_in_the_middle_of_a_fit(
+    place: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is under way is done by Lightning's own code, once, and so is the rest of the fit."""
+    shows = {"enable_progress_bar": True, "log_every_n_steps": 2}
+    assert_refused(f"callback.{place}", tmp_path, monkeypatch, make=Shown, after=after, trainer=shows)
+
+
+def test_logs_that_fail_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has run: what it logged is half done, and said to be."""
+    monkeypatch.setattr("graphplan.callback.logs.LogNotes._usual_of", _failing(lambda: None, 0))
+    with pytest.raises(EffectError, match=r"ArithmeticError .*not expected\. the step of Shown has run"):
+        fit(Shown, tmp_path, tape(on_failure="eager"), max_epochs=1)
+
+
+def _failing(plain: Callable[..., Any], after: int) -> Callable[..., Any]:
+    calls = count()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) < after:
+            return plain(*args, **kwargs)
+        raise ArithmeticError("not expected")
+
+    return fail
+
+
+def assert_refused(
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    make: Callable[[], Any] = LitDigits,
+    after: int = 0,
+    trainer: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """Fail unless a function of graphplan's that raises is named, and a fit goes on without it where it may."""
-    expected = fit(LitDigits, tmp_path / "eager", max_epochs=2)
+    run = partial(fit, make, max_epochs=2, **(trainer or {}))
+    expected = run(tmp_path / "eager")
     name, _, path = place.partition(":")
     *kinds, attribute = path.split(".")
     owner: Any = importlib.import_module(f"graphplan.{name}")
     for kind in kinds:
         owner = getattr(owner, kind)
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise ArithmeticError("not expected")
-
-    monkeypatch.setattr(owner, attribute, fail)
+    plain = getattr(owner, attribute)
+    monkeypatch.setattr(owner, attribute, _failing(plain, after))
     with pytest.warns(UserWarning, match=r"ArithmeticError .*not expected"):
-        found = fit(LitDigits, tmp_path / "graphed", tape(on_failure="eager", **options), max_epochs=2)
+        found = run(tmp_path / "graphed", tape(on_failure="eager", **options))
     assert_same_fits(expected, found)
+    monkeypatch.setattr(owner, attribute, _failing(plain, after))
     with pytest.raises(FaultError, match=r"ArithmeticError .*not expected"):
-        fit(LitDigits, tmp_path / "raised", tape(**options), max_epochs=2)
+        run(tmp_path / "raised", tape(**options))
