@@ -83,6 +83,10 @@ class Stages:
         self._stats = runner.stats
         # What first calls in a row, each with a key of its own, changed in containers that they were fed.
         self._changes: list[str] = []
+        self._latest: Trace | None = None
+        """The latest trace, until there is a plan or a refusal."""
+        self._changing = "", 0
+        """What was another value in each trace of late than in the one before, of whatever key, and how often."""
         self._keeping = 0
         """Warm-up steps in a row that have made modules or optimizers, and kept them."""
 
@@ -90,7 +94,8 @@ class Stages:
         """Whether the next call of ``entry`` is traced or captured, and not one more eager step. Asked once for each.
 
         All shapes of a training step warm up together: one that comes often needs a single eager step of its own. While
-        another one has been traced once, this one waits for its second trace, which saves all others theirs.
+        another one has been traced once, this one waits for its second trace, which saves all others theirs;
+        unless it was seen that a value changes, of which all traces tell.
         """
         calls = self._stats.calls
         is_often, entry.called = calls - entry.called <= _OFTEN, calls
@@ -99,7 +104,8 @@ class Stages:
             return entry.warm >= enough
         others = self._programs.other_shapes(entry)
         is_planned = self._programs.is_further(entry)
-        is_begun = not is_planned and any(line.traces for other in others for line in other.lines.values())
+        waits = not (is_planned or self._changing[1])
+        is_begun = waits and any(line.traces for other in others for line in other.lines.values())
         if entry.warm < enough:
             warm = entry.warm + sum(other.warm for other in others)
             if is_begun or not (entry.warm and is_often and (is_planned or warm >= enough)):
@@ -336,6 +342,7 @@ class Stages:
             # Code ran that had not run before: what it uses was not watched yet.
             line.traces = []
             return
+        self._note_change(facts, walk)
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         if len(line.traces) == 1:
@@ -348,10 +355,11 @@ class Stages:
                 first, second = line.traces
                 line.traces = []
                 if not self._may_trace_anew(entry, line, first, second, walk):
+                    self._latest = None
                     raise
         if line.plan is None:
             return
-        line.traces = []
+        line.traces, self._latest = [], None
         line.straddling = 0
         for text in omissions(facts, self._options.allow):
             self._refusals.warn(text)
@@ -363,11 +371,21 @@ class Stages:
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
+    def _note_change(self, facts: Trace, walk: Walk) -> None:
+        """See what has changed since the latest trace, which may be another key's: where batches differ in shape, the
+        two of one key are far apart.
+        """
+        latest, self._latest = self._latest, facts
+        if latest is not None:
+            changed = changed_between(latest, facts, walk, self._options.allow)
+            path = "" if changed is None else changed.split(" was ")[0]
+            self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
+
     def _plan_of_pair(self, line: Line, feed: Feed, at_end: Walk | None) -> Plan:
         """The plan of two traces, the second of which was fed with ``feed``."""
         first, second = line.traces
         with self._managed.rates:
-            loose = line.straddling == _STRADDLING - 1
+            loose = max(line.straddling, self._changing[1] - 1) >= _STRADDLING - 1
             return build_plan(first, second, feed, walk=at_end, loose=loose, **self._planning)
 
     def _plan_like_others(self, entry: Entry, facts: Trace, feed: Feed, at_end: Walk | None) -> Plan | None:
@@ -391,6 +409,8 @@ class Stages:
 
     def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace, walk: Walk) -> bool:
         """Whether two traces that differ say nothing of the step, which then has others."""
+        if self._changing[1] >= _STRADDLING:
+            return False
         moved = second.moved_since(first)
         if moved is not None and not line.traced_anew:
             # A checkpoint was loaded, say: the two steps differ by what happened between them.

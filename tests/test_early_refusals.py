@@ -1,0 +1,90 @@
+"""At which call a step that cannot be captured is refused: as early as it can be known, with several shapes too."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import RefusalError, graph_step
+
+WARMUP = 3
+
+
+class Box:
+    """What a step reads and changes in Python."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.kept: Any = 1
+
+
+ACTS: dict[str, Callable[[Box, Tensor], Tensor]] = {
+    "a number": lambda box, loss: loss * box.number,
+    "a branch": lambda box, loss: loss * 2 if box.number % 2 else loss + 1,
+}
+CALLS: dict[int, int] = {1: 7, 2: 8, 5: 16, 20: 61}
+"""By the number of shapes that come in turn: a shape is traced when it comes again, and refused by its second trace."""
+
+
+def _refused_at(act: Callable[[Box, Tensor], Any], shapes: int, calls: int) -> int:
+    net, box = nn.Linear(4, 4), Box()
+
+    def step(x: Tensor) -> Tensor:
+        net.zero_grad()
+        loss = act(box, net(x).sum())
+        loss.backward()
+        return loss.detach()
+
+    graphed = graph_step(step, owners={"net": net, "box": box}, backend="tape")
+    for call in range(calls):
+        try:
+            graphed(torch.randn(3 + call % shapes, 4))
+        except RefusalError:
+            return call + 1
+        box.number += 1
+    return 0
+
+
+@pytest.mark.parametrize("shapes", CALLS)
+def test_a_number_that_changes_with_each_call(shapes: int) -> None:
+    """Traces of different shapes tell of each other's changes."""
+    assert 0 < _refused_at(ACTS["a number"], shapes, 80) <= CALLS[shapes]
+
+
+@pytest.mark.parametrize("shapes", [1, 5])
+def test_a_branch_that_changes_with_each_call(shapes: int) -> None:
+    assert 0 < _refused_at(ACTS["a branch"], shapes, 80) <= CALLS[shapes]
+
+
+def _draw(box: Box, loss: Tensor) -> Tensor:
+    box.kept = random.random() < 2
+    return loss
+
+
+def _double(box: Box, loss: Tensor) -> Tensor:
+    box.kept *= 2
+    return loss
+
+
+def _read(box: Box, loss: Tensor) -> Tensor:
+    box.kept = loss.item()
+    return loss
+
+
+AT_ONCE: dict[str, tuple[Callable[[Box, Tensor], Tensor], int]] = {
+    "a read": (_read, 1),
+    "random": (_draw, 2),
+    "an effect": (_double, 2),
+}
+"""With the traces that it takes."""
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_what_traces_show_is_refused_by_them(name: str) -> None:
+    act, traces = AT_ONCE[name]
+    assert _refused_at(act, 1, 20) == WARMUP + traces
