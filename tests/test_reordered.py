@@ -16,8 +16,6 @@ from graphplan import ControlFlowError, graph_step
 from tests.models import Box
 
 X = torch.arange(4.0)
-NEVER = 15
-"""Calls after which an order that changes each time has been refused: three of warm-up, twice four traces, a pause."""
 
 
 def elsewhere(body: Callable[[], Any], *, derives: bool = False) -> Any:
@@ -80,10 +78,10 @@ def run(until: int, *, threaded: bool, calls: int) -> tuple[list[Tensor], Tensor
 
 
 def test_an_order_that_settles_is_waited_for() -> None:
-    """Every call is a step all the same."""
+    """Each time twice as long; every call is a step all the same."""
     outputs, total, step = run(12, threaded=True, calls=40)
     assert step.stats.captured == 1
-    assert step.stats.replayed > 20
+    assert step.stats.replayed > 10
     assert step.stats.verified == step.stats.replayed
     assert "traced anew: autograd's engine ran the same operators in another order" in step.report()
     expected = X.cosh() * 2 + X.sinh()
@@ -93,7 +91,7 @@ def test_an_order_that_settles_is_waited_for() -> None:
 
 def test_an_order_that_never_settles_is_refused() -> None:
     with pytest.raises(ControlFlowError, match=r"operator \d+ is aten\.(sinh|cosh)\.default .* on one step and aten\."):
-        run(10**6, threaded=True, calls=NEVER)
+        run(10**6, threaded=True, calls=200)
 
 
 def test_an_order_that_the_steps_own_code_changes_is_refused_at_once() -> None:

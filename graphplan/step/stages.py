@@ -45,8 +45,8 @@ from graphplan.unread import Placeholders, UnreadValues, with_placeholders
 Walked = TypeVar("Walked")
 _NO_ACCIDENT = 2
 """So many steps in a row do not all make something that later ones find there."""
-_REORDERED, _PAUSE = 3, 4
-"""So many pairs of traces in a row may differ in the order of autograd's engine, and as many more after a pause."""
+_REORDERED = 5
+"""As often traces may differ in the order of autograd's engine, after 4, 8, ... 64 further steps."""
 _STRADDLING = 3
 """Pairs of traces in a row that somebody changed something between: it is no longer by chance."""
 _OFTEN = 32
@@ -418,12 +418,9 @@ class Stages:
             self._stats.note(f"traced anew: {moved} is not what it was one step before")
             return True
         # Ranks that trace have to do so in the same steps.
-        if self._peers is None and is_reordered(first, second) and line.reordered < 2 * _REORDERED - 1:
+        if self._peers is None and line.reordered < _REORDERED and is_reordered(first, second):
             line.reordered += 1
-            if line.reordered == _REORDERED:
-                entry.warm = self._options.warmup_steps - _PAUSE
-            else:
-                line.traces = [second]
+            entry.warm = self._options.warmup_steps - 2 ** (line.reordered + 1)
             self._stats.note("traced anew: autograd's engine ran the same operators in another order one step before")
             return True
         changed = changed_between(first, second, walk, self._options.allow)
