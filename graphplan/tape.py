@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backend import Backend
+from graphplan.collector import no_collections
 from graphplan.dtensors import is_imagined
 from graphplan.errors import CaptureError
 from graphplan.nodes import link
@@ -32,8 +33,8 @@ from graphplan.switches import SWITCHES, answers, switched
 from graphplan.tracer import KnownReads, find_place, find_source, finish, is_collective, wait_for
 from graphplan.tracer.arguments import Schema, schema_of, tensors_in, written_tensors
 from graphplan.tracer.composites import OperatorMode
+from graphplan.tracer.conversions import Conversions
 from graphplan.tracer.mode import LIFTS
-from graphplan.tracer.profile import Profile
 from graphplan.tracer.watching import Aside
 
 _CONSTANT = (
@@ -127,7 +128,12 @@ class _TapeMode(OperatorMode):
         if self.failure is None:
             self.failure = f"{why} at {find_source()}"
 
-    def note_read(self, name: str, tensor: Tensor | None = None) -> None:
+    def hear_read(self, name: str, tensor: Tensor | None) -> None:
+        """:meth:`note_read` in the middle of the step."""
+        with self.faults.noting():
+            self.note_read(name)
+
+    def note_read(self, name: str) -> None:
         """Take notice of a read, which the traced steps must have done too."""
         if find_place() not in self._reads:
             self.fail(f"{name} reads values on the host")
@@ -157,7 +163,7 @@ class _TapeMode(OperatorMode):
             self._record_constant(args[0])
             return aside.run(func, args, kwargs)
         taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
-        out = aside.run(schema.call, args, kwargs)
+        out = aside.run(schema.call, args, kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(schema.name, out)
         if schema.reads_values:
@@ -369,10 +375,9 @@ class TapeBackend(Backend):
     def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backend.Backend.record`."""
         mode = _TapeMode(KnownReads(self.reads))
-        with mode, saving_states(mode.save_state, mode.put_state), Profile(mode.note_read) as profile:
+        with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.hear_read), no_collections():
             result = body()
         mode.faults.check()
-        profile.faults.check()
         if mode.failure is not None:
             raise CaptureError(
                 f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "

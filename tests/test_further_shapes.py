@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import graph_step, graphed
+from graphplan.errors import SkipReason
 from graphplan.verify import check, memory
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_same_as_eager, assert_same_runs, build, drive, managed
@@ -122,6 +124,40 @@ def test_mixed_shapes_are_eagers(model: str) -> None:
     # One shape did not wait any longer for the first one's plan.
     assert (step.stats.traced, step.stats.captured) == (2 + 4 + 1, 5)
     assert step.stats.replayed > 60
+
+
+def counts_of(step: Any) -> tuple[int, int, int]:
+    """Captures, recaptures, and calls that are eager for want of room."""
+    return step.stats.captured, step.stats.recaptured, step.stats.skipped[SkipReason.MAX_GRAPHS]
+
+
+@pytest.mark.parametrize("order", ["in turns", "at random"])
+def test_more_shapes_than_programs(order: str) -> None:
+    """The programs that there are stay, and calls of other shapes are eager."""
+    sizes = [3, 4, 5, 6, 7, 8] * 40
+    if order == "at random":
+        random.Random(5).shuffle(sizes)
+    step, kinds = run(plain, sizes, max_graphs=3)
+    captured, recaptured, eager = counts_of(step)
+    assert (captured, recaptured) == (3, 0)
+    assert eager > 80
+    assert "calls of further signatures are eager: all 3 programs (max_graphs) are in use" in step.report()
+    # Neither a trace nor a warm-up comes late.
+    assert {kind for kind in kinds[80:] if kind not in (R, V)} == {E}
+    assert kinds[80:].count(E) < eager
+
+
+def test_a_program_that_is_no_longer_used_makes_room() -> None:
+    """At once for a shape that is new; for one that has waited while it was used, after a number of calls."""
+    first, waits = [8, 5] * 12, [8, 5, 3] * 6
+    step, _ = run(plain, [*first, *waits], max_graphs=2)
+    # Its first call is one on the way to a program.
+    assert counts_of(step) == (2, 0, 5)
+    step, kinds = run(plain, [*first, *waits, *[8, 3] * 40], max_graphs=2)
+    assert step.stats.captured == 3
+    assert set(kinds[-10:]) <= {R, V}
+    step, kinds = run(plain, [*first, *[8, 4] * 6], max_graphs=2)
+    assert counts_of(step) == (3, 0, 0)
 
 
 def derived(model: Net, x: Tensor) -> Tensor:

@@ -354,16 +354,6 @@ def test_new_signatures_are_eager_in_the_end_and_known_ones_are_replayed(monkeyp
     assert rig.step.stats.replayed == 14
 
 
-def test_programs_that_are_evicted_before_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More signatures come back than there may be programs: some have theirs, the others are eager."""
-    rig = Rig(monkeypatch, min_speedup=None, max_graphs=2)
-    rig.drive(rig.step, 240, rows=lambda index: 7 - index % 6)
-    stats = rig.step.stats
-    assert stats.skipped[SkipReason.MAX_GRAPHS] > 40
-    assert stats.replayed > 20
-    assert "calls of further signatures are eager: programs are evicted before they pay" in rig.step.report()
-
-
 def serve(monkeypatch: pytest.MonkeyPatch, replay: float, **options: Any) -> tuple[Any, Clock, nn.Module]:
     """A graphed function that takes a second, or ``replay`` seconds once it is captured."""
     clock = set_clock(monkeypatch, Clock(passes=lambda: replay if run.stats.captured else 1.0))

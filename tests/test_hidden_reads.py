@@ -146,12 +146,12 @@ def test_only_the_thread_that_watches_is_told() -> None:
     """And it is told of what its innermost watcher has not heard of yet; of nothing once that is over."""
     outer: list[str] = []
     inner: list[str] = []
-    with Conversions(outer.append):
+    with Conversions(lambda what, _: outer.append(what)):
         other = Thread(target=lambda: torch.tensor([torch.ones(())]))
         other.start()
         other.join()
         assert outer == []
-        with Conversions(inner.append):
+        with Conversions(lambda what, _: inner.append(what)):
             torch.tensor([torch.ones(())])
         torch.tensor([torch.ones(())])
     torch.tensor([torch.ones(())])

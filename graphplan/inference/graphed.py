@@ -31,7 +31,8 @@ from graphplan.step import Method, ServedStep, owners_of, runs_within_step
 from graphplan.surroundings import surroundings
 from graphplan.trees import map_result
 
-_LIMITS = ("evicted: more programs than max_graphs", "evicted: more bytes than memory_budget")
+_LIMITS = ("evicted: ", "calls of further signatures are eager: ")
+"""How events begin that a limit has led to."""
 
 
 class Graphed(Method, Reports):
@@ -134,12 +135,12 @@ class Graphed(Method, Reports):
         return self._step(*args, **kwargs)
 
     def _warn_of_limits(self) -> None:
-        for event in _LIMITS:
-            if event in self.stats.events and event not in self._warned:
+        for event in self.stats.events:
+            if event.startswith(_LIMITS) and event not in self._warned:
                 self._warned.add(event)
                 warnings.warn(
-                    f"graphplan: {self._name}: {event}. Shapes that come back are captured again; raise the limit, or "
-                    "have more shapes share a program: shapes='bucket'",
+                    f"graphplan: {self._name}: {event}. Where shapes come back, raise the limit, or have more of them "
+                    "share a program: shapes='bucket'",
                     UserWarning,
                     stacklevel=5,
                 )

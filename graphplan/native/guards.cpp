@@ -18,6 +18,8 @@ struct Row {
   using Kind = int (*)(const Row&);
   Kind kind;
   PyObject* parts[4];
+  // The state in which each dictionary was found to hold what it is to hold, and where that begins in the lists.
+  mutable std::vector<std::pair<uint64_t, Py_ssize_t>> seen;
 
   PyObject* list(size_t part) const { return parts[part]; }
   PyObject* at(size_t part, Py_ssize_t i) const { return PyList_GET_ITEM(parts[part], i); }
@@ -184,21 +186,38 @@ int same_lengths(const Row& row) {
 // Whether the things that come one after another in `known` are those that are asked about in turn.
 class Sequence {
  public:
-  explicit Sequence(PyObject* known) : known_(known) {}
+  explicit Sequence(PyObject* known, Py_ssize_t first = 0) : known_(known), next_(first) {}
   bool goes_on_with(PyObject* thing) { return next_ < PyList_GET_SIZE(known_) && PyList_GET_ITEM(known_, next_++) == thing; }
 
  private:
   PyObject* known_;
-  Py_ssize_t next_ = 0;
+  Py_ssize_t next_;
 };
 
+// A number that no dictionary in any other state has (PEP 509); 0 in newer Pythons, which have none.
+uint64_t state_of(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030D0000
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#else
+  return 0;
+#endif
+}
+
 int same_dicts(const Row& row) {
-  Sequence keys(row.list(2)), values(row.list(3));
+  row.seen.resize(static_cast<size_t>(row.size()));
+  Py_ssize_t next = 0;
   for (Py_ssize_t i = 0; i < row.size(); i++) {
     fetch_ahead(row.list(0), i);
+    auto& [state, end] = row.seen[static_cast<size_t>(i)];
+    const uint64_t now = state_of(row.at(0, i));
+    if (now != 0 && now == state) {
+      next = end;
+      continue;
+    }
     if (PyDict_GET_SIZE(row.at(0, i)) != PyLong_AsSsize_t(row.at(1, i))) {
       return 0;
     }
+    Sequence keys(row.list(2), next), values(row.list(3), next);
     PyObject *key, *value;
     Py_ssize_t place = 0;
     while (PyDict_Next(row.at(0, i), &place, &key, &value)) {
@@ -206,6 +225,9 @@ int same_dicts(const Row& row) {
         return 0;
       }
     }
+    next += PyDict_GET_SIZE(row.at(0, i));
+    state = now;
+    end = next;
   }
   return 1;
 }

@@ -15,6 +15,8 @@ from graphplan.step.gate import Gate
 from graphplan.tracer import Trace
 
 _KEYS_PER_GRAPH = 8
+_IDLE = 16
+"""Lookups for each key that there is, after which a program that none of them found is no longer in use."""
 Key = tuple[Any, ...]
 Variant = tuple[bool, ...]
 """Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
@@ -44,14 +46,15 @@ class Line:
 class Entry:
     """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
 
-    ``used`` is the number of the latest lookup that found it, ``called`` that of the latest call on its way to a
-    program, ``waited`` how many such calls were eager since another key was further. ``takes_two``: whether one trace
-    is not enough, whatever others have shown. ``gate``: while it is open whether its replays pay, until
-    ``is_decided``. ``settled``: the names in the code of its warm-up steps are known, and need not be watched.
+    ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
+    of the latest call on its way to a program, ``waited`` how many such calls were eager since another key was further.
+    ``takes_two``: whether one trace is not enough, whatever others have shown. ``gate``: while it is open whether its
+    replays pay, until ``is_decided``. ``settled``: the names in the code of its warm-up steps are known, and need not be watched.
     ``outside``: its calls are eager, since gradients are to flow through their results.
     """
 
     warm: int = 0
+    since: int = 0
     used: int = 0
     eager_calls: int = 0
     called: int = 0
@@ -62,6 +65,7 @@ class Entry:
     any_program: Program | None = None
     refusal: RefusalError | None = None
     captured: bool = False
+    """Whether it has, or had, a program."""
     wants_grad: bool = False
     outside: bool = False
     gate: Gate | None = None
@@ -116,7 +120,7 @@ class Entries:
     def __init__(self, max_graphs: int) -> None:
         self._entries: dict[Key, Entry] = {}
         self._max_graphs = max_graphs
-        self._lookups = 0
+        self._lookups = self._until = 0
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
@@ -135,6 +139,7 @@ class Entries:
 
     def put(self, key: Key, entry: Entry) -> None:
         """Keep ``entry`` under ``key``, and under no other."""
+        entry.since = entry.since or self._lookups + 1
         for old in [old for old, known in self._entries.items() if known is entry]:
             del self._entries[old]
         self._entries[key] = entry
@@ -163,6 +168,27 @@ class Entries:
     def programs(self) -> list[Program]:
         """All programs."""
         return [program for entry in self for program in entry.programs()]
+
+    def has_room(self, entry: Entry) -> bool:
+        """Whether ``entry`` may have one more program: there are few enough, or one of the others is no longer in use.
+        Where ``entry`` had none so far, that is one that was not used since it came.
+        """
+        others = [other for other in self if other is not entry and other.programs()]
+        if len(self.programs()) < self._max_graphs or not others:
+            return True
+        oldest = min(other.used for other in others)
+        return (not entry.captured and oldest < entry.since) or self._lookups >= self._end_of_use(oldest)
+
+    def _end_of_use(self, used: int) -> int:
+        return used + _IDLE * len(self._entries)
+
+    def leave_out(self) -> bool:
+        """Count a lookup that is left out, as long as all programs are in use; False once one is not."""
+        self._lookups += 1
+        if self._lookups >= self._until:
+            oldest = min((entry.used for entry in self if entry.programs()), default=0)
+            self._until = self._end_of_use(oldest)
+        return self._lookups < self._until
 
     def evict(self, kept: Entry) -> int:
         """Drop programs of other entries than ``kept`` while there are too many; how many entries lost theirs."""

@@ -373,6 +373,8 @@ class GraphedStep(Method, Exclusive, Gated):
             self._stand_down(SkipReason.SHAPE, str(overdue))
             assert self._way is not None
             return self._runner.outside(Fed.of(feed), SkipReason.SHAPE, str(overdue))
+        if not self._programs.has_room(entry):
+            return self._turned_away(feed, SkipReason.MAX_GRAPHS, "")
         try:
             self._programs.check_churn()
             self._stages.check_changes(entry)

@@ -39,8 +39,7 @@ class Programs:
         self.attempts = 0
         self._served: set[Hashable] | None = None
         self._refused: dict[Hashable, tuple[SkipReason, str]] = {}
-        self._misses = self._evictions = 0
-        self._paid = (0, 0)
+        self._misses = self._paid = 0
         self._said = False
 
     def get(self, key: Key) -> Entry | None:
@@ -131,26 +130,27 @@ class Programs:
             del self._latest[next(iter(self._latest))]
         for _ in range(self._entries.evict(entry)):
             self._stats.note("evicted: more programs than max_graphs")
-            self._count_eviction()
         self._let_go()
 
-    def _count_eviction(self) -> None:
-        replayed = self._stats.replayed
-        self._evictions = self._evictions + 1 if replayed - self._paid[1] < _PAYS else 1
-        self._paid = (self._paid[0], replayed)
-        if self._evictions >= max(self._options.max_graphs, _PAYS):
-            self._turn_others_away("programs are evicted before they pay")
+    def has_room(self, entry: Entry) -> bool:
+        """Whether ``entry`` may have a program, if need be for one that is no longer in use. If not, the programs that
+        there are stay, and calls of other signatures are eager as long as all of them are used.
+        """
+        has_room = self._entries.has_room(entry)
+        if not has_room:
+            self._turn_others_away(f"all {self._options.max_graphs} programs (max_graphs) are in use")
+        return has_room
 
     def count_new(self) -> None:
         """A call has a signature that was not there before."""
         progress = self._stats.replayed + self._stats.captured
-        self._misses = self._misses + 1 if progress == self._paid[0] else 1
-        self._paid = (progress, self._paid[1])
+        self._misses = self._misses + 1 if progress == self._paid else 1
+        self._paid = progress
         if self._misses >= _PATIENCE * (self._options.warmup_steps + 3):
             self._turn_others_away(f"{self._misses} new ones came in a row, and none of them again")
 
     def _turn_others_away(self, why: str) -> None:
-        """Serve the signatures that have programs, and no others."""
+        """Serve the signatures that have programs, and no others until one of these is no longer in use."""
         served = self._captured()
         if served and self._served is None:
             self._served = served
@@ -169,7 +169,9 @@ class Programs:
     def turns_away(self, geometry: Hashable) -> tuple[SkipReason, str] | None:
         """Why calls with such a feed are eager, without a look at anything else; None if they need not be."""
         if self._served is not None and geometry not in self._served:
-            return SkipReason.MAX_GRAPHS, ""
+            if self._entries.leave_out():
+                return SkipReason.MAX_GRAPHS, ""
+            self._served, self._misses = None, 0
         return self._refused.get(geometry)
 
     def check_churn(self) -> None:

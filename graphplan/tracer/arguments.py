@@ -26,6 +26,8 @@ _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 _IGNORED = ("profiler.", "prim.")
 _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 """What only allocates: its contents are undefined, so it need not run again."""
+_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
+"""Where :mod:`torch.library` may have a kernel in Python for one of torch's own operators."""
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
 CHECK = "aten._linalg_check_errors.default"
 """Looks at what an operator says of its success: on the host it does so in replays as well."""
@@ -99,6 +101,8 @@ class Schema:
     name: str
     call: Callable[..., Any]
     """The operator's entry in C++: it saves the frame of the one in Python."""
+    is_native: bool
+    """Whether no Python runs in it: it is one of torch's own."""
     arguments: tuple[str, ...]
     written: tuple[int, ...]
     hidden: tuple[int, ...]
@@ -151,6 +155,7 @@ def _new_schema(func: Any) -> Schema:
         func,
         name,
         call=func._op if type(func) is torch._ops.OpOverload else func,
+        is_native=name.startswith("aten.") and not _has_python_kernel(func),
         arguments=names,
         written=tuple(written) or written_positions(name),
         hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
@@ -165,6 +170,12 @@ def _new_schema(func: Any) -> Schema:
         is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *HOST_READS),
     )
+
+
+def _has_python_kernel(func: Any) -> bool:
+    registered: Any = getattr(torch.library, "_impls", None)
+    place = func.name().replace("::", "/")
+    return registered is None or any(f"{place}/{key}" in registered for key in _KERNELS)
 
 
 def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

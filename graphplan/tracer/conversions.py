@@ -4,11 +4,13 @@ asks each tensor in the list for a number as Python does, by ``t.__float__()`` a
 
 A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
 others while somebody watches. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
-whether they are in range, where it is told how many there are.
+whether they are in range, where it is told how many there are. And so are ``Tensor.tolist`` and the like: a recording
+of a step whose traces had a profile function is spared that.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from threading import Lock, get_ident, local
@@ -16,6 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from graphplan.tracer.watching import is_silent
 
 READERS = {name: f"Tensor.{name}" for name in ("tolist", "numpy")}
 READERS |= dict.fromkeys(("_to_dlpack", "_to_dlpack_versioned"), "Tensor.__dlpack__")
@@ -28,13 +32,15 @@ _PATIENCE = 1.0
 
 
 class Conversions:
-    """While it is entered, ``on_read(what)`` is called for each such read by the thread that entered it."""
+    """While it is entered, ``on_read(what, tensor)`` is called for each such read by the thread that entered it, with
+    None where the tensor is not known.
+    """
 
     _entered: ClassVar[list[Conversions]] = []
     """Of all threads, inner ones last."""
     _lock: ClassVar[Any] = Lock()
 
-    def __init__(self, on_read: Callable[[str], None]) -> None:
+    def __init__(self, on_read: Callable[[str, Tensor | None], None]) -> None:
         self._on_read = on_read
         self._thread = 0
 
@@ -59,11 +65,11 @@ class Conversions:
                 self._lock.release()
 
     @classmethod
-    def tell(cls, what: str) -> None:
+    def tell(cls, what: str, tensor: Tensor | None = None) -> None:
         """Tell who watches this thread."""
         for watch in reversed(cls._entered):
             if watch._thread == get_ident():
-                watch._on_read(what)
+                watch._on_read(what, tensor)
                 return
 
 
@@ -78,6 +84,18 @@ def _number(name: str) -> Callable[..., Any]:
         return convert(self)
 
     return converting
+
+
+def _reader(name: str, home: Any) -> Callable[..., Any]:
+    read = getattr(home, name)
+
+    @wraps(read)
+    def reading(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        if not is_silent(sys._getframe(1).f_code):
+            Conversions.tell(READERS[name], tensor)
+        return read(tensor, *args, **kwargs)
+
+    return reading
 
 
 def _split(split: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,11 +134,15 @@ def _one_hot(*args: Any, **kwargs: Any) -> Any:
 _SPLIT = torch.tensor_split
 _ONE_HOT: Callable[..., Any] = torch.nn.functional.one_hot
 _METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
+_METHODS |= {name: _reader(name, torch._C.TensorBase) for name in ("tolist", "numpy")}
+_EXPORTS = {name: getattr(torch._C, name) for name in READERS if hasattr(torch._C, name)}
 
 
 def _replace() -> None:
     for name, method in _METHODS.items():
         setattr(Tensor, name, method)
+    for name in _EXPORTS:
+        setattr(torch._C, name, _reader(name, torch._C))
     torch.tensor_split = _split(_SPLIT)
     torch.nn.functional.one_hot = wraps(_ONE_HOT)(_one_hot)
 
@@ -129,5 +151,7 @@ def _put_back() -> None:
     for name in _METHODS.keys() & vars(Tensor).keys():
         # What torch's class inherits shows again.
         delattr(Tensor, name)
+    for name, export in _EXPORTS.items():
+        setattr(torch._C, name, export)
     torch.tensor_split = _SPLIT
     torch.nn.functional.one_hot = _ONE_HOT

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -42,12 +43,12 @@ _BRANCHES: dict[int, tuple[CodeType, Branches, dict[int, tuple[Use, frozenset[An
 
 
 class Place(NamedTuple):
-    """An instruction in a file."""
+    """An expression in a file. One is several instructions: which of them calls differs while a profile is on."""
 
     filename: str
     line: int
     function: str
-    offset: int
+    where: tuple[int | None, ...]
 
     def __str__(self) -> str:
         text = linecache.getline(self.filename, self.line).strip()
@@ -97,7 +98,9 @@ def find_place() -> Place:
     frame = _asking(sys._getframe(1))
     assert frame is not None
     code = frame.f_code
-    return Place(code.co_filename, frame.f_lineno, code.co_name, frame.f_lasti)
+    positions: Any = getattr(code, "co_positions", None)
+    where = next(islice(positions(), frame.f_lasti // 2, None)) if positions is not None else (frame.f_lasti,)
+    return Place(code.co_filename, frame.f_lineno, code.co_name, where)
 
 
 def is_asserted() -> bool:

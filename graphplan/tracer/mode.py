@@ -125,7 +125,7 @@ class TraceMode(OperatorMode):
             self._mark_written(tensor, schema, source)
         if schema.is_random or schema.own_state is not None:
             self._note_draw(schema, args, kwargs, source)
-        out = aside.run(schema.call, args, kwargs)
+        out = aside.run(schema.call, args, kwargs, is_native=schema.is_native)
         if schema.communicates:
             out = finish(name, out)
         if schema.is_random:

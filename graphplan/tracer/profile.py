@@ -38,7 +38,7 @@ from graphplan.tracer.names import Names, names_of
 from graphplan.tracer.source import find_source
 from graphplan.tracer.spaces import Ran
 from graphplan.tracer.threads import STARTERS, STARTERS_IN_C, name_of_start
-from graphplan.tracer.watching import Watcher, is_silent, new_watcher
+from graphplan.tracer.watching import Aside, Watcher, is_silent, new_watcher
 from graphplan.tracer.writes import WRITERS, name_of_saving, name_of_write
 
 _IMPORTS = "<frozen importlib."
@@ -241,10 +241,11 @@ class Profile:
             self.ran.threads.setdefault(start, find_source())
         return found
 
-    def _note_conversion(self, name: str) -> None:
+    def _note_conversion(self, name: str, tensor: Tensor | None) -> None:
         assert self._on_read is not None
-        with self.faults.noting():
-            self._on_read(name, None)
+        if not (self._watcher.is_paused or self._is_importing()):
+            with Aside(), self.faults.noting():
+                self._on_read(name, tensor)
 
     def _note_c_call(self, frame: FrameType, function: Any) -> None:
         if is_silent(frame.f_code) or (self._importing is not None and self._is_importing()):

@@ -123,8 +123,6 @@ class _Place:
     is_library: bool
     is_familiar: bool
     is_step: bool
-    serves: bool
-    """Whether an optimizer's step may be doing this."""
     runs_step: bool
     sources: dict[Any, Source]
     """By the instruction, and what else there is to it."""
@@ -136,6 +134,8 @@ _PASSED: set[int] = set()
 """Those of the code that neither is a ``step`` nor calls one."""
 _SILENT: set[int] = set()
 """Those of them that belong to torch or this package, which say nothing of the source either."""
+_SERVING: set[int] = set()
+"""Those of the code that an optimizer's step may be running."""
 _MANY = 2**16
 
 
@@ -143,9 +143,11 @@ def _place_of(code: CodeType) -> _Place:
     place = _PLACES.get(id(code))
     if place is None:
         if len(_PLACES) >= _MANY:
-            for known in (_PLACES, _PASSED, _SILENT):
+            for known in (_PLACES, _PASSED, _SILENT, _SERVING):
                 known.clear()
         place = _PLACES[id(code)] = _new_place(code)
+        if is_ours(code.co_filename) or _may_serve_optimizer(code.co_filename):
+            _SERVING.add(id(code))
         if not (place.is_step or place.runs_step):
             _PASSED.add(id(code))
             if place.is_library and not place.is_familiar:
@@ -160,7 +162,6 @@ def _new_place(code: CodeType) -> _Place:
         is_library=is_library(name),
         is_familiar=is_library(name) and is_familiar(name),
         is_step=code.co_name == "step",
-        serves=is_ours(name) or _may_serve_optimizer(name),
         runs_step=runs_steps(code),
         sources={},
     )
@@ -238,14 +239,18 @@ def _is_beside_closure(frame: FrameType, innermost: FrameType, closure: Any) -> 
     if closure is None:
         return True
     inner = getattr(getattr(closure, "__func__", closure), "__code__", None)
+    own = frame.f_code.co_filename
     leaves, passes = False, inner is None
     around: FrameType | None = innermost
-    while around is not None and around is not frame and not (leaves and passes):
+    # Each operator of a trace asks: of all these frames the code is known.
+    while around is not None and around is not frame:
         code = around.f_code
-        leaves = leaves or not (code.co_filename == frame.f_code.co_filename or _place_of(code).serves)
         passes = passes or code is inner
+        leaves = leaves or not (id(code) in _SERVING or code.co_filename == own)
+        if leaves and passes:
+            return False
         around = around.f_back
-    return not (leaves and passes)
+    return True
 
 
 def _may_serve_optimizer(filename: str) -> bool:

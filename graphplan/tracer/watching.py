@@ -352,10 +352,12 @@ class Aside:
         if self._watcher is not None:
             self._watcher.resume()
 
-    def run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """``func(*args, **kwargs)``, watched."""
+    def run(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_native: bool = False
+    ) -> Any:
+        """``func(*args, **kwargs)``, watched unless it ``is_native``: then there is no Python in it."""
         self._is_running = True
-        if self._watcher is None:
+        if is_native or self._watcher is None:
             out = func(*args, **kwargs)
         else:
             self._watcher.resume()
