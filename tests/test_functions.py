@@ -6,6 +6,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import GuardError, capture, compile_plan
+from graphplan.tracer import spaces
 from tests.models import CALLS, Box, Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, build
 
@@ -86,6 +88,52 @@ def test_a_function_in_a_box() -> None:
     assert_equals_eager(partial(hidden_rig, changed=0.5))
     step = assert_equals_eager(hidden_rig, captured=2, replayed=CALLS - 6 - 4)
     assert re.search(CHANGE, step.report())
+
+
+def weighted(weight: float) -> tuple[Callable[..., Tensor], Callable[[float], None]]:
+    """A loss, and what sets its variable."""
+
+    def put(value: float) -> None:
+        nonlocal weight
+        weight = value
+
+    return lambda model, x, y: weight * F.cross_entropy(model(x), y), put
+
+
+def later_rig() -> Rig:
+    """The first batches have a function, later and smaller ones another one of the same code, made later."""
+    losses = {"large": weighted(0.5)}
+
+    def after(index: int) -> None:
+        if index == CHANGED:
+            losses["small"] = weighted(0.25)
+        elif index == CALLS + CHANGED:
+            losses["small"][1](2.0)
+
+    box = Box(lambda model, x, y: losses["large" if len(x) > 3 else "small"][0](model, x, y))
+    rig = rig_of(lambda box, model, x, y: box.item(model, x, y), box, after)
+    rig.calls += [(x[:3], y[:3]) for x, y in rig.calls]
+    return rig
+
+
+def test_functions_that_were_found_are_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector goes through all objects until they have turned up twice; another one of that code is found."""
+    looked: list[int] = []
+    monkeypatch.setattr(spaces, "gc", SimpleNamespace(get_referrers=lambda *codes: searched(looked, *codes)))
+    assert_equals_eager(partial(hidden_rig, changed=0.5))
+    assert len(looked) == 2
+
+
+def searched(looked: list[int], *codes: Any) -> list[Any]:
+    """What refers to ``codes``, and a note that it was looked for."""
+    looked.append(len(codes))
+    return gc.get_referrers(*codes)
+
+
+def test_another_function_of_the_same_code() -> None:
+    """It is a name once it has turned up twice, which one trace of a further shape would not do."""
+    step = assert_equals_eager(later_rig, captured=4, replayed=CALLS)
+    assert re.search(r"weight(_\d)? was 0\.25 and is 2\.0", step.report())
 
 
 def test_a_function_in_a_box_under_a_bare_plan() -> None:

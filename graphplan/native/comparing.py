@@ -163,7 +163,8 @@ _KINDS: dict[str, Callable[..., bool]] = {
 
 class _Checks:
     """Many comparisons in one call. Each row names one of the functions above, and has what it takes; the lists stay
-    the caller's, who may write to them, but for those of what dictionaries hold.
+    the caller's, who may write to them, but for those of :func:`_same_dicts`, :func:`_same_values` and
+    :func:`_none_there`: a dictionary that is as it was need not be asked again.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:

@@ -18,7 +18,7 @@ struct Row {
   using Kind = int (*)(const Row&);
   Kind kind;
   PyObject* parts[4];
-  // The state in which each dictionary was found to hold what it is to hold, and where that begins in the lists.
+  // The state in which each dictionary was found to hold what it is to hold, and where that ends in the lists.
   mutable std::vector<std::pair<uint64_t, Py_ssize_t>> seen;
 
   PyObject* list(size_t part) const { return parts[part]; }
@@ -123,29 +123,49 @@ int same_attributes(const Row& row) {
   return yes;
 }
 
-int same_values(const Row& row) {
+// A number that no dictionary in any other state has (PEP 509); 0 in newer Pythons, which have none.
+uint64_t state_of(PyObject* dict) {
+#if PY_VERSION_HEX < 0x030D0000
+  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
+#else
+  return 0;
+#endif
+}
+
+// Asks only those dictionaries that are in another state than when they were asked last.
+template <typename Ask>
+int ask_changed(const Row& row, Ask ask) {
+  row.seen.resize(static_cast<size_t>(row.size()));
   for (Py_ssize_t i = 0; i < row.size(); i++) {
     fetch_ahead(row.list(0), i);
-    PyObject* found = PyDict_GetItemWithError(row.at(0, i), row.at(1, i));
-    if (found == nullptr && PyErr_Occurred()) {
-      return -1;
-    }
-    if ((found == nullptr ? Py_None : found) != row.at(2, i)) {
-      return 0;
+    uint64_t& state = row.seen[static_cast<size_t>(i)].first;
+    const uint64_t now = state_of(row.at(0, i));
+    if (now == 0 || now != state) {
+      const int yes = ask(i);
+      if (yes != 1) {
+        return yes;
+      }
+      state = now;
     }
   }
   return 1;
 }
 
-int none_there(const Row& row) {
-  for (Py_ssize_t i = 0; i < row.size(); i++) {
-    fetch_ahead(row.list(0), i);
-    int there = PyDict_Contains(row.at(0, i), row.at(1, i));
-    if (there != 0) {
-      return there < 0 ? -1 : 0;
+int same_values(const Row& row) {
+  return ask_changed(row, [&row](Py_ssize_t i) {
+    PyObject* found = PyDict_GetItemWithError(row.at(0, i), row.at(1, i));
+    if (found == nullptr && PyErr_Occurred()) {
+      return -1;
     }
-  }
-  return 1;
+    return (found == nullptr ? Py_None : found) == row.at(2, i) ? 1 : 0;
+  });
+}
+
+int none_there(const Row& row) {
+  return ask_changed(row, [&row](Py_ssize_t i) {
+    const int there = PyDict_Contains(row.at(0, i), row.at(1, i));
+    return there < 0 ? -1 : 1 - there;
+  });
 }
 
 int same_types(const Row& row) {
@@ -162,7 +182,8 @@ int all_empty(const Row& row) {
   for (Py_ssize_t i = 0; i < row.size(); i++) {
     fetch_ahead(row.list(0), i);
     PyObject* container = row.at(0, i);
-    Py_ssize_t length = PyDict_CheckExact(container) ? PyDict_GET_SIZE(container) : PyObject_Size(container);
+    const bool is_plain = PyDict_CheckExact(container) || PyODict_CheckExact(container);
+    Py_ssize_t length = is_plain ? PyDict_GET_SIZE(container) : PyObject_Size(container);
     if (length != 0) {
       return length < 0 ? -1 : 0;
     }
@@ -193,15 +214,6 @@ class Sequence {
   PyObject* known_;
   Py_ssize_t next_;
 };
-
-// A number that no dictionary in any other state has (PEP 509); 0 in newer Pythons, which have none.
-uint64_t state_of(PyObject* dict) {
-#if PY_VERSION_HEX < 0x030D0000
-  return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
-#else
-  return 0;
-#endif
-}
 
 int same_dicts(const Row& row) {
   row.seen.resize(static_cast<size_t>(row.size()));

@@ -120,7 +120,7 @@ inline bool fits(const Fact& fact, const int64_t* dims, PyObject* item, bool pla
   const auto ndim = static_cast<size_t>(fact.ndim);
   return tensor.sizes() == c10::IntArrayRef(dims, ndim) && tensor.strides() == c10::IntArrayRef(dims + ndim, ndim) &&
       tensor.scalar_type() == fact.dtype && tensor.device() == fact.device &&
-      tensor.requires_grad() == fact.requires_grad;
+      (tensor.unsafeGetTensorImpl()->autograd_meta() != nullptr && tensor.requires_grad()) == fact.requires_grad;
 }
 
 inline bool fit(const Facts& facts, PyObject* list) {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -140,6 +142,8 @@ class Namespace:
         self.attributes: set[str] = set()
         self.settled: dict[str, tuple[Any, Scalar]] = {}
         """What names of libraries' functions led to in the last walk, behind which there is nothing."""
+        self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
+        """Functions with closures that no name leads to and that were found, by their code."""
         self._known: set[tuple[int, Any]] = set()
 
     def add(self, label: str, space: Any, key: Any) -> bool:

@@ -49,8 +49,8 @@ class Entry:
     ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
     of the latest call on its way to a program, ``waited`` how many such calls were eager since another key was further.
     ``takes_two``: whether one trace is not enough, whatever others have shown. ``gate``: while it is open whether its
-    replays pay, until ``is_decided``. ``settled``: the names in the code of its warm-up steps are known, and need not be
-    watched. ``outside``: its calls are eager, since gradients are to flow through their results.
+    replays pay, until ``is_decided``. ``settled``: the names in the code of its warm-up steps are known, and need not
+    be watched. ``outside``: its calls are eager, since gradients are to flow through their results.
     """
 
     warm: int = 0

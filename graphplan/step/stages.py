@@ -343,6 +343,8 @@ class Stages:
             line.traces = []
             return
         self._note_change(facts, walk)
+        # What turned up for the first time is the step's own, or a name that one more trace will know.
+        entry.takes_two |= not self._managed.is_settled
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
         if len(line.traces) == 1:

@@ -46,6 +46,8 @@ class Ran:
     def __init__(self) -> None:
         self._globals: dict[CodeType, dict[str, Any]] = {}
         self._free: dict[CodeType, list[dict[str, int]]] = {}
+        self._ways: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
+        """All variables that each code with a closure ran with, numbers included."""
         self._objects: dict[int, weakref.ref[Any]] = {}
         self._classes: dict[type, None] = {}
         self.extensions: dict[str, str] = {}
@@ -83,6 +85,9 @@ class Ran:
             found = {name: id(value) for name, value in held.items() if not issubclass(type(value), SCALARS)}
             if found not in calls and len(calls) < _MANY:
                 calls.append(found)
+            ways = self._ways.setdefault(code, set())
+            if len(ways) <= _MANY:
+                ways.add(frozenset((name, id(value)) for name, value in held.items()))
         if issubclass(type(owner), type):
             self._classes[owner] = None
         elif owner is not None:
@@ -122,7 +127,7 @@ class Ran:
 
         ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
         """
-        new = [names.add(label, space, key) for label, space, key in self._places(fn, has_met)]
+        new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
         for code in self._globals:
             names.attributes |= names_of(code).attributes
         return any(new)
@@ -134,7 +139,9 @@ class Ran:
             if thing is not None and is_user_object(thing) and not isinstance(thing, nn.Module):
                 yield thing
 
-    def _places(self, fn: Callable[..., Any], has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
+    def _places(
+        self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]
+    ) -> Iterator[tuple[str, Any, Any]]:
         for code, space in self._globals.items():
             found = names_of(code)
             # A variable of a function around it is no global, though there may be one of that name.
@@ -147,7 +154,7 @@ class Ran:
                 yield from self._within(name, module, found)
         held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
         methods = [function for function in held if function is not None and function.__code__ in self._globals]
-        for function in self._functions([fn, *methods], has_met):
+        for function in self._functions([fn, *methods], names, has_met):
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
                 if name != "__class__":
                     yield name, Cell(cell), name
@@ -193,7 +200,9 @@ class Ran:
                 elif name in used and not hasattr(type(member), "__get__"):
                     yield f"{kind.__name__}.{name}", values, name
 
-    def _functions(self, roots: Iterable[Callable[..., Any]], has_met: Callable[[Any], bool]) -> Iterator[FunctionType]:
+    def _functions(
+        self, roots: Iterable[Callable[..., Any]], names: Namespace, has_met: Callable[[Any], bool]
+    ) -> Iterator[FunctionType]:
         """The functions with closures whose code ran: those that lead by name from ``roots``, and any other one whose
         variables are those that it ran with, unless the step makes a new one in each call.
         """
@@ -202,19 +211,35 @@ class Ran:
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
                 yield function
+        # To find others, the collector goes through all objects that there are. Where those explain all calls that an
+        # earlier step found, their names are known.
+        left = dict.fromkeys(code for code in left if not self._are_explained(code, names))
         alike: dict[CodeType, list[FunctionType]] = {}
         for thing in gc.get_referrers(*left) if left else ():
             if isinstance(thing, FunctionType) and self._matches(thing):
                 alike.setdefault(thing.__code__, []).append(thing)
-        for functions in alike.values():
+        for code, functions in alike.items():
             met = [has_met(function) for function in functions]
             if all(met):
+                names.functions[code] = list(map(weakref.ref, functions))
                 yield from functions
 
+    def _are_explained(self, code: CodeType, names: Namespace) -> bool:
+        """Whether functions that were found before have all variables that ``code`` ran with."""
+        known = [function for found in names.functions.get(code, ()) if (function := found()) is not None]
+        held = [frozenset(_variables_of(function).items()) for function in known]
+        ways = self._ways[code]
+        return len(ways) <= _MANY and all(any(way <= one for one in held) for way in ways)
+
     def _matches(self, function: FunctionType) -> bool:
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
-        held = {name: id(Cell(cell)[name]) for name, cell in cells.items() if _is_set(cell)}
+        held = _variables_of(function)
         return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
+
+
+def _variables_of(function: FunctionType) -> dict[str, int]:
+    """The identities of what its closure holds."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    return {name: id(Cell(cell)[name]) for name, cell in cells.items() if _is_set(cell)}
 
 
 def _function_of(member: Any) -> FunctionType | None:
