@@ -87,7 +87,7 @@ def graphed(
         backend: ``"auto"``, ``"cudagraph"``, ``"tape"`` or ``"eager"``.
         device: where to move fed tensors; without it they must be where the function computes.
         capture_after: number of calls of a shape before it is traced, which takes two calls more, and captured.
-        max_graphs: number of programs that are kept. A program that is no longer in use makes room for another; while all
+        max_graphs: number of programs that are kept. One that is no longer in use makes room for another; while all
             are used, calls without a program are eager.
         memory_budget: bytes that all programs together may compute in; those used least recently go first.
         on_failure: ``"raise"`` (refusals before the first good replay raise) or ``"eager"``.

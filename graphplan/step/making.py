@@ -87,7 +87,7 @@ def graph_step(
         compile: ``True`` compiles the modules among ``owners`` with ``torch.compile`` before their first step: the
             captured kernels are compiled ones, and the numbers the compiler's. Or arguments of ``torch.compile`` by
             name; without them nothing is compiled on the CPU.
-        max_graphs: number of programs that are kept. A program that is no longer in use makes room for another. While all
+        max_graphs: number of programs that are kept. One that is no longer in use makes room for another. While all
             are used, or if signatures come that never come again, calls without a program are eager.
         memory_budget: bytes that all programs together may compute in; None: as many as the device has. The need of a
             program is estimated from its traces. A program that is too large is not captured: its steps are eager,
