@@ -28,6 +28,7 @@ from graphplan.callback.late import LOSS, LateCopies
 from graphplan.callback.noting import NotingResults
 from graphplan.callback.sums import Sums, Usual
 from graphplan.errors import Faults, HostSyncError
+from graphplan.faults import refusal_of
 from graphplan.fed import hands_over
 from graphplan.native.moving import apart
 from graphplan.tracer import find_source, refuse_trace
@@ -95,10 +96,9 @@ class LogNotes:
             return
 
         def note(fx: str, name: str, value: Any, **options: Any) -> None:
-            with self.faults.noting():
-                value = self._in_known_dtype(f"{fx}.{name}", value)
             source = NOWHERE
-            with self.faults.noting():
+            with self._noting():
+                value = self._in_known_dtype(f"{fx}.{name}", value)
                 source = find_source()
             notes.append((LogCall(fx, name, tuple(options.items()), source), value))
 
@@ -163,12 +163,20 @@ class LogNotes:
             ``result``, in which the loss is that copy.
         """
         settled = list(notes)
-        try:
+        with self._noting():
             result = self._settled(settled, result)
             notes[:] = settled
-        except Exception as error:  # noqa: BLE001 - it would come out in the step
-            self.faults.note(error)
         return result
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Keep graphplan's own errors until the step is over. Refusals and want of memory end the step at once."""
+        try:
+            yield
+        except Exception as error:
+            if refusal_of(error) is None:
+                raise
+            self.faults.note(error)
 
     def _settled(self, notes: list[tuple[LogCall, Any]], result: Any) -> Any:
         self.late.settle()

@@ -55,6 +55,19 @@ FORMS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
+def test_memory_runs_out_where_logged_values_are_stacked(phase: str, tmp_path: Path) -> None:
+    """In graphplan's own work within the step: the call is undone as for any other operator, and then made eagerly."""
+    is_stack = lambda func: func is torch.ops.aten.stack.default  # noqa: E731
+    failing = Failing(PHASES[phase], 0, torch.OutOfMemoryError("CUDA out of memory"), is_stack)
+    expected, callback = fit_with(tmp_path / "eager", []), tape(on_failure="eager")
+    with pytest.warns(UserWarning, match="eagerly: memory ran out"):
+        found = fit_with(tmp_path / "graphed", [failing, callback])
+    assert failing.mode.failed_at == "aten.stack.default"
+    assert_same_fits(expected, found)
+    assert callback.stats.replayed == 0
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
 def test_a_failed_capture_goes_on_eagerly(phase: str, form: str, tmp_path: Path) -> None:
