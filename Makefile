@@ -26,7 +26,7 @@ test: setup  ## Run every test. One thread each: two processes share two cores, 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
 soak: setup  ## A thousand random runs, other ones each time, and a long one: an hour or so.
-	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/test_properties.py tests/test_soak.py $(ARGS)
+	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/properties/test_properties.py tests/properties/test_soak.py $(ARGS)
 
 lightning-suite: setup  ## Lightning's own tests of loops and callbacks, with the callback in every fit.
 	@test -n "$(SOURCES)" || { echo "name a checkout of Lightning's repository with SOURCES=..." >&2; exit 1; }
@@ -54,7 +54,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt $(VENV)/.torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint $(VENV)/constraints.txt "$(TORCH)" --editable ".[lightning,hydra,plot,dev]"
 	@# Without a compiler the same is done in Python, and the tests of it say so.
-	-$(BIN)/python -m graphplan.native
+	-$(BIN)/python -m graphplan.compare
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -44,28 +44,28 @@ from graphplan.errors import TemporaryCopyError as TemporaryCopyError
 from graphplan.errors import UncoveredRoleError as UncoveredRoleError
 from graphplan.errors import UnownedTensorError as UnownedTensorError
 from graphplan.errors import VerifyError as VerifyError
-from graphplan.inference import Graphed as Graphed
-from graphplan.inference import LaunchCounter as LaunchCounter
-from graphplan.inference import Pool as Pool
-from graphplan.inference import graphed as graphed
-from graphplan.inference import piecewise as piecewise
-from graphplan.optimizers import prepare_optimizer as prepare_optimizer
-from graphplan.padding import buckets as buckets
-from graphplan.plan import Plan as Plan
-from graphplan.policy import Policy as Policy
-from graphplan.program import Program as Program
-from graphplan.roles import External as External
-from graphplan.roles import Role as Role
-from graphplan.roles import TensorSpec as TensorSpec
-from graphplan.stats import Stats as Stats
-from graphplan.step import GraphedStep as GraphedStep
-from graphplan.step import capture as capture
-from graphplan.step import compile_cached as compile_cached
-from graphplan.step import compile_plan as compile_plan
-from graphplan.step import graph_step as graph_step
+from graphplan.inference.decorators import graphed as graphed
+from graphplan.inference.decorators import piecewise as piecewise
+from graphplan.inference.graphed import Graphed as Graphed
+from graphplan.inference.launches import LaunchCounter as LaunchCounter
+from graphplan.inference.shared_pool import Pool as Pool
+from graphplan.optimizers.preparation import prepare_optimizer as prepare_optimizer
+from graphplan.plan.plan import Plan as Plan
+from graphplan.program.program import Program as Program
+from graphplan.report.stats import Stats as Stats
+from graphplan.specs.policy import Policy as Policy
+from graphplan.specs.roles import External as External
+from graphplan.specs.roles import Role as Role
+from graphplan.specs.roles import TensorSpec as TensorSpec
+from graphplan.step.decorator import graph_step as graph_step
+from graphplan.step.functional import capture as capture
+from graphplan.step.functional import compile_cached as compile_cached
+from graphplan.step.functional import compile_plan as compile_plan
+from graphplan.step.graphed_step import GraphedStep as GraphedStep
+from graphplan.step.padding import buckets as buckets
 
 if TYPE_CHECKING:
-    from graphplan.callback import GraphPlanCallback as GraphPlanCallback
+    from graphplan.callback.callback import GraphPlanCallback as GraphPlanCallback
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import the Lightning callback only when somebody asks for it: the core needs torch alone."""
     if name == "GraphPlanCallback":
-        from graphplan.callback import GraphPlanCallback
+        from graphplan.callback.callback import GraphPlanCallback
 
         return GraphPlanCallback
     raise AttributeError(f"module 'graphplan' has no attribute {name!r}")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from graphplan import buckets, graphed
-from graphplan.cudanodes import forget_workspaces
+from graphplan.backends.cudanodes import forget_workspaces
 from recipes.comparison import now
 from recipes.datasets import VOCABULARY
 from recipes.decoder import Decoder

@@ -3,7 +3,7 @@
 Three chains of linear layers on the CPU, with 60, 200 and 1,000 parameters; each with SGD, whose step has no other
 tensors, and with AdamW, which adds three per parameter. Measured is what a call does before
 it copies its inputs: it compares the feed, modes, flags, hyper-parameters, slots, addresses and Python values, in C++
-where ``python -m graphplan.native`` has built that (``GRAPHPLAN_NATIVE=0`` leaves it out).
+where ``python -m graphplan.compare`` has built that (``GRAPHPLAN_NATIVE=0`` leaves it out).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
-from graphplan.native.comparing import Tensors
+from graphplan.compare.comparing import Tensors
 
 _REPEATS, _ROUNDS = 200, 15
 

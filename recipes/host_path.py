@@ -57,7 +57,7 @@ class Batches:
 @contextmanager
 def replays_timed() -> Iterator[list[float]]:
     """Seconds of every replay of a program, copies in and out included."""
-    from graphplan.program import Program
+    from graphplan.program.program import Program
 
     run, times = Program.run, []
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD
 
-from graphplan.cudanodes import bindings, upload
+from graphplan.backends.cudanodes import bindings, upload
 from recipes.contenders import make_step
 from recipes.workloads import Workload
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from graphplan import graph_step
-from graphplan.step import GraphedStep
+from graphplan.step.graphed_step import GraphedStep
 from recipes.contenders import make_step
 from recipes.devices import require_cuda
 from recipes.launching import measure_launches

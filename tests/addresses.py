@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphplan.owners import is_freed
-from graphplan.tape import TapeRecording
+from graphplan.backends.tape import TapeRecording
+from graphplan.tensors.attributes import is_freed
 
 
 def insist(monkeypatch: pytest.MonkeyPatch) -> None:

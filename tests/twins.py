@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from graphplan import SkipReason, graph_step
-from graphplan.optimizers import Preparation
-from graphplan.switches import NAMES, read_all
+from graphplan.environment.switches import NAMES, read_all
+from graphplan.optimizers.preparation import Preparation
 from tests.facts import assert_same, flatten, walk
 
 SEED = 1234

@@ -14,30 +14,34 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.arguments import Components, check_choices
-from graphplan.callback.automatic import AutomaticSeam
-from graphplan.callback.bars import stand_ins_of_bars
+from graphplan.callback.callback_options import Components, check_choices
 from graphplan.callback.clipping import FusedClipping, needed_clipping
-from graphplan.callback.evaluation import EvaluationSeam
-from graphplan.callback.evaluation_hooks import EvaluationHooks
+from graphplan.callback.evaluation import EvaluationHooks, EvaluationSeam
 from graphplan.callback.gates import closed_to_all, closed_to_training
-from graphplan.callback.loop import LoopSeam
-from graphplan.callback.loop_gates import closed_loop, keeps_stock_transfer
-from graphplan.callback.manual import ManualSeam
-from graphplan.callback.seam import Figures, Seam
+from graphplan.callback.instance_patch import PatchedMethods
+from graphplan.callback.logging.bars import stand_ins_of_bars
+from graphplan.callback.loop.automatic import AutomaticSeam
+from graphplan.callback.loop.manual import ManualSeam
+from graphplan.callback.loop.requirements import closed_loop, keeps_stock_transfer
+from graphplan.callback.loop.seam import Figures, Seam
+from graphplan.callback.loop.stock_batches import StockBatches
+from graphplan.callback.loop.training_loop import LoopSeam
+from graphplan.callback.loop.variants import Variant, VariantOf
 from graphplan.callback.sigterm import LaggingSigterm
-from graphplan.callback.standins import StandsIn
-from graphplan.callback.stock import StockBatches
-from graphplan.callback.variants import Variant, VariantOf
+from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
-from graphplan.faults import refusal_of, refusing
-from graphplan.origin import leave_out_own_frames
-from graphplan.padding import Buckets, Dims, PadValue
-from graphplan.plan import Plan
-from graphplan.policy import parse_policies
-from graphplan.report import describe, outcome, summary
-from graphplan.stats import Stats
-from graphplan.step import AGAIN, Backends, Clock, Gate, Options, find_peers
+from graphplan.plan.plan import Plan
+from graphplan.program.faults import refusal_of, refusing
+from graphplan.report.stats import Stats
+from graphplan.report.text import describe, outcome, summary
+from graphplan.specs.policy import parse_policies
+from graphplan.step.gate import AGAIN, Clock, Gate
+from graphplan.step.options import Options
+from graphplan.step.padding.buckets import Buckets
+from graphplan.step.padding.layout import PadValue
+from graphplan.step.padding.shapes import Dims
+from graphplan.step.peers import find_peers
+from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _STEP_ENDS = "on_train_batch_end"
@@ -204,8 +208,8 @@ class GraphPlanCallback(EvaluationHooks):
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
-        self._stand_ins: list[StandsIn] = []
-        self._kept: list[StandsIn] = []
+        self._stand_ins: list[PatchedMethods] = []
+        self._kept: list[PatchedMethods] = []
         self._down: Seam | None = None
         self._stock = StockBatches()
         self._gate: Gate | None = None

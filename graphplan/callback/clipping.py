@@ -13,23 +13,23 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch.amp.grad_scaler import OptState
 
-from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.instance_patch import InstancePatch, PatchedMethods
 
 
-def needed_clipping(trainer: Trainer) -> list[StandsIn]:
+def needed_clipping(trainer: Trainer) -> list[PatchedMethods]:
     """What a fit cannot be without in which the user's own optimizer is fused."""
     fused = any(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in trainer.optimizers)
     return [FusedClipping(trainer)] if fused else []
 
 
-class FusedClipping(StandsIn):
+class FusedClipping(PatchedMethods):
     """Stands where mixed precision clips, on the Trainer's plugin, unless that has a way of its own."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._plugin: Any = trainer.precision_plugin
         kind = type(self._plugin)
         clips = issubclass(kind, MixedPrecision) and kind.clip_gradients is MixedPrecision.clip_gradients
-        super().__init__(*([StandIn(self._plugin, "clip_gradients", self._clip)] if clips else []))
+        super().__init__(*([InstancePatch(self._plugin, "clip_gradients", self._clip)] if clips else []))
 
     def _clip(self, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
         """In place of ``MixedPrecision.clip_gradients``."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from graphplan.callback.gates import members_of
-from graphplan.callback.renewing import RenewingSeam
-from graphplan.callback.variants import Variant
-from graphplan.native.comparing import Checks
-from graphplan.policy import Policy
-from graphplan.roles import Role
-from graphplan.step import Backends, Clock, Gate, GraphedStep, Options, find_peers
+from graphplan.callback.loop.renewing import RenewingSeam
+from graphplan.callback.loop.variants import Variant
+from graphplan.compare.comparing import Checks
+from graphplan.specs.policy import Policy
+from graphplan.specs.roles import Role
+from graphplan.step.gate import Clock, Gate
+from graphplan.step.graphed_step import GraphedStep
+from graphplan.step.options import Options
+from graphplan.step.peers import find_peers
+from graphplan.step.runner import Backends
 
 _HOOKS = ("validation_step", "test_step", "predict_step")
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
@@ -108,3 +113,45 @@ class EvaluationSeam(RenewingSeam):
 
     def _body(self, hook: str, batch: Any, *facts: Any) -> dict[str, Any]:
         return self._in_step(lambda kwargs: self._stock(hook, *kwargs.values()), batch)
+
+
+class EvaluationHooks(Callback):
+    """A callback that does something when an evaluation starts, and something when it ends."""
+
+    @abstractmethod
+    def _start_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """An evaluation starts."""
+
+    @abstractmethod
+    def _end_evaluation(self, trainer: Trainer) -> None:
+        """An evaluation ends."""
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam of evaluation."""
+        self._start_evaluation(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam of evaluation."""
+        self._start_evaluation(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam of evaluation."""
+        self._start_evaluation(trainer, pl_module)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the seam of evaluation, except in a fit."""
+        self._end_evaluation(trainer)
+
+    @override
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the seam of evaluation."""
+        self._end_evaluation(trainer)
+
+    @override
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Remove the seam of evaluation."""
+        self._end_evaluation(trainer)

@@ -14,9 +14,9 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from graphplan.callback.arguments import Components
-from graphplan.native.comparing import Checks, Row, contents_of
-from graphplan.owners import free_name
+from graphplan.callback.callback_options import Components
+from graphplan.compare.comparing import Checks, Row, contents_of
+from graphplan.owners.naming import free_name
 
 STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """Hooks that Lightning calls inside the step, so that they run in the recording and not in a replay."""

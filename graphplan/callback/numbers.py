@@ -8,7 +8,10 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
-from graphplan.owners import SCALARS, Numbers, Reached, free_name
+from graphplan.owners.kinds import SCALARS
+from graphplan.owners.naming import free_name
+from graphplan.owners.slots import Reached
+from graphplan.owners.views import Numbers
 
 _TRAINER = (
     "current_epoch",

@@ -21,8 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphplan.errors import HostEffectError
-from graphplan.owners import walk_owners
-from graphplan.tracer import Aside, find_source, is_traced, refuse_trace
+from graphplan.observe.source import find_source
+from graphplan.observe.watching import Aside
+from graphplan.owners.walk import walk_owners
+from graphplan.trace.mode import is_traced, refuse_trace
 
 
 class Stepped(tuple[int, ...]):

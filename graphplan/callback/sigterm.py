@@ -14,8 +14,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
 from typing_extensions import override
 
-from graphplan.callback.copies import HostCopy
-from graphplan.callback.standins import StandIn, StandsIn
+from graphplan.callback.instance_patch import InstancePatch, PatchedMethods
+from graphplan.callback.logging.async_copies import HostCopy
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
 EVERY = 8
@@ -23,7 +23,7 @@ EVERY = 8
 _log = logging.getLogger("graphplan")
 
 
-class LaggingSigterm(StandsIn):
+class LaggingSigterm(PatchedMethods):
     """Stands where the epoch loop broadcasts whether rank 0 got a SIGTERM, and reads the answer, before every step.
 
     The answer is read later, when it has long been there: every rank ends before the same step, as it would have, but
@@ -37,7 +37,7 @@ class LaggingSigterm(StandsIn):
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._connector: Any = trainer._signal_connector
         self._asks = trainer.world_size > 1 and hasattr(self._loop, _METHOD)
-        super().__init__(*([StandIn(self._loop, _METHOD, self._ask)] if self._asks else []))
+        super().__init__(*([InstancePatch(self._loop, _METHOD, self._ask)] if self._asks else []))
         self._stock: Any = getattr(self._connector, _NOTIFIER, None)
         self._calls = 0
         self._is_told = False

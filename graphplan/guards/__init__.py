@@ -1,3 +1,1 @@
-"""Is what a program depends on still where it was?"""
-
-from graphplan.guards.guards import Guards as Guards
+"""Is what a program depends on still where it was, and as it was?"""

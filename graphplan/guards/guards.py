@@ -16,25 +16,15 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.dtensors import is_sharded, local
-from graphplan.guards.shown import Shown
-from graphplan.marks import PLAIN_KINDS
-from graphplan.native.comparing import Checks, Row, contents_of, row_of
-from graphplan.owners import (
-    Inherited,
-    Members,
-    Numbers,
-    Scalar,
-    Slot,
-    Walk,
-    attributes_of,
-    home,
-    present,
-    tensor_leaves,
-)
-from graphplan.plan import Plan
-from graphplan.tracer import same_value
-from graphplan.tracer.comparisons import Comparison, come_out_alike
+from graphplan.compare.comparing import Checks, Row, contents_of, row_of
+from graphplan.guards.metadata_rows import MetadataRows
+from graphplan.observe.comparisons import Comparison, come_out_alike
+from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.views import Inherited, Members, Numbers, attributes_of, home, present
+from graphplan.plan.plan import Plan
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.dtensors import is_sharded, local
+from graphplan.trace.changes import same_value
 
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
@@ -69,7 +59,7 @@ class Guards:
         read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
         self._comparisons = plan.comparisons
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
-        self._shown = Shown(plan.traits, walk)
+        self._shown = MetadataRows(plan.traits, walk)
         holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
         links = _used_links(walk, plan, *holders)
         self._shared = _with_other_names(links)

@@ -12,24 +12,27 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from graphplan.environment.surroundings import surroundings
 from graphplan.errors import BusyError, CopyError, NotCapturedError, OptionError, SkipReason
-from graphplan.inference.bucketed import Bucketed
-from graphplan.inference.instances import dense_feed
-from graphplan.inference.ledger import Memory
-from graphplan.inference.listing import list_programs
-from graphplan.inference.options import ServeOptions
-from graphplan.inference.pool import Pool
+from graphplan.feed.signature import flatten
+from graphplan.inference.buckets.bucketed import Bucketed
+from graphplan.inference.call_feed import dense_feed
+from graphplan.inference.graphed_options import ServeOptions
+from graphplan.inference.listing import Memory, list_programs
 from graphplan.inference.prewarming import Prewarmed, Specimen, prewarm
-from graphplan.padding import Dynamic, ShapeStats
-from graphplan.plan import Plan
-from graphplan.program import Program, plain
-from graphplan.report import Reports
-from graphplan.roles import Role
-from graphplan.signature import flatten
-from graphplan.stats import Stats
-from graphplan.step import Method, ServedStep, owners_of, runs_within_step
-from graphplan.surroundings import surroundings
-from graphplan.trees import map_result
+from graphplan.inference.shared_pool import Pool
+from graphplan.plan.plan import Plan
+from graphplan.program.leases import plain
+from graphplan.program.program import Program
+from graphplan.report.rendering import Reports
+from graphplan.report.stats import Stats
+from graphplan.specs.roles import Role
+from graphplan.step.call_lock import runs_within_step
+from graphplan.step.methods import Method, owners_of
+from graphplan.step.padding.shape_stats import ShapeStats
+from graphplan.step.padding.shapes import Dynamic
+from graphplan.step.served import ServedStep
+from graphplan.tensors.trees import map_result
 
 _LIMITS = ("evicted: ", "calls of further signatures are eager: ")
 """How events begin that a limit has led to."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan.backend import Recording
-from graphplan.dtensors import is_imagined, is_wrapped
-from graphplan.owners import storage_id
-from graphplan.program import WATCHERS
-from graphplan.tracer import schema_of, tensors_in, written_tensors
+from graphplan.backends.backend import Recording
+from graphplan.program.watchers import WATCHERS
+from graphplan.tensors.dtensors import is_imagined, is_wrapped
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.operator_schemas import schema_of, tensors_in, written_tensors
 
 
 class LaunchCounter(TorchDispatchMode):

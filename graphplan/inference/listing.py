@@ -1,12 +1,12 @@
-"""The cache of a graphed function, as text."""
+"""The cache of a graphed function as text, and the bytes that it takes, by what they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from graphplan.inference.ledger import Memory
-from graphplan.padding import ShapeStats
-from graphplan.program import Program
+from graphplan.program.program import Program
+from graphplan.step.padding.shape_stats import ShapeStats
 
 _MIB = 2**20
 
@@ -26,3 +26,17 @@ def list_programs(shapes: ShapeStats, memory: Memory, programs: Sequence[Program
             f"{program.nbytes / _MIB:.1f} MiB"
         )
     return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by what they are for. ``input`` is one allocation per input for all shapes, ``param`` what the programs use
+    of the owners' or copy of it, ``state`` what they carry, ``output`` what is lent (``outputs="static"``), ``pool``
+    what the programs compute in.
+    """
+
+    input: int
+    param: int
+    state: int
+    output: int
+    pool: int

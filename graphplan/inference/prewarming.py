@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from graphplan.errors import OptionError, SkipReason
-from graphplan.padding.buckets import Ladders
-from graphplan.padding.shapes import Dynamic, outer_first
-from graphplan.signature import Feed
-from graphplan.step import ServedStep
+from graphplan.feed.signature import Feed
+from graphplan.step.padding.buckets import Ladders
+from graphplan.step.padding.shapes import Dynamic, outer_first
+from graphplan.step.served import ServedStep
 
 Size = int | Mapping[int, int]
 _BAR = 24

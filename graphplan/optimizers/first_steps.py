@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from graphplan.compare.fast_compare import register_own
 from graphplan.errors import Faults
 from graphplan.optimizers.preparation import with_closure
-from graphplan.unchanged import register_own
 
 _SIZES = 16
 """Bytes that a first step may take, as a multiple of the parameters': three moments in twice their precision, and

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.dtensors import is_sharded
+from graphplan.compare.fast_compare import register_own
 from graphplan.errors import Faults, OptimizerError
-from graphplan.unchanged import register_own
+from graphplan.tensors.dtensors import is_sharded
 
 _REFUSED = {
     "LBFGS": "it evaluates its closure a data-dependent number of times; use Adam or SGD, or step it eagerly",

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.compare.fast_compare import register_own
+from graphplan.compare.moving import fill
 from graphplan.errors import Faults
-from graphplan.native.moving import fill
 from graphplan.optimizers.preparation import Preparation, device_of, with_closure
 from graphplan.optimizers.scaling import ScaledSteps
-from graphplan.unchanged import register_own
 
 
 def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:

@@ -17,9 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphplan.errors import Faults
 from graphplan.owners.naming import free_name
-from graphplan.owners.records import Walk
-from graphplan.owners.spaces import attributes_of
-from graphplan.trees import flatten_result
+from graphplan.owners.slots import Walk
+from graphplan.owners.views import attributes_of
+from graphplan.tensors.trees import flatten_result
 
 _INITIALIZERS = (
     nn.Module.__init__, nn.Module.__setstate__, torch.optim.Optimizer.__init__, torch.optim.Optimizer.__setstate__,

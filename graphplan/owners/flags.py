@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.owners.records import Walk, is_optimizer_state
-from graphplan.owners.spaces import Setting
-from graphplan.switches import NAMES, is_settable, read_all, set_some
+from graphplan.environment.switches import NAMES, is_settable, read_all, set_some
+from graphplan.owners.slots import Walk, is_optimizer_state
+from graphplan.owners.views import Setting
 
 _Place = tuple[str, Any, str]
 """A path, and the container and key that hold what lies there."""

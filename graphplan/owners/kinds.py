@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphplan.dtensors import loaded
+from graphplan.environment.origin import is_users
 from graphplan.errors import OwnersError
-from graphplan.origin import is_users
 from graphplan.owners.contents import Unseen
-from graphplan.owners.spaces import attributes_of, slots_of
+from graphplan.owners.views import attributes_of, slots_of
+from graphplan.tensors.dtensors import loaded
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None))
 PLAIN = frozenset(SCALARS)

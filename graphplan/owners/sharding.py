@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphplan.dtensors import loaded
-from graphplan.owners.records import Walk
+from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
+from graphplan.tensors.dtensors import loaded
 
 _PLAIN = (bool, int, float, str, type(None), Enum)
 

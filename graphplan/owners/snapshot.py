@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.environment.switches import read_all, set_all
 from graphplan.errors import CaptureError, EffectError
-from graphplan.marks import PLAIN_KINDS, has_memory, has_own_operators, is_freed
-from graphplan.owners.copying import Unequal, copy_all, write_all
-from graphplan.owners.records import Container, Walk, is_optimizer_state, storage_id
 from graphplan.owners.sharding import Sharding
-from graphplan.switches import read_all, set_all
+from graphplan.owners.slots import Container, Walk, is_optimizer_state
+from graphplan.tensors.attributes import PLAIN_KINDS, has_memory, has_own_operators, is_freed
+from graphplan.tensors.copying import Unequal, copy_all, write_all
+from graphplan.tensors.storages import storage_id
 
 _as_memory = torch._C.DisableTorchFunctionSubclass
 """What lies in a tensor is copied, whatever its class makes of being used: one may say that it is out of date."""

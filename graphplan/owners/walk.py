@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
-from graphplan.owners.behind import Source
 from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_of_no_length, is_plain_code, is_user_object
 from graphplan.owners.naming import free_name
-from graphplan.owners.records import Namespace, Reached, Scalar, Slot, Via, Walk
-from graphplan.owners.spaces import Extent, Length, Numbers, Rest, Room, attributes_of
-from graphplan.owners.values import Values
+from graphplan.owners.referents import Source
+from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
+from graphplan.owners.value_walk import Values
+from graphplan.owners.views import Extent, Length, Numbers, Rest, Room, attributes_of
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})

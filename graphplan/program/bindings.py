@@ -19,14 +19,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from graphplan.dtensors import is_sharded, local
+from graphplan.compare.tensors import Addresses, geometry
 from graphplan.errors import GradientError, GuardError
-from graphplan.native.tensors import Addresses, geometry
-from graphplan.owners import Slot, Walk, storage_id, tensor_leaves, write_all
-from graphplan.plan import Plan
-from graphplan.program.memory import memory_uses
-from graphplan.program.together import Companions
-from graphplan.tracer import place_of
+from graphplan.owners.slots import Slot, Walk, tensor_leaves
+from graphplan.plan.plan import Plan
+from graphplan.program.companions import Companions
+from graphplan.tensors.copying import write_all
+from graphplan.tensors.dtensors import is_sharded, local
+from graphplan.tensors.storages import memory_uses, storage_id
+from graphplan.trace.changes import place_of
 
 _get_grad = attrgetter("grad")
 _ACCUMULATED = WeakIdKeyDictionary()

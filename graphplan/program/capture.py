@@ -10,28 +10,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backend import Backend, Recording
-from graphplan.buffers import Buffers
-from graphplan.capture_state import presenting_capture
+from graphplan.backends.backend import Backend, Recording
+from graphplan.compare.tensors import geometry
 from graphplan.errors import FeedError, GuardError, HostEffectError
-from graphplan.fed import Fed, call_step
-from graphplan.marks import dressed
-from graphplan.native.tensors import geometry
-from graphplan.owners import Flags, Sharding, Walk, come_to_rest, difference, holds_plain, storage_id, walk_owners
-from graphplan.plan import Plan
-from graphplan.policy import Policy
+from graphplan.feed.buffers import Buffers
+from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.signature import Feed
+from graphplan.observe.capture_state import presenting_capture
+from graphplan.observe.comparisons import come_out_alike
+from graphplan.observe.source import runs_step
+from graphplan.owners.flags import Flags
+from graphplan.owners.sharding import Sharding, come_to_rest
+from graphplan.owners.slots import Walk, holds_plain
+from graphplan.owners.tensor_metadata import difference
+from graphplan.owners.walk import walk_owners
+from graphplan.plan.plan import Plan
+from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
-from graphplan.program.held import own_tensors
 from graphplan.program.inputs import StaticInputs
 from graphplan.program.leases import Lease
-from graphplan.program.memory import memory_uses, with_leaves
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
-from graphplan.roles import Role
-from graphplan.signature import Feed
-from graphplan.tracer import is_alike, runs_step, same_value
-from graphplan.tracer.comparisons import come_out_alike
+from graphplan.specs.policy import Policy
+from graphplan.specs.roles import Role
+from graphplan.tensors.attributes import dressed
+from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
+from graphplan.trace.changes import is_alike, same_value
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -55,7 +60,7 @@ class _Body:
         lent: Mapping[int, Lease],
     ) -> None:
         self._plan = plan
-        self._fed = Fed(*feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))).watch()
+        self._fed = CallArguments(*feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))).watch()
         self._inputs = {storage_id(leaf) for _, leaf in feed.replaced(static_leaves).tensors()}
         self._outside = self._inputs | set(before.by_storage())
         self._bindings = bindings

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.buffers import Buffers, distinct
-from graphplan.marks import dressed
-from graphplan.native.moving import copy_in
-from graphplan.owners import storage_id
-from graphplan.plan import Plan
+from graphplan.compare.moving import copy_in
+from graphplan.feed.buffers import Buffers, distinct
+from graphplan.feed.signature import Feed, shared_leaf
+from graphplan.plan.plan import Plan
 from graphplan.program.leases import Lease, find_lease
 from graphplan.program.staging import Staging, is_stageable
-from graphplan.signature import Feed, shared_leaf
+from graphplan.tensors.attributes import dressed
+from graphplan.tensors.storages import storage_id
 
 _wants_grad = attrgetter("requires_grad")
 _FEW = 3

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from graphplan.dtensors import is_sharded
 from graphplan.errors import StaleError
-from graphplan.owners import storage_id
-from graphplan.roles import TensorSpec
+from graphplan.specs.roles import TensorSpec
+from graphplan.tensors.dtensors import is_sharded
+from graphplan.tensors.storages import storage_id
 
 
 class Lease:

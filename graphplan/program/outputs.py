@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.containers import rebuilder
-from graphplan.dtensors import is_sharded
+from graphplan.compare.moving import hand_out
 from graphplan.errors import CaptureError
-from graphplan.native.moving import hand_out
-from graphplan.owners import Walk, storage_id
-from graphplan.plan import Output, Plan
+from graphplan.owners.slots import Walk
+from graphplan.plan.plan import Output, Plan
 from graphplan.program.leases import Lease, StaticOutput
-from graphplan.roles import TensorSpec
-from graphplan.tracer import place_of
-from graphplan.trees import close_records, flatten_result
+from graphplan.specs.roles import TensorSpec
+from graphplan.tensors.containers import rebuilder
+from graphplan.tensors.dtensors import is_sharded
+from graphplan.tensors.storages import storage_id
+from graphplan.tensors.trees import close_records, flatten_result
+from graphplan.trace.changes import place_of
 
 
 class Outputs:

@@ -8,29 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backend import Backend, Recording, first_line, is_out_of_memory
-from graphplan.dtensors import local
+from graphplan.backends.backend import Backend, Nodes, Recording, first_line, is_out_of_memory
+from graphplan.compare.comparing import Row
+from graphplan.environment.surroundings import check_surroundings
 from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError
-from graphplan.faults import lost
-from graphplan.fed import call_step
-from graphplan.guards import Guards
-from graphplan.native.comparing import Row
-from graphplan.nodes import Nodes
-from graphplan.owners import Flags, Walk, storage_id, walk_owners
-from graphplan.plan import Plan
-from graphplan.policy import Policy
-from graphplan.program.adopted import Adopted
+from graphplan.feed.call_arguments import call_step
+from graphplan.feed.signature import Feed, check_match, flatten
+from graphplan.guards.guards import Guards
+from graphplan.owners.flags import Flags
+from graphplan.owners.slots import Walk
+from graphplan.owners.walk import walk_owners
+from graphplan.plan.plan import Plan
+from graphplan.program.adopted_state import AdoptedState
 from graphplan.program.bindings import Bindings
+from graphplan.program.companions import settle_companions
+from graphplan.program.faults import lost
 from graphplan.program.inputs import ELSEWHERE, MEMORY_IS_FED, StaticInputs
 from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
-from graphplan.program.together import settle_companions
-from graphplan.program.watching import replay
-from graphplan.roles import Role
-from graphplan.signature import Feed, check_match, flatten
-from graphplan.surroundings import check_surroundings
-from graphplan.trees import flatten_result, map_result
+from graphplan.program.watchers import replay
+from graphplan.specs.policy import Policy
+from graphplan.specs.roles import Role
+from graphplan.tensors.dtensors import local
+from graphplan.tensors.storages import storage_id
+from graphplan.tensors.trees import flatten_result, map_result
 
 NO_CHECK = 2**62
 """No replay has this number."""
@@ -77,7 +79,7 @@ class Program:
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.leaf_names)}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
-        self._adopted = Adopted(plan, copied.paths, walk, values, bindings.entry_grads)
+        self._adopted = AdoptedState(plan, copied.paths, walk, values, bindings.entry_grads)
         self.bytes_per_replay = inputs.nbytes
         self.nbytes = recording.nbytes
         self.generation = recording.generation

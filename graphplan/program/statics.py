@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphplan.buffers import Buffers, distinct
-from graphplan.dtensors import is_sharded
 from graphplan.errors import FeedError, PolicyError, UncoveredRoleError
-from graphplan.owners import Walk
-from graphplan.plan import Plan
-from graphplan.policy import Policy
-from graphplan.roles import External, Role, TensorSpec
+from graphplan.feed.buffers import Buffers, distinct
+from graphplan.owners.slots import Walk
+from graphplan.plan.plan import Plan
+from graphplan.specs.policy import Policy
+from graphplan.specs.roles import External, Role, TensorSpec
+from graphplan.tensors.dtensors import is_sharded
 
 
 def check_policy(plan: Plan, policy: Policy) -> None:

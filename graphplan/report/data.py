@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from graphplan.program import Program
-from graphplan.roles import Role
-from graphplan.stats import KINDS, Stats
+from graphplan.program.program import Program
+from graphplan.report.stats import KINDS, Stats
+from graphplan.specs.roles import Role
 
 _COUNTS = (
     "calls", "eager", "traced", "captured", "replayed", "recaptured", "verified", "bytes_verified", "launches_eager",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphplan.errors import OptionError
-from graphplan.program import Program
+from graphplan.program.program import Program
 
 FORMATS = ("text", "json", "dot")
 _LABEL = 64

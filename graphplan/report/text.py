@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from graphplan.stats import Stats
+from graphplan.report.stats import Stats
 
 
 def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str:

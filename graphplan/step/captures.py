@@ -7,20 +7,21 @@ from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
-from graphplan.backend import Backend
-from graphplan.buffers import Buffers
-from graphplan.cudagraph import CUDAGraphBackend
+from graphplan.backends.backend import Backend
+from graphplan.backends.cudagraph import CUDAGraphBackend
+from graphplan.compare.building import build_later
 from graphplan.errors import HostSyncError
-from graphplan.native import build_later
-from graphplan.owners import Snapshot
-from graphplan.plan import Plan
-from graphplan.program import Program, capture_program
-from graphplan.signature import Feed
+from graphplan.feed.buffers import Buffers
+from graphplan.feed.signature import Feed
+from graphplan.feed.unread import Placeholders
+from graphplan.owners.snapshot import Snapshot
+from graphplan.plan.plan import Plan
+from graphplan.program.capture import capture_program
+from graphplan.program.program import Program
 from graphplan.step.compiled import uncompiled
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
 from graphplan.step.runner import Runner
-from graphplan.unread import Placeholders
 
 
 class Captures:

@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphplan.compiler import is_allowed
+from graphplan.effects.finding import is_allowed
 from graphplan.errors import CaptureError
-from graphplan.owners import Numbers, Snapshot, Walk, attributes_of, copy_all
-from graphplan.tracer import Trace
-from graphplan.trees import flatten_result
+from graphplan.owners.slots import Walk
+from graphplan.owners.snapshot import Snapshot
+from graphplan.owners.views import Numbers, attributes_of
+from graphplan.tensors.copying import copy_all
+from graphplan.tensors.trees import flatten_result
+from graphplan.trace.records import Trace
 from graphplan.verify.compare import differing
 from graphplan.verify.state import collect_tensors
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphplan.compare.comparing import Row
 from graphplan.errors import RefusalError
-from graphplan.native.comparing import Row
-from graphplan.plan import Plan
-from graphplan.program import Program
-from graphplan.signature import without_shapes
+from graphplan.feed.signature import without_shapes
+from graphplan.plan.plan import Plan
+from graphplan.program.program import Program
 from graphplan.step.gate import Gate
-from graphplan.tracer import Trace
+from graphplan.trace.records import Trace
 
 _KEYS_PER_GRAPH = 8
 _IDLE = 16

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from graphplan.backends.idleness import Idleness
 from graphplan.errors import SlowerError
-from graphplan.idleness import Idleness
 from graphplan.step.peers import Peers
 
 SKIPPED = 2

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from graphplan.compiler import find_device
 from graphplan.errors import SkipReason, SlowerError
-from graphplan.faults import refusal_of
-from graphplan.fed import Fed, hands_over
-from graphplan.signature import Feed
+from graphplan.feed.call_arguments import CallArguments, hands_over
+from graphplan.feed.signature import Feed
+from graphplan.plan.build import find_device
+from graphplan.program.faults import refusal_of
 from graphplan.step.gate import AGAIN, Clock, Gate, Stock
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
+from graphplan.step.reporting import Reporting
 from graphplan.step.runner import brought_to
-from graphplan.step.told import Told
 
 
-class Gated(Told):
+class Gated(Reporting):
     """A step that has to be faster than without graphplan, if its options say so.
 
     A training step has one gate; where none is given, its first calls are calls of its function alone, and timed. An
@@ -170,7 +170,7 @@ class Gated(Told):
         finally:
             self._is_asked_for = False
 
-    def _eagerly_timed(self, gate: Gate, fed: Fed) -> Any:
+    def _eagerly_timed(self, gate: Gate, fed: CallArguments) -> Any:
         """An eager call of the function alone."""
         start = gate.begin()
         result = self._runner.call(fed)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from graphplan.collector import no_collections
-from graphplan.program import Program
-from graphplan.signature import Feed, check_feed, key_anywhere
+from graphplan.environment.collector import no_collections
+from graphplan.feed.signature import Feed, check_feed, key_anywhere
+from graphplan.program.program import Program
 from graphplan.step.entry import Entry, Key
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options

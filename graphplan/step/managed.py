@@ -14,28 +14,28 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from graphplan.compare.comparing import Row
+from graphplan.compare.fast_compare import Modes
 from graphplan.errors import FaultError, HostEffectError, OptimizerError, RefusalError
-from graphplan.faults import refusing
-from graphplan.fingerprint import Fingerprint
-from graphplan.native.comparing import Row
-from graphplan.optimizers import LearningRates, Preparation, ScaledSteps, check_optimizer, may_be_captured
-from graphplan.owners import (
-    Discovery,
-    GroupCounts,
-    Namespace,
-    Reached,
-    Sharding,
-    Walk,
-    attributes_of,
-    free_name,
-    name_owners,
-    walk_owners,
-)
+from graphplan.guards.fingerprint import Fingerprint
+from graphplan.observe.executed_code import ExecutedCode
+from graphplan.observe.profile import Profile
+from graphplan.observe.source import find_source
+from graphplan.optimizers.preparation import Preparation, check_optimizer, may_be_captured
+from graphplan.optimizers.rates import LearningRates
+from graphplan.optimizers.scaling import ScaledSteps
+from graphplan.owners.discovery import Discovery
+from graphplan.owners.group_counts import GroupCounts
+from graphplan.owners.naming import free_name, name_owners
+from graphplan.owners.sharding import Sharding
+from graphplan.owners.slots import Namespace, Reached, Walk
+from graphplan.owners.views import attributes_of
+from graphplan.owners.walk import walk_owners
+from graphplan.program.faults import refusing
 from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
 from graphplan.step.notices import Notices
-from graphplan.tracer import Profile, Ran, find_source, refuse_trace
-from graphplan.unchanged import Modes
+from graphplan.trace.mode import refuse_trace
 
 Result = TypeVar("Result")
 _NAMES = "names"
@@ -210,7 +210,7 @@ class Managed:
                 "the step"
             )
 
-    def take_names(self, ran: Ran, walk: Walk) -> bool:
+    def take_names(self, ran: ExecutedCode, walk: Walk) -> bool:
         """Take in the names that code used, and the objects that it ran on; whether there are any new ones. ``walk`` is
         over the owners as they are now.
 

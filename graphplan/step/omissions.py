@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from graphplan.compiler import is_allowed
-from graphplan.tracer import Trace
+from graphplan.effects.finding import is_allowed
+from graphplan.trace.records import Trace
 
 
 def omissions(trace: Trace, allow: Sequence[str]) -> Iterator[str]:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from graphplan.backend import check_backend
+from graphplan.backends.backend import check_backend
+from graphplan.environment.origin import watch
 from graphplan.errors import OptionError, PolicyError
-from graphplan.fed import hands_over
-from graphplan.origin import watch
-from graphplan.padding import Buckets, Dims, Ladders, PadValue, check_shapes
-from graphplan.policy import Policy, check_mode
-from graphplan.verify import Schedule
+from graphplan.feed.call_arguments import hands_over
+from graphplan.specs.policy import Policy, check_mode
+from graphplan.step.padding.buckets import Buckets, Ladders, check_shapes
+from graphplan.step.padding.layout import PadValue
+from graphplan.step.padding.shapes import Dims
+from graphplan.verify.schedule import Schedule
 
 EagerIf = Callable[..., bool] | int | None
 _COUNTS = {"warmup_steps": 1, "max_graphs": 1, "max_recaptures": 0}

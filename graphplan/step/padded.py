@@ -15,18 +15,25 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from graphplan.backend import first_line
+from graphplan.backends.backend import first_line
+from graphplan.environment.surroundings import surroundings
 from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError
-from graphplan.marks import marks_of
-from graphplan.padding import Dynamic, Kind, Kinds, Ladders, Padding, ShapeStats, Size, handed_on, result_leaves
-from graphplan.program import settle_companions
-from graphplan.signature import Feed, asks_for_gradients, flatten, is_dense
-from graphplan.step.graphed import GraphedStep
+from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense
+from graphplan.feed.unread import UnreadValues
+from graphplan.program.companions import settle_companions
+from graphplan.step.call_lock import running_step
+from graphplan.step.graphed_step import GraphedStep
+from graphplan.step.padding.buckets import Ladders
+from graphplan.step.padding.call_kinds import Kind, Kinds, Size
+from graphplan.step.padding.layout import Padding
+from graphplan.step.padding.lent_memory import handed_on
+from graphplan.step.padding.shape_stats import ShapeStats
+from graphplan.step.padding.shapes import Dynamic
+from graphplan.step.padding.slicing import result_leaves
 from graphplan.step.padding_check import PaddingCheck
-from graphplan.step.turn import running_step
-from graphplan.surroundings import surroundings
-from graphplan.unread import UnreadValues
-from graphplan.verify import Timetable, find_room
+from graphplan.tensors.attributes import attributes_on
+from graphplan.verify.copy_placement import find_room
+from graphplan.verify.schedule import Timetable
 
 _CALLS_TO_KNOW = 2
 """First calls, which are not padded: what the step changes has to be known to be undone, and an object is known once it
@@ -235,4 +242,4 @@ class PaddedStep(GraphedStep):
 
 def _is_plain(leaf: Tensor) -> bool:
     """Whether the padded tensor can stand for ``leaf``."""
-    return type(leaf) is Tensor and is_dense(leaf) and not (asks_for_gradients(leaf) or marks_of(leaf))
+    return type(leaf) is Tensor and is_dense(leaf) and not (asks_for_gradients(leaf) or attributes_on(leaf))

@@ -4,8 +4,8 @@ one, from one state, and both times undone.
 What is compared is what the step *changes*: results, gradients, optimizer state, buffers, and the updates of
 parameters. Other shapes have other kernels, which add up in another order, so these may differ by what rounding does:
 
-- by a share of the change itself, :func:`graphplan.padding.tolerance`. The relative error of a sum grows with the root
-  of its length times the last place; the root of the last place leaves room for millions of terms.
+- by a share of the change itself, :func:`graphplan.step.padding.slicing.tolerance`. The relative error of a sum grows
+  with the root of its length times the last place; the root of the last place leaves room for millions of terms.
 - by a multiple of what a third rehearsal finds, on the batch as it came from parameters whose last bits are others.
   Where terms cancel, rounding is all that is left (an attention's key bias has no gradient), Adam makes of that steps
   as long as of any gradient, and two samples of it may lie far apart. Under autocast the bits are those of the coarser
@@ -26,18 +26,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.compiler import is_allowed
-from graphplan.dtensors import local
+from graphplan.effects.finding import is_allowed
 from graphplan.errors import HostEffectError, PaddingError
-from graphplan.fed import Fed
-from graphplan.owners import Snapshot, Walk, copy_all, is_optimizer_state, storage_id
-from graphplan.padding import Layout, Slicer, result_leaves, tolerance
-from graphplan.signature import Feed
+from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.signature import Feed
+from graphplan.owners.slots import Walk, is_optimizer_state
+from graphplan.owners.snapshot import Snapshot
 from graphplan.step.compiled import uncompiled
 from graphplan.step.managed import Managed
+from graphplan.step.padding.layout import Layout
+from graphplan.step.padding.slicing import Slicer, result_leaves, tolerance
 from graphplan.step.rehearsal_mode import RehearsalMode
 from graphplan.step.runner import Runner
-from graphplan.trees import flatten_result, map_result
+from graphplan.tensors.copying import copy_all
+from graphplan.tensors.dtensors import local
+from graphplan.tensors.storages import storage_id
+from graphplan.tensors.trees import flatten_result, map_result
 from graphplan.verify.compare import (
     RESPONSES,
     SPREADS,
@@ -50,7 +54,7 @@ from graphplan.verify.compare import (
     moved,
     numbers,
 )
-from graphplan.verify.rounding import nudged
+from graphplan.verify.noise import nudged
 from graphplan.verify.state import collect_tensors, collect_values, tensors_of
 
 _SIDES = Sides("the padded step", "the unpadded step", "rounding comes to")
@@ -165,7 +169,7 @@ class PaddingCheck:
 
     def _rehearse(self, feed: Feed, extra: Mapping[str, Tensor]) -> _Left:
         """Run the step without dropout and put everything back. ``extra`` are tensors to keep by name."""
-        fed = Fed(*feed.rebuild(feed.leaves)).watch()
+        fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
         mode = RehearsalMode(self._snapshot.storages)
         try:
             with uncompiled(), mode:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
-from graphplan.plan import Plan
-from graphplan.program import Program
-from graphplan.signature import Feed, first_difference
-from graphplan.stats import Stats
+from graphplan.feed.signature import Feed, first_difference
+from graphplan.plan.plan import Plan
+from graphplan.program.program import Program
+from graphplan.report.stats import Stats
 from graphplan.step.entry import Entries, Entry, Key
 from graphplan.step.options import Options
 

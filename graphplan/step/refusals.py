@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable
 
 from graphplan.errors import DeviceError, FeedError, RefusalError
-from graphplan.fed import hands_over
-from graphplan.stats import Stats
+from graphplan.feed.call_arguments import hands_over
+from graphplan.report.stats import Stats
 from graphplan.step.peers import Peers
 
 

@@ -7,18 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.dtensors import is_imagined
-from graphplan.owners import default_generators, host_generators, is_freed, storage_id
-from graphplan.tracer import (
-    Aside,
-    OperatorMode,
-    Schema,
-    find_source,
-    rounding_of,
-    schema_of,
-    tensors_in,
-    written_tensors,
-)
+from graphplan.observe.source import find_source
+from graphplan.observe.watching import Aside
+from graphplan.owners.snapshot import default_generators, host_generators
+from graphplan.tensors.attributes import is_freed
+from graphplan.tensors.dtensors import is_imagined
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.composites import OperatorMode
+from graphplan.trace.operator_schemas import Schema, schema_of, tensors_in, written_tensors
+from graphplan.trace.records import rounding_of
 
 _SHARE = "dropout_p"
 """The argument of attention's operators, and of their derivatives."""

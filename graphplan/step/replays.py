@@ -10,16 +10,20 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
-from graphplan.backend import first_line
+from graphplan.backends.backend import first_line
 from graphplan.errors import CheckMemoryError, PeerError, VerifyError
-from graphplan.fed import Fed
-from graphplan.owners import Walk
-from graphplan.program import NO_CHECK, Program, Tally, settle_companions
-from graphplan.signature import Feed
+from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.signature import Feed
+from graphplan.owners.slots import Walk
+from graphplan.program.companions import settle_companions
+from graphplan.program.program import NO_CHECK, Program, Tally
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Runner
-from graphplan.verify import Noise, Timetable, Verdict, check_replay, detached, find_room
+from graphplan.verify.check import Verdict, check_replay, detached
+from graphplan.verify.copy_placement import find_room
+from graphplan.verify.noise import Noise
+from graphplan.verify.schedule import Timetable
 
 
 class _Series:
@@ -113,7 +117,7 @@ class Replays:
         series = self._series_of(program)
         number = program.tally.replays + 1
         series.timetable.begin(number)
-        fed = Fed.of(feed).watch()
+        fed = CallArguments.of(feed).watch()
         try:
             with self._stats.timed("verify"):
                 verdict = check_replay(
@@ -177,7 +181,7 @@ class Replays:
             return reason or "the ranks do not check the same steps"
         return reason or ("" if can else "another rank has no room for a check")
 
-    def _eager(self, program: Program, fed: Fed, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
+    def _eager(self, program: Program, fed: CallArguments, leaves: Sequence[Any], walk: Callable[[], Walk]) -> Any:
         """The eager step of a check. ``walk`` leads to what its owners hold afterwards."""
         try:
             result = self._runner.run(lambda: detached(self._runner.call(fed)), between=(program, leaves, walk))
@@ -211,7 +215,7 @@ class Replays:
         self._stop_checks(program, reason)
         if not is_needed:
             return self.replay(program, feed.leaves), None
-        result = self._runner.run(lambda: detached(self._runner.call(Fed.of(feed))))
+        result = self._runner.run(lambda: detached(self._runner.call(CallArguments.of(feed))))
         return result, _unknown(program, reason, result)
 
     def _stop_checks(self, program: Program, reason: str) -> None:

@@ -8,21 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backend import Backend, resolve_backend
-from graphplan.capture_state import presenting_capture
-from graphplan.compiler import find_device
-from graphplan.cudagraph import CUDAGraphBackend
+from graphplan.backends.backend import Backend, resolve_backend
+from graphplan.backends.cudagraph import CUDAGraphBackend
+from graphplan.backends.tape import TapeBackend
 from graphplan.errors import RefusalError, SkipReason
-from graphplan.fed import Fed, call_step
-from graphplan.owners import Walk
-from graphplan.plan import Plan
-from graphplan.program import Program
-from graphplan.signature import Feed, check_feed
-from graphplan.stats import Stats
+from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.signature import Feed, check_feed
+from graphplan.observe.capture_state import presenting_capture
+from graphplan.owners.slots import Walk
+from graphplan.plan.build import find_device
+from graphplan.plan.plan import Plan
+from graphplan.program.program import Program
+from graphplan.report.stats import Stats
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
-from graphplan.tape import TapeBackend
-from graphplan.trees import map_result
+from graphplan.tensors.trees import map_result
 
 
 class Backends:
@@ -57,7 +57,7 @@ class Runner:
         self.outcome: tuple[Any] | None = None
         """What the step's function has returned in the call that is going on, once it has."""
 
-    def call(self, fed: Fed) -> Any:
+    def call(self, fed: CallArguments) -> Any:
         """The step's function itself on what it is fed."""
         return fed.lend(self._note_outcome)
 
@@ -101,7 +101,7 @@ class Runner:
 
     def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
         """An eager step as managed ones run, counted under ``reason``."""
-        result = self.run(lambda: self.call(Fed.of(feed)))
+        result = self.run(lambda: self.call(CallArguments.of(feed)))
         self.count_eager(reason, detail)
         return result
 
@@ -111,7 +111,7 @@ class Runner:
         self.count_eager(SkipReason.BACKEND_EAGER)
         return result
 
-    def plain(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
+    def plain(self, fed: CallArguments, reason: SkipReason, detail: str = "") -> Any:
         """An eager step for that reason, on arguments of any kind.
 
         No program will be compared with it, so learning rates are numbers, for whoever reads them in the step. The
@@ -122,7 +122,7 @@ class Runner:
         self.count_eager(reason, detail)
         return result
 
-    def outside(self, fed: Fed, reason: SkipReason, detail: str = "") -> Any:
+    def outside(self, fed: CallArguments, reason: SkipReason, detail: str = "") -> Any:
         """An eager call through which gradients may flow."""
         result = self.call(fed)
         self.count_eager(reason, detail)
@@ -145,7 +145,7 @@ class Runner:
 
     def refused(self, feed: Feed, error: RefusalError) -> Any:
         """:meth:`plain` on a feed."""
-        return self.plain(Fed.of(feed), error.reason, str(error))
+        return self.plain(CallArguments.of(feed), error.reason, str(error))
 
     def count_eager(self, reason: SkipReason | None, detail: str = "") -> None:
         """Count an eager call that has returned."""
@@ -167,10 +167,10 @@ class Runner:
         self.backend = self._backends.get(name, device)
 
 
-def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fed:
+def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:
     """Arguments of any kind with their tensors on ``device``, if that is given."""
     if device is None:
-        return Fed(args, kwargs)
+        return CallArguments(args, kwargs)
     are_moved = []
 
     def move(tensor: Tensor) -> Tensor:
@@ -179,4 +179,4 @@ def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mappi
         return there
 
     its_args, its_kwargs = map_result(move, (args, dict(kwargs)))
-    return Fed(its_args, its_kwargs, (args, kwargs)) if any(are_moved) else Fed(args, kwargs)
+    return CallArguments(its_args, its_kwargs, (args, kwargs)) if any(are_moved) else CallArguments(args, kwargs)

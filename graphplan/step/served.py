@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from graphplan.environment.surroundings import surroundings
 from graphplan.errors import GraphPlanError, RefusalError, SkipReason
-from graphplan.program import Program
-from graphplan.signature import Feed, flatten
-from graphplan.step.graphed import GraphedStep
+from graphplan.feed.signature import Feed, flatten
+from graphplan.program.program import Program
+from graphplan.step.call_lock import running_step
+from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.runner import brought_to
-from graphplan.step.turn import running_step
-from graphplan.surroundings import surroundings
 
 
 class _BeforeError(GraphPlanError):

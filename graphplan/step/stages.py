@@ -15,32 +15,39 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphplan.backend import is_out_of_memory, refusing_memory
-from graphplan.buffers import Buffers
-from graphplan.compiler import build_plan, build_plan_like, changed_between, check_threads, is_reordered
+from graphplan.backends.backend import is_out_of_memory, refusing_memory
+from graphplan.effects.host import check_threads
+from graphplan.effects.host_changes import host_changes
 from graphplan.errors import GraphPlanError, HostEffectError, LearningRateError, RefusalError, SkipReason
-from graphplan.faults import is_steps_own, refusal_of
-from graphplan.fed import Fed
-from graphplan.optimizers import within_first_steps
-from graphplan.owners import Snapshot, Walk, is_optimizer_state
-from graphplan.placeholders import ReadSignal, compares_classes
-from graphplan.plan import Plan
-from graphplan.program import MEMORY_IS_FED, outdated
-from graphplan.signature import Feed, asks_for_gradients
+from graphplan.feed.buffers import Buffers
+from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.placeholders import ReadSignal, compares_classes
+from graphplan.feed.signature import Feed, asks_for_gradients
+from graphplan.feed.unread import Placeholders, UnreadValues, with_placeholders
+from graphplan.optimizers.first_steps import within_first_steps
+from graphplan.owners.slots import Walk, is_optimizer_state
+from graphplan.owners.snapshot import Snapshot
+from graphplan.plan.alike import build_plan_like
+from graphplan.plan.build import build_plan
+from graphplan.plan.difference import is_reordered
+from graphplan.plan.plan import Plan
+from graphplan.program.capture import outdated
+from graphplan.program.faults import is_steps_own, refusal_of
+from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.step.captures import Captures
 from graphplan.step.compiled import Rehearsal, refuse_graphs_within, uncompiled
 from graphplan.step.entry import Entry, Line
 from graphplan.step.managed import Managed
+from graphplan.step.memory_budget import Room
 from graphplan.step.omissions import omissions
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Programs
 from graphplan.step.refusals import Refusals
-from graphplan.step.room import Room
 from graphplan.step.runner import Runner
-from graphplan.tracer import Trace, trace
-from graphplan.trees import flatten_result
-from graphplan.unread import Placeholders, UnreadValues, with_placeholders
+from graphplan.tensors.trees import flatten_result
+from graphplan.trace.records import Trace
+from graphplan.trace.run import trace
 
 Walked = TypeVar("Walked")
 _NO_ACCIDENT = 2
@@ -124,7 +131,7 @@ class Stages:
         """
         self._runner.settle_backend(feed)
         assert self._runner.backend is not None
-        fed = Fed.of(feed).watch()
+        fed = CallArguments.of(feed).watch()
         call = partial(self._runner.call, fed)
         is_planned = self._programs.is_further(entry)
         is_settled = entry.settled or any(other.settled for other in self._programs.other_shapes(entry))
@@ -222,7 +229,7 @@ class Stages:
             snapshot = Snapshot(walk, extra=extra, generators=generators, device=self._room.for_copies(walk, backend))
             compiled = self._managed.runs_compiled(walk)
             hidden, placeholders = with_placeholders(feed)
-            fed = Fed.of(hidden).watch()
+            fed = CallArguments.of(hidden).watch()
             undo.callback(snapshot.restore)
             undo.callback(fed.restore)
             # Casts of the weights that the caller's autocast remembers would be missing from what is recorded next.
@@ -255,7 +262,15 @@ class Stages:
         return changed is not None
 
     def _trace(
-        self, entry: Entry, line: Line, feed: Feed, fed: Fed, undo: ExitStack, snapshot: Snapshot, *, rehearses: bool
+        self,
+        entry: Entry,
+        line: Line,
+        feed: Feed,
+        fed: CallArguments,
+        undo: ExitStack,
+        snapshot: Snapshot,
+        *,
+        rehearses: bool,
     ) -> Any:
         facts = Trace()
         undo.callback(facts.undo_unowned_writes)
@@ -275,7 +290,7 @@ class Stages:
             if rehearsal is not None:
                 rehearsal.undo(facts, snapshot)
                 fed.restore()
-                result = self._runner.run(lambda: self._runner.call(Fed.of(feed)))
+                result = self._runner.run(lambda: self._runner.call(CallArguments.of(feed)))
             try:
                 if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
                     rehearsal.check(result, fn)
@@ -379,7 +394,7 @@ class Stages:
         """
         latest, self._latest = self._latest, facts
         if latest is not None:
-            changed = changed_between(latest, facts, walk, self._options.allow)
+            changed = host_changes(latest, facts, walk, self._options.allow)
             path = "" if changed is None else changed.split(" was ")[0]
             self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
 
@@ -425,7 +440,7 @@ class Stages:
             entry.warm = self._options.warmup_steps - 2 ** (line.reordered + 1)
             self._stats.note("traced anew: autograd's engine ran the same operators in another order one step before")
             return True
-        changed = changed_between(first, second, walk, self._options.allow)
+        changed = host_changes(first, second, walk, self._options.allow)
         line.straddling += changed is not None
         if changed is not None and line.straddling < _STRADDLING:
             # An epoch ended, say: the second trace may be one of a pair with the next, and this step is its own.

@@ -17,17 +17,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphplan.backend import first_line
-from graphplan.compiler import is_allowed
-from graphplan.dtensors import local
+from graphplan.backends.backend import first_line
+from graphplan.effects.finding import is_allowed
 from graphplan.errors import PeerError
-from graphplan.owners import Snapshot, Walk, copy_all, host_generators, is_freed, storage_id, walk_owners
-from graphplan.program import Program, StaticOutput
-from graphplan.trees import flatten_result, map_result
+from graphplan.owners.slots import Walk
+from graphplan.owners.snapshot import Snapshot, host_generators
+from graphplan.owners.walk import walk_owners
+from graphplan.program.leases import StaticOutput
+from graphplan.program.program import Program
+from graphplan.tensors.attributes import is_freed
+from graphplan.tensors.copying import copy_all
+from graphplan.tensors.dtensors import local
+from graphplan.tensors.storages import storage_id
+from graphplan.tensors.trees import flatten_result, map_result
 from graphplan.verify.compare import Difference, Differing, Run, describe, differing_values
-from graphplan.verify.noise import Beyond, Moves, Noise
-from graphplan.verify.rounding import nudged
-from graphplan.verify.spread import beyond_spread
+from graphplan.verify.noise import Beyond, Moves, Noise, beyond_spread, nudged
 from graphplan.verify.state import Leaves, State, are_same, collect_tensors, collect_values, tensors_of
 
 Result = TypeVar("Result")

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphplan.owners import COMPUTED, Unequal, beside, bits, values_of
-from graphplan.roles import TensorSpec
-from graphplan.tracer.changes import same_value
+from graphplan.owners.flags import COMPUTED
+from graphplan.specs.roles import TensorSpec
+from graphplan.tensors.copying import Unequal, beside, bits, values_of
+from graphplan.trace.changes import same_value
 
 SPREADS = 8.0
 """A difference may be this many times the distance between replays: a few runs are a small sample of a spread."""

@@ -1,4 +1,4 @@
-"""What earlier checks of a program have shown of its noise.
+"""What explains a difference between a replay and the eager step besides a fault: rounding, and the spread of replays.
 
 Where kernels are not deterministic, a check replays once more to see how far replays lie apart. That takes as long as a
 step, and copies of all that the step changes. How far it was in earlier checks, and what rounding did in these, as a
@@ -8,13 +8,15 @@ share of what the step changes, is enough to know noise by; what is larger is me
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Norms, Run, apart, fits, moved, numbers
+from graphplan.tensors.attributes import is_freed
+from graphplan.tensors.copying import beside, copy_all
+from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Norms, Run, apart, fits, moved, numbers, unexplained
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +102,109 @@ class Beyond:
 
 def _has_numbers(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+_ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def can_be_nudged(tensor: Tensor) -> bool:
+    """Whether its elements are numbers that can be changed in place."""
+    is_dense = tensor.layout is torch.strided and 0 not in tensor.stride()
+    return is_dense and tensor.dtype in _ROUNDED and not (is_freed(tensor) or tensor.is_inference())
+
+
+@torch.no_grad()
+def nudge(tensors: Iterable[Tensor], rounding: float) -> None:
+    """Change the elements of each tensor by turns up and down: by ``rounding``, or what its own type can tell apart."""
+    rows = [tensor.detach() if tensor.dim() else tensor.detach().view(1) for tensor in tensors]
+    for kind in {row.dtype for row in rows}:
+        part = max(torch.finfo(kind).eps, rounding)
+        alike = [row for row in rows if row.dtype == kind]
+        torch._foreach_mul_([row[..., ::2] for row in alike], 1 + part)
+        torch._foreach_mul_([row[..., 1::2] for row in alike], 1 - part)
+
+
+@torch.no_grad()
+def take_back(left: Sequence[Tensor], old: Sequence[Tensor], rounding: float) -> None:
+    """Take out of what a replay made of ``old``, nudged, the nudge itself: it may be larger than the step's update, and
+    noise is in the update only.
+    """
+    for home in {tensor.device for tensor in left}:
+        here = [index for index, tensor in enumerate(left) if tensor.device == home]
+        before = beside([old[index] for index in here], home)
+        nudges = copy_all(before)
+        nudge(nudges, rounding)
+        torch._foreach_sub_(nudges, before)
+        torch._foreach_sub_([left[index] for index in here], nudges)
+
+
+def nudged(
+    replay: Callable[[], Mapping[str, Tensor]],
+    params: Mapping[str, Tensor],
+    old: Callable[[Tensor], Tensor | None],
+    rounding: float,
+) -> Mapping[str, Tensor]:
+    """What ``replay`` leaves if ``params`` have other last bits, but for these: parameters among it are changed once
+    more. ``old(param)`` is what a parameter held before.
+    """
+    fit = {path: param for path, param in params.items() if can_be_nudged(param)}
+    nudge(fit.values(), rounding)
+    left = replay()
+    rows = [(left[path], before) for path, p in fit.items() if path in left and (before := old(p)) is not None]
+    rows = [(tensor, before) for tensor, before in rows if fits(before, tensor)]
+    take_back([tensor for tensor, _ in rows], [before for _, before in rows], rounding)
+    return left
+
+
+_REPLAYS = 3
+"""As often a replay is repeated until two of them differ."""
+
+
+Tensors = Mapping[str, Tensor]
+
+
+def beyond_spread(
+    paths: list[str],
+    old: Tensors,
+    replayed: Tensors,
+    eager: Run,
+    *,
+    repeat: Callable[[bool], Run],
+    on_any: Callable[[bool], bool],
+    noise: Noise,
+    may_reorder: bool,
+    device: torch.device,
+) -> dict[str, float]:
+    """What more replays from the same state do not explain: noise may be so seldom that several show none.
+
+    Args:
+        paths: where ``replayed`` and the eager step differ.
+        old: what was there before.
+        replayed: what the first replay left.
+        eager: the eager step beside that.
+        repeat: one more replay from ``old`` beside it; told True, one from parameters with other last bits.
+        on_any: whether something is so on any rank, all of which repeat as often.
+        noise: what earlier checks have shown, to which this one adds.
+        may_reorder: whether the step may add up in other orders. Replays keep to theirs, and eager steps need not.
+        device: where to compute what lies on the host.
+
+    Returns:
+        How far replays lie apart, by path.
+    """
+    again: list[Run] = []
+    found = dict.fromkeys(paths, 0.0)
+    noisy = may_reorder
+    for _ in range(_REPLAYS):
+        again.append(repeat(False))
+        noisy = noisy or again[-1].differs
+        found = unexplained(found, replayed, again, eager, noisy=noisy, device=device)
+        if not on_any(bool(found) and not noisy):
+            break
+    off = None
+    # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
+    if on_any(noisy and (bool(found) or not noise.is_known)):
+        off = repeat(True)
+        found = unexplained(found, replayed, again, eager, off, noisy=True, device=device)
+    if not found and noisy:
+        noise.learn(Moves.of(old, replayed, device), again, eager, off)
+    return found

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphplan.errors import OptionError
-from graphplan.program import NO_CHECK
+from graphplan.program.program import NO_CHECK
 
 EVERY = 1000
 """The geometric schedule doubles up to here, and then goes on in steps of this size."""

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.dtensors import local
-from graphplan.marks import has_memory
-from graphplan.owners import Flags, Inherited, Numbers, Walk, default_generators, is_freed
+from graphplan.owners.flags import Flags
+from graphplan.owners.slots import Walk
+from graphplan.owners.snapshot import default_generators
+from graphplan.owners.views import Inherited, Numbers
+from graphplan.tensors.attributes import has_memory, is_freed
+from graphplan.tensors.dtensors import local
 
 _GENERATOR = "torch's random generator"
 Leaves = Sequence[tuple[str, Any]]
-"""A result's leaves by name, of :func:`graphplan.trees.flatten_result`."""
+"""A result's leaves by name, of :func:`graphplan.tensors.trees.flatten_result`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
-from graphplan.tape import TapeBackend
+from graphplan.backends.tape import TapeBackend
 from tests.models import CLASSES, Mlp, float_batches
 from tests.twins import Record, Rig, assert_same_runs, build, drive, managed
 

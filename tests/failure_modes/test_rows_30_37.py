@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore
 
 from graphplan import ClosedError, NotCapturedError, compile_cached
-from graphplan.tape import TapeRecording
+from graphplan.backends.tape import TapeRecording
 from tests.facts import assert_same, flatten
 from tests.failure_modes.naive import (
     PLAIN,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphplan.step import Options
+from graphplan.step.options import Options
 from graphplan.verify import schedule
 
 # cuBLAS reads it when its first handle is made; without it two runs of one matrix product may differ.

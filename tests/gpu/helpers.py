@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from graphplan.cudanodes import forget_workspaces
-from graphplan.optimizers import Preparation
+from graphplan.backends.cudanodes import forget_workspaces
+from graphplan.optimizers.preparation import Preparation
 from tests.facts import assert_same, flatten
 from tests.twins import Record, Rig, assert_same_runs, before_replays, build, drive, managed
 

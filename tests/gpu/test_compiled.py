@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphplan import graph_step
-from tests.test_compiled import HIDDEN, Counting, Trainer
+from tests.trace.test_compiled import HIDDEN, Counting, Trainer
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])

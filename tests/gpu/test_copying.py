@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from graphplan.owners import copy_all
-from graphplan.owners.copying import Unequal, write_all
+from graphplan.tensors.copying import Unequal, copy_all, write_all
 from tests.gpu.helpers import needs_cuda
-from tests.test_copying import *  # noqa: F403
+from tests.program.test_copying import *  # noqa: F403
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

@@ -9,7 +9,7 @@ import torch
 
 from graphplan import HostSyncError, graphed
 from tests.gpu.helpers import BACKEND, DEVICE
-from tests.test_data_reads import FINE, READS, calls
+from tests.trace.test_data_reads import FINE, READS, calls
 
 ON_THE_HOST = {"numpy", "tensor_split", "equal", "allclose"}
 """They ask for a tensor in host memory, or compare with one."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import DeviceFault, graph_step
-from graphplan.cudagraph import CUDAGraphBackend, GraphRecording
-from graphplan.cudanodes import capture_options
+from graphplan.backends.cudagraph import CUDAGraphBackend, GraphRecording
+from graphplan.backends.cudanodes import capture_options
 from tests.gpu.helpers import DEVICE, is_healthy, needs_cuda
 from tests.models import Box
 

@@ -21,7 +21,7 @@ from tests.failure_modes.test_rows_05_08 import scaled_rig
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device, oracle
 from tests.models import Memory, float_batches
-from tests.test_lost_memory import LOSSES, REPLAYED, losing_rig
+from tests.program.test_lost_memory import LOSSES, REPLAYED, losing_rig
 from tests.twins import Rig, assert_same_runs, build, drive, managed
 
 

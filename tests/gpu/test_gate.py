@@ -13,11 +13,14 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from graphplan import GraphPlanCallback, SkipReason, graph_step, graphed, idleness
-from graphplan.cudagraph import CUDAGraphBackend
-from graphplan.program import Program
-from graphplan.step import Backends, GraphedStep, Options
+from graphplan import GraphPlanCallback, SkipReason, graph_step, graphed
+from graphplan.backends import idleness
+from graphplan.backends.cudagraph import CUDAGraphBackend
+from graphplan.program.program import Program
 from graphplan.step.gate import SKIPPED, STEPS
+from graphplan.step.graphed_step import GraphedStep
+from graphplan.step.options import Options
+from graphplan.step.runner import Backends
 from tests.gpu.helpers import DEVICE, needs_cuda
 
 pytestmark = [needs_cuda, pytest.mark.gated]

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, RMSprop
 from graphplan import HostSyncError
 from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, DEVICE, on_device, oracle
-from tests.test_gradient_scaler import CALLS, scaled_rig
+from tests.optimizers.test_gradient_scaler import CALLS, scaled_rig
 from tests.twins import BEFORE_REPLAY, Record, Rig, build, drive, managed
 
 FUSABLE: dict[str, Callable[..., Any]] = {

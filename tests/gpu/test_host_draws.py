@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphplan import VerifyError, graph_step
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, needs_cuda
-from tests.test_host_draws import training
+from tests.trace.test_host_draws import training
 
 
 def _states(owners: dict[str, Any], generator: torch.Generator) -> list[Tensor]:

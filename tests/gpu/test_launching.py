@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphplan.cudanodes import read_nodes, upload
+from graphplan.backends.cudanodes import read_nodes, upload
 from recipes.launching import measure_launches
 from recipes.workloads import workloads
 from tests.gpu.helpers import DEVICE, needs_cuda

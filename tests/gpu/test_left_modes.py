@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphplan.switches import SWITCHES, Switch, read_all, set_all
+from graphplan.environment.switches import SWITCHES, Switch, read_all, set_all
+from tests.effects.test_left_modes import BASE, SETTABLE, Acts, make_rig, make_switching, other_value
 from tests.gpu.helpers import BACKEND, CUDA, on_device, oracle
-from tests.test_left_modes import BASE, SETTABLE, Acts, make_rig, make_switching, other_value
 from tests.twins import Rig, build, managed
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 
 from graphplan import CaptureError, GraphPlanCallback, SkipReason
-from graphplan.callback import loop
+from graphplan.callback.loop import training_loop as loop
 from tests.facts import assert_same, flatten
 from tests.gpu.failing import recorded, too_much
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators, needs_cuda

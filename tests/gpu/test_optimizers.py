@@ -11,7 +11,7 @@ from torch import optim
 from graphplan import GraphPlanError, graph_step
 from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, DEVICE, needs_cuda
-from tests.test_optimizers import MAKERS, build
+from tests.optimizers.test_optimizers import MAKERS, build
 
 HOST_ONLY = {"Adagrad", "Adafactor", "Muon"}
 """No ``capturable`` argument, and no fused CUDA kernel with one: their step needs the host."""

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
+from tests.effects.test_carries import CARRIES, recurrent_rig
+from tests.effects.test_emptied_containers import CHANGES
+from tests.effects.test_emptied_containers import rig_of as emptied_rig
+from tests.effects.test_host_effects import HOST_EFFECTS
+from tests.effects.test_kept_memory import KEPT, assert_kept
+from tests.effects.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
+from tests.effects.test_one_memory import CASES
+from tests.effects.test_one_memory import rig_of as one_memory_rig
+from tests.effects.test_replaced_state import RESETS, reset_rig
 from tests.facts import assert_same, flatten
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
 from tests.models import CALLS, Mlp, float_batches, updating_rig
-from tests.test_carries import CARRIES, recurrent_rig
-from tests.test_emptied_containers import CHANGES
-from tests.test_emptied_containers import rig_of as emptied_rig
-from tests.test_host_effects import HOST_EFFECTS
-from tests.test_kept_memory import KEPT, assert_kept
-from tests.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
-from tests.test_one_memory import CASES
-from tests.test_one_memory import rig_of as one_memory_rig
-from tests.test_replaced_state import RESETS, reset_rig
-from tests.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
+from tests.step.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
 from tests.twins import Rig, assert_same_runs, build, drive, managed
 
 

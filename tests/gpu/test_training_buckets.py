@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from graphplan import PaddingError, graph_step
 from tests.gpu.helpers import BACKEND, CUDA, DEVICE, to_device
-from tests.test_training_buckets import SIZES, Batch, Training, batches
+from tests.step.test_training_buckets import SIZES, Batch, Training, batches
 
 COUNT = 120
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import Graphed, OptionError, PaddingError, SkipReason, StaleError, buckets, graphed
-from graphplan.padding.buckets import Ladders
+from graphplan.step.padding.buckets import Ladders
 from tests.inference.helpers import Layer
 
 
@@ -490,7 +490,7 @@ def test_without_room_for_a_check_calls_stay_as_they_came(monkeypatch: pytest.Mo
     """Until it is known how results are cut; after that, they are padded unchecked."""
     fast = bucketed(network(), [4], verify=1)
     free: list[int | None] = [0]
-    monkeypatch.setattr("graphplan.verify.memory.free_bytes", lambda device: free[0])
+    monkeypatch.setattr("graphplan.verify.copy_placement.free_bytes", lambda device: free[0])
     for _ in range(3):
         assert fast(torch.randn(3, 8)).shape == (3, 4)
     assert fast.stats.skipped[SkipReason.CHECK] == 3 and fast.shapes.checked == 0
@@ -505,9 +505,9 @@ def test_without_room_for_a_check_calls_stay_as_they_came(monkeypatch: pytest.Mo
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number among the arguments that never comes back makes a capture size of its own each time."""
-    monkeypatch.setattr("graphplan.padding.kinds._MOST_SIZES", 3)
-    monkeypatch.setattr("graphplan.padding.kinds._MOST_SHAPES", 5)
-    monkeypatch.setattr("graphplan.padding.kinds._MOST_KINDS", 4)
+    monkeypatch.setattr("graphplan.step.padding.call_kinds._MOST_SIZES", 3)
+    monkeypatch.setattr("graphplan.step.padding.call_kinds._MOST_SHAPES", 5)
+    monkeypatch.setattr("graphplan.step.padding.call_kinds._MOST_KINDS", 4)
     fast = bucketed(lambda x, scale: x * scale, [4], on_failure="eager")
     for index in range(8):
         x = torch.randn(3, 8)

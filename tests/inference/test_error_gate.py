@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import CaptureError, EffectError, FaultError, Graphed, graphed
-from tests.test_error_gate import WHEN, raising
+from tests.step.test_error_gate import WHEN, raising
 
 CALLS = 14
 
@@ -47,15 +47,17 @@ def _drive(call: Any) -> list[Tensor]:
 
 
 BEFORE = {
-    "exact": ["inference.graphed:plain", "step.graphed:flatten", "step.lookup:Lookup.find", "step.stages:trace",
+    "exact": ["inference.graphed:plain", "step.graphed_step:flatten", "step.lookup:Lookup.find", "step.stages:trace",
               "step.captures:capture_program", "inference.graphed:dense_feed"],
-    "eager": ["inference.graphed:dense_feed", "padding.shapes:Dynamic.split"],
-    "bucket": ["inference.graphed:dense_feed", "inference.bucketed:Bucketed.call", "padding.kinds:Kinds.get",
-               "padding.kinds:Kinds.learn", "padding.layout:Padding.pad", "inference.bucketed:Bucketed._is_due",
-               "inference.bucketed:Effects", "step.stages:trace"],
+    "eager": ["inference.graphed:dense_feed", "step.padding.shapes:Dynamic.split"],
+    "bucket": ["inference.graphed:dense_feed", "inference.buckets.bucketed:Bucketed.call",
+               "step.padding.call_kinds:Kinds.get",
+               "step.padding.call_kinds:Kinds.learn", "step.padding.layout:Padding.pad",
+               "inference.buckets.bucketed:Bucketed._is_due",
+               "inference.buckets.bucketed:Effects", "step.stages:trace"],
 }  # fmt: skip
 PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in places]
-AFTER = ["padding.slicing:Slicer.meet", "padding.slicing:Slicer.cut", "inference.bucketed:handed_on"]
+AFTER = ["step.padding.slicing:Slicer.meet", "step.padding.slicing:Slicer.cut", "inference.buckets.bucketed:handed_on"]
 
 
 def _graphed(shapes: str, on_failure: str, **options: Any) -> tuple[Decoder, Graphed]:

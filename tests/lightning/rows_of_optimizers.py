@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 
 from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, per_step
 from tests.lightning.rows import FULL, Row, scheduled, variant
-from tests.test_gradient_scaler import prepared
+from tests.optimizers.test_gradient_scaler import prepared
 
 ON_THE_HOST = FULL - 4
 """Replays where the optimizer turns out to stay on the host with the second trace: tracing begins anew."""

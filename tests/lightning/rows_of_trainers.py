@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, RMSprop
 
 from tests.lightning.parts import FUSED_ADAMW, LitDigits
 from tests.lightning.rows import FULL, Row
-from tests.test_gradient_scaler import prepared
+from tests.optimizers.test_gradient_scaler import prepared
 from tests.twins import FURTHER
 
 # Precision.

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
-from graphplan.callback import bars
-from graphplan.callback.copies import LaggingNumbers, SentNumbers
+from graphplan.callback.logging import bars
+from graphplan.callback.logging.async_copies import LaggingNumbers, SentNumbers
 from tests.lightning.parts import LitDigits, Observer, assert_same_fits, digits, fit, tape, with_step
 from tests.lightning.test_progress_bar import Counting
 
@@ -249,9 +249,9 @@ def test_a_bar_that_is_drawn_now_and_then_waits_for_no_numbers(tmp_path: Path, m
             self.looks += 1
             return self.looks > 3
 
-    monkeypatch.setattr("graphplan.callback.metrics.LaggingNumbers", partial(LaggingNumbers, Late))
+    monkeypatch.setattr("graphplan.callback.logging.bar_metrics.LaggingNumbers", partial(LaggingNumbers, Late))
     clock = iter(range(10**6))
-    monkeypatch.setattr("graphplan.callback.bars.perf_counter", lambda: next(clock) / 200)
+    monkeypatch.setattr("graphplan.callback.logging.bars.perf_counter", lambda: next(clock) / 200)
     bar = PatientBar()
     fit(Counting, tmp_path, tape(verify="off"), batch=2, more=[bar], max_epochs=1, enable_progress_bar=True)
     shown = [(batch, number) for batch, number in bar.shown.items() if 64 < batch < 149]

@@ -23,7 +23,7 @@ from tests.lightning.parts import (
     tape,
     with_step,
 )
-from tests.test_foreign_objects import THINGS
+from tests.sources.test_foreign_objects import THINGS
 
 
 def _with_thing(name: str) -> LitDigits:
@@ -95,9 +95,10 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
     "place",
     [
         "callback.gates:has_hook", "callback.callback:closed_to_training", "callback.callback:closed_loop",
-        "callback.clipping:FusedClipping.__init__", "callback.automatic:AutomaticSeam.install",
-        "callback.loop:LoopSeam.__init__", "callback.loop:LoopSeam.install", "callback.rows:LateRows.install",
-        "callback.seam:Seam.__init__",
+        "callback.clipping:FusedClipping.__init__", "callback.loop.automatic:AutomaticSeam.install",
+        "callback.loop.training_loop:LoopSeam.__init__", "callback.loop.training_loop:LoopSeam.install",
+        "callback.logging.logger_rows:LateRows.install",
+        "callback.loop.seam:Seam.__init__",
         "step.lookup:Lookup.find", "step.stages:trace", "step.stages:build_plan", "step.captures:capture_program",
         "verify.check:_Check.compare", "verify.check:_Check.start", "owners.discovery:Discovery.unknown",
         "program.program:Program.fits",
@@ -108,14 +109,14 @@ def test_errors_of_graphplans_own_in_a_trainer(place: str, tmp_path: Path, monke
 
 
 def test_errors_of_graphplans_own_after_timed_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_refused("callback.automatic:AutomaticSeam.install", tmp_path, monkeypatch, min_speedup=1.0)
+    assert_refused("callback.loop.automatic:AutomaticSeam.install", tmp_path, monkeypatch, min_speedup=1.0)
 
 
 def test_errors_of_graphplans_own_in_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused("callback.callback:closed_to_all", tmp_path, monkeypatch, eval=True)
 
 
-class Shown(LitDigits):
+class MetadataRows(LitDigits):
     """Logs for the bar, and for the loggers after every other step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -141,14 +142,14 @@ def test_errors_of_graphplans_own_in_the_middle_of_a_fit(
 ) -> None:
     """Whatever is under way is done by Lightning's own code, once, and so is the rest of the fit."""
     shows = {"enable_progress_bar": True, "log_every_n_steps": 2}
-    assert_refused(f"callback.{place}", tmp_path, monkeypatch, make=Shown, after=after, trainer=shows)
+    assert_refused(f"callback.{place}", tmp_path, monkeypatch, make=MetadataRows, after=after, trainer=shows)
 
 
 def test_logs_that_fail_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has run: what it logged is half done, and said to be."""
-    monkeypatch.setattr("graphplan.callback.logs.LogNotes._usual_of", _failing(lambda: None, 0))
+    monkeypatch.setattr("graphplan.callback.logging.deferred_logs.LogNotes._usual_of", _failing(lambda: None, 0))
     with pytest.raises(EffectError, match=r"ArithmeticError .*not expected\. the step of Shown has run"):
-        fit(Shown, tmp_path, tape(on_failure="eager"), max_epochs=1)
+        fit(MetadataRows, tmp_path, tape(on_failure="eager"), max_epochs=1)
 
 
 def _failing(plain: Callable[..., Any], after: int) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import lightning_utilities
 import pytest
 import torchmetrics
 
-from graphplan.origin import is_library
+from graphplan.environment.origin import is_library
 
 ROOT = Path(__file__).parents[2]
 FIT = """

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphplan.tape import TapeBackend
+from graphplan.backends.tape import TapeBackend
 from recipes.contenders import Loop
 from recipes.measuring import Feed, Job
 from recipes.trainers import LOGGED, lightning
@@ -184,7 +184,7 @@ def test_only_what_is_changed_is_copied_at_once(
     make = with_step(STEPS[name][0], Stateful)
     fit(make, tmp_path / "late", tape(), max_epochs=1)
     late = recorded[-1]
-    monkeypatch.setattr("graphplan.callback.late.is_recorded", lambda: False)
+    monkeypatch.setattr("graphplan.callback.logging.late_copies.is_recorded", lambda: False)
     fit(make, tmp_path / "at once", tape(), max_epochs=1)
     # Two values and the loss, and the loss by one and back.
     assert recorded[-1] - late == 2 + 1 + 2 - copies

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from graphplan.switches import read_all, set_all
+from graphplan.environment.switches import read_all, set_all
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
 from tests.lightning.rows_of_parts import Manual

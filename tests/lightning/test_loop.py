@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from graphplan import HostEffectError
-from graphplan.callback import loop_gates as gates
+from graphplan.callback.loop import requirements as gates
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, trainer_of, with_step
 
 OTHER = "Lightning's own loop: "

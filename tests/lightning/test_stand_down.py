@@ -17,7 +17,7 @@ from torch.nn.modules import module as modules
 from torch.optim import AdamW, optimizer
 
 from graphplan import GraphPlanCallback, SkipReason
-from graphplan.program import Program
+from graphplan.program.program import Program
 from graphplan.step.gate import SKIPPED, STEPS
 from tests.clocks import Clock
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step

@@ -18,7 +18,17 @@ from graphplan import GraphPlanCallback, PaddingError, SkipReason
 from tests.facts import assert_same, flatten
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.parts import Fit, Observer, ignore_lightning_warnings, tape, trainer_of
-from tests.test_training_buckets import FIX, SIZES, UNPADDED, Batch, Masked, Normalised, batches, loss_of, padded_to
+from tests.step.test_training_buckets import (
+    FIX,
+    SIZES,
+    UNPADDED,
+    Batch,
+    Masked,
+    Normalised,
+    batches,
+    loss_of,
+    padded_to,
+)
 
 COUNT = 40
 ROWS = {"buckets": [4, 8], "dynamic": {"batch": 0}}

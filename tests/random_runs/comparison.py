@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphplan import GraphedStep, GraphPlanError, VerifyError, graph_step
-from graphplan.switches import read_all, set_all
+from graphplan.environment.switches import read_all, set_all
 from tests.facts import assert_same, flatten
 from tests.models import Memory
 from tests.random_runs import step as steps

@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from graphplan import HostSyncError, graph_step
-from graphplan.owners import host_generators
+from graphplan.owners.snapshot import host_generators
+from tests.effects.test_carries import CARRIES, functional_rig, recurrent_rig
+from tests.effects.test_host_effects import HOST_EFFECTS
 from tests.facts import assert_same, flatten
 from tests.failure_modes.naive import changing_rig, loss_of, seeded, stay
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
 from tests.models import CALLS, MODELS, OPTIMIZERS, Box, float_batches, training_rig, updating_rig
-from tests.test_accounting import ledger_rig
-from tests.test_carries import CARRIES, functional_rig, recurrent_rig
-from tests.test_feeds import rig_of
-from tests.test_gradient_scaler import MAKERS, prepared, scaled_rig
-from tests.test_host_effects import HOST_EFFECTS
-from tests.test_step_forms import OUTPUTS, mlp_rig, two_models_rig
-from tests.test_step_forms import accumulating_rig as stepping_outside_rig
+from tests.optimizers.test_gradient_scaler import MAKERS, prepared, scaled_rig
+from tests.plan.test_accounting import ledger_rig
+from tests.plan.test_feeds import rig_of
+from tests.step.test_step_forms import OUTPUTS, mlp_rig, two_models_rig
+from tests.step.test_step_forms import accumulating_rig as stepping_outside_rig
 from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_as_eager, assert_same_runs, build, drive, managed
 
 EIGHTS = (8,) * 20

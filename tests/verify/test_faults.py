@@ -19,7 +19,7 @@ from graphplan import SkipReason, VerifyError
 from tests.facts import assert_same, flatten
 from tests.failure_modes.naive import CALLS, changing_rig, loss_of, run_eagerly, stay
 from tests.models import Box
-from tests.test_messages import WAY_OUT
+from tests.step.test_messages import WAY_OUT
 from tests.twins import BEFORE_REPLAY, Rig, assert_same_runs, build, drive, keep, managed, state_of
 
 EARLY, LATE = BEFORE_REPLAY, BEFORE_REPLAY + 2

@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphplan.tape import TapeBackend
-from graphplan.verify import check, find_room, memory
+from graphplan.backends.tape import TapeBackend
+from graphplan.verify import check
+from graphplan.verify import copy_placement as memory
+from graphplan.verify.copy_placement import find_room
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.models import CALLS, Box, attributes, float_batches, training_rig
 from tests.twins import (

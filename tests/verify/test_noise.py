@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from graphplan import graph_step
-from graphplan.verify import Noise
 from graphplan.verify.compare import Run
-from graphplan.verify.noise import Beyond, Moves
+from graphplan.verify.noise import Beyond, Moves, Noise
 from tests.models import Box, descent
 
 Tensors = dict[str, Tensor]

@@ -13,7 +13,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from graphplan import GraphPlanError, OptionError, SkipReason, graph_step
 from graphplan.step.peers import Peers
-from graphplan.verify import Schedule, Timetable, schedule
+from graphplan.verify import schedule
+from graphplan.verify.schedule import Schedule, Timetable
 from tests.models import Box, training_rig
 from tests.twins import BEFORE_REPLAY, before_replays, build, drive, managed
 

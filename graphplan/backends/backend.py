@@ -1,0 +1,214 @@
+"""What a backend is: something that records a function's device work once and can run that work again.
+
+The two implementations are :mod:`graphplan.backends.cudagraph` and :mod:`graphplan.backends.tape`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import BackendError, CaptureMemoryError
+from graphplan.specs.roles import Footprint
+from graphplan.trace.rng import SavedStates
+
+BACKENDS = ("auto", "cudagraph", "tape", "eager")
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
+"""How torch's allocators, CUDA and its libraries say so where the error is not of a class of its own."""
+
+
+class Recording(Protocol):
+    """Device work recorded once."""
+
+    launches: int
+    """Launches that one replay costs the host: one for a CUDA graph, one per recorded operator for the tape."""
+    nbytes: int
+    """Bytes of intermediate memory that the recording keeps."""
+    generation: object
+    """Recordings of one generation share memory, which comes back when the last of them is reset."""
+    is_spoiled: bool
+    """Whether eager code has left something in that memory, which a replay would overwrite."""
+
+    @property
+    def operators(self) -> int:
+        """Operators, or nodes of a graph, that one replay runs; 0 where that is not known."""
+
+    @property
+    def nodes(self) -> Nodes:
+        """What the recording consists of."""
+
+    def replay(self) -> None:
+        """Run the recorded work again, on the same storages, ordered on the current stream."""
+
+    def reset(self) -> None:
+        """Give the memory back. A reset recording cannot be replayed."""
+
+
+class Backend(Protocol):
+    """Records functions."""
+
+    name: str
+    executes: bool
+    """Whether :meth:`record` also executes the work (the tape does, stream capture does not)."""
+    reads: Sequence[Any] = ()
+    """What the step that is recorded next may read on the host: values that it asserts, and constants."""
+    states: SavedStates = SavedStates()
+    """The states of generators that the step that is recorded next saves and puts back."""
+
+    def record(self, body: Callable[[], Any]) -> tuple[Recording, Any]:
+        """Run ``body`` once while recording it; return the recording and ``body``'s result.
+
+        Raises:
+            CaptureError: if the work cannot be recorded. The process is left able to go on.
+        """
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Run ``body`` eagerly where a capture would run (its stream)."""
+
+    def run_between(
+        self, body: Callable[[], Any], recording: Recording, nbytes: int, left: Callable[[Any], Iterable[Tensor]]
+    ) -> Any:
+        """:meth:`run` between two replays of ``recording``, in the memory of its intermediates if the ``nbytes`` that
+        ``body`` needs are much beside it. ``left`` gives the tensors that the result and owners lead to afterwards.
+        """
+        return self.run(body)
+
+    def note_eager(self) -> None:
+        """Note what eager steps have taken by now. Nothing to do where memory is no matter."""
+        return
+
+    def may_take(self, nbytes: int) -> bool:
+        """Return True if ``nbytes`` more are little beside what eager steps have taken."""
+        return True
+
+    def needs(self, footprint: Footprint, *, alone: bool) -> int:
+        """How many bytes a recording of such a step would take: if it were the only one (``alone``), or beside those
+        that there are, whose memory it may use too. An estimate.
+        """
+
+    def apart(self, nbytes: int) -> AbstractContextManager[object]:
+        """A context in which memory, up to ``nbytes``, comes from pieces of its own, so that what is kept keeps no more
+        than it takes. Nothing to do where nothing is cached.
+        """
+        return nullcontext()
+
+    def begin_generation(self) -> None:
+        """Have later recordings share memory among themselves only. Nothing to do where each has memory of its own."""
+        return
+
+    def trim(self) -> None:
+        """Give memory that nobody uses back to the device. Nothing to do where nothing is cached."""
+        return
+
+
+def check_backend(name: str) -> str:
+    """``name`` itself.
+
+    Raises:
+        BackendError: if it is not one of :data:`BACKENDS`.
+    """
+    if name not in BACKENDS:
+        raise BackendError(f"no backend is called {name!r}; choose from: {', '.join(BACKENDS)}")
+    return name
+
+
+def resolve_backend(name: str, device: torch.device) -> str:
+    """The backend that ``name`` means for tensors on ``device``.
+
+    Raises:
+        BackendError: if that backend cannot run there.
+    """
+    check_backend(name)
+    if name == "auto":
+        by_device = {"cuda": "cudagraph", "cpu": "tape"}
+        if device.type not in by_device:
+            raise BackendError(f"backend='auto' is for CUDA and CPU tensors, found {device}; pass backend='eager'")
+        return by_device[device.type]
+    if name == "cudagraph" and device.type != "cuda":
+        raise BackendError(
+            f"backend='cudagraph' needs tensors on a CUDA device, found {device}; pass backend='tape' or 'auto'"
+        )
+    return name
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on the device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type's name if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def refusing_memory() -> Iterator[None]:
+    """Turn running out of memory into a refusal: the eager step may well fit where its trace or capture does not.
+
+    Raises:
+        CaptureMemoryError: in place of the error that says so.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, CaptureMemoryError) or not is_out_of_memory(error):
+            raise
+        # The frames would keep the tensors of the half-done step alive.
+        traceback.clear_frames(error.__traceback__)
+        raise CaptureMemoryError(
+            f"memory ran out while the step was traced or captured ({first_line(error)}): to be able to undo it, that "
+            "keeps a copy of the step's state, and a capture has memory of its own beside what eager steps use. Make "
+            "the batch smaller, or pass on_failure='eager' to go on without replays"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One piece of recorded work.
+
+    ``type`` is ``"Operator"`` on the tape, and on CUDA what CUDA calls it (``"Kernel"``, ``"Memcpy"``, …). ``name`` is
+    the operator's or the kernel's, empty where there is none. ``after`` are numbers of nodes: those whose results an
+    operator reads, or those that a CUDA graph has it wait for.
+    """
+
+    type: str
+    name: str = ""
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The nodes of one recording in their order; ``missing`` says what is not known of them, and why."""
+
+    all: tuple[Node, ...] = ()
+    missing: str = ""
+
+    def types(self) -> Counter[str]:
+        """How many nodes there are of each type."""
+        return Counter(node.type for node in self.all)
+
+    def names(self) -> Counter[str]:
+        """How often each operator or kernel is run."""
+        return Counter(node.name for node in self.all if node.name)
+
+
+def link(names: Sequence[str], reads: Sequence[Iterable[int | None]], writes: Sequence[Iterable[int | None]]) -> Nodes:
+    """Operators in their order, each after those that last wrote the storages that it reads."""
+    writers: dict[int | None, int] = {}
+    nodes = []
+    for number, (name, read, written) in enumerate(zip(names, reads, writes, strict=True)):
+        after = {writers[storage] for storage in read if storage in writers}
+        nodes.append(Node("Operator", name, tuple(sorted(after))))
+        # What has no storage (a sparse tensor) cannot be followed.
+        writers.update((storage, number) for storage in written if storage is not None)
+    return Nodes(tuple(nodes))

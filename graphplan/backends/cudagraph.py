@@ -1,0 +1,400 @@
+"""The CUDA-graph backend: stream capture of a whole step into one graph.
+
+One capture stream and one memory pool serve all recordings of a backend. Capture runs with
+``capture_error_mode="thread_local"``, so that other threads (a pin-memory thread) may use CUDA meanwhile. A capture
+that CUDA gives up leaves generators in the middle of it, which makes every later random operator raise; a capture of
+nothing that ends well heals that. Where torch can, it watches on demand (``debug=True``) whether what a graph reads
+still lives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.backends.backend import Backend, Nodes, Recording, first_line, is_out_of_memory
+from graphplan.backends.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
+from graphplan.backends.idleness import UNDISTURBED
+from graphplan.environment.collector import no_collections
+from graphplan.errors import CaptureError, DeviceFault, RefusalError
+from graphplan.observe.source import find_raise, is_raised_by_user
+from graphplan.specs.roles import Footprint
+from graphplan.tensors.pools import Loan, memory_apart
+from graphplan.tensors.streams import lend
+from graphplan.trace.constants import DeviceConstants
+from graphplan.trace.host_reads import AnsweredReads
+from graphplan.trace.rng import CapturedStates
+
+_FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
+
+_SHARE = 1.3
+"""As many times the memory that eager steps have taken, checks and copies of the state may have reserved."""
+_DEAD_INPUT = "dead tensor"
+"""What torch says, in an error of no class of its own, of a replay that would read memory that was freed."""
+_LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
+
+
+class GraphRecording:
+    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; ``kept`` says whether its nodes
+    can be read.
+    """
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        device: torch.device,
+        nbytes: int,
+        watched: str | None = None,
+        generation: object = None,
+        *,
+        kept: bool = False,
+        states: CapturedStates | None = None,
+    ) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._states = states
+        self._device = device
+        self._watched = watched
+        self.nbytes = nbytes
+        self.generation = generation
+        self._kept = kept
+        self._nodes: Nodes | None = None
+        self.launches = 1
+        self.is_spoiled = False
+
+    @property
+    def nodes(self) -> Nodes:
+        """The graph's nodes, read when they are first asked for."""
+        if self._nodes is None:
+            self._nodes = Nodes() if self._graph is None else read_nodes(self._graph, kept=self._kept)
+        return self._nodes
+
+    @property
+    def operators(self) -> int:
+        """How many nodes the graph has; 0 where that is not known."""
+        return len(self.nodes.all)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the graph still exists."""
+        return self._graph is not None
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream.
+
+        Raises:
+            DeviceFault: if the recording is watched and would read memory that was freed. Nothing was launched.
+        """
+        assert self._graph is not None, "a closed program is refused before its recording is asked"
+        end = None if self._states is None else self._states.set_out()
+        try:
+            self._graph.replay()
+        except RuntimeError as error:
+            if self._watched is None or _DEAD_INPUT not in first_line(error):
+                raise
+            raise DeviceFault(
+                f"a replay of {self._watched} would read memory that was freed: {first_line(error)} Expected every "
+                "tensor that the capture read from outside to live as long as its program; graphplan keeps those that "
+                "the traced calls read, so this one was put in the place of one of them where Python cannot look, such "
+                "as an object with __slots__. Hold it on an owner, or feed it. torch's own error, which this one comes "
+                "from, says where it was first read and where it was freed"
+            ) from error
+        if self._states is not None and end is not None:
+            self._states.arrive(end)
+
+    def reset(self) -> None:
+        """Destroy the graph and let its pool's memory go, once no other recording of the pool is left."""
+        if self._graph is not None:
+            torch.cuda.synchronize(self._device)
+            self._graph.reset()
+            self._graph = None
+            # A pool without graphs stays reserved until somebody asks for this.
+            _empty_cache()
+
+
+def _note_living(recording: GraphRecording) -> None:
+    """Have ``recording`` destroyed before what was registered for the process's end until now.
+
+    NCCL waits, in ``destroy_process_group``, until no graph that has its kernels is left; a traceback may hold one.
+    """
+    _LIVING.add(recording)
+    atexit.unregister(_end_recordings)
+    atexit.register(_end_recordings)
+
+
+def _end_recordings() -> None:
+    for recording in list(_LIVING):
+        with suppress(RuntimeError):
+            recording.reset()
+
+
+class CUDAGraphBackend(Backend):
+    """Captures on one CUDA device. Capturing does not execute: the first replay is the captured step."""
+
+    name = "cudagraph"
+    executes = False
+
+    def __init__(
+        self, device: torch.device, generators: Sequence[torch.Generator] = (), constants: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.device = device
+        self.generators = list(generators)
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = None
+        self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
+        self.constants = list(constants)
+        self.watched: str | None = None
+        """The name of what is recorded next, if torch shall watch what that reads."""
+        self._eager_bytes = 0
+        self._has_recorded = False
+        self._lends = Loan.is_possible()
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where it captures, and runs what is to be captured."""
+        return self._stream
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """Run ``body`` on the capture stream, ordered after and before the current one.
+
+        Autograd's accumulators remember the stream they were made on; warming up here keeps a capture from having to
+        wait on another stream.
+        """
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = body()
+        current.wait_stream(self._stream)
+        if current != self._stream:
+            lend(result, current, self.device)
+        return result
+
+    def run_between(
+        self, body: Callable[[], Any], recording: Recording, nbytes: int, left: Callable[[Any], Iterable[Tensor]]
+    ) -> Any:
+        """See :meth:`graphplan.backends.backend.Backend.run_between`."""
+        if not self._lends or self.may_take(nbytes):
+            return self.run(body)
+
+        def within() -> Any:
+            loan = Loan(self.device, recording.generation)
+            try:
+                with loan:
+                    result = body()
+                torch.clear_autocast_cache()
+                forget_workspaces()
+                loan.move_out(left(result))
+            except torch.OutOfMemoryError:
+                # The caller undoes the step.
+                forget_workspaces()
+                raise
+            except BaseException:
+                self._spoil(recording.generation)
+                raise
+            # Cycles may be all that has the rest: what the step has made, most likely, is young.
+            for youth in (0, 2):
+                if loan.is_over():
+                    return result
+                gc.collect(youth)
+            if not loan.is_over():
+                self._spoil(recording.generation)
+            return result
+
+        return self.run(within)
+
+    def _spoil(self, generation: object) -> None:
+        """Something that eager code keeps lies where replays write: there are no more of them, and no more loans."""
+        self._lends = False
+        self._pool = None
+        for recording in self._living:
+            if recording.generation == generation:
+                recording.is_spoiled = True
+
+    def note_eager(self) -> None:
+        """See :meth:`graphplan.backends.backend.Backend.note_eager`."""
+        if not self._has_recorded:
+            self._eager_bytes = torch.cuda.max_memory_reserved(self.device)
+
+    def may_take(self, nbytes: int) -> bool:
+        """See :meth:`graphplan.backends.backend.Backend.may_take`. What is cached is given back first if that is in the
+        way.
+        """
+        most = _SHARE * self._eager_bytes - nbytes
+        if not self._eager_bytes or torch.cuda.memory_reserved(self.device) <= most:
+            return True
+        self.trim()
+        return torch.cuda.memory_reserved(self.device) <= most
+
+    def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
+        """See :meth:`graphplan.backends.backend.Backend.record`."""
+        if self._pool is None or not any(recording.alive for recording in self._living):
+            # torch forgets a pool's handle when its last graph goes.
+            self._pool = torch.cuda.graph_pool_handle()
+        self._has_recorded = True
+        graph, kept = new_graph()
+        self._register_generators(graph)
+        generator = torch.cuda.default_generators[self._stream.device_index]
+        states = CapturedStates(graph, generator, self.states) if self.states.saves else None
+        # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
+        # all that the process has, which takes 0.3 s.
+        gc.collect(2 if self._living else 1)
+        torch.cuda.synchronize(self.device)
+        # What eager steps have left cached lies beside the pool otherwise, and no capture can have it freed.
+        self.trim()
+        before = torch.cuda.memory_reserved(self.device)
+        forget_workspaces()
+        try:
+            # A collection in the middle could free another graph's memory, which is illegal during capture.
+            with no_collections():
+                result = self._capture(graph, body, states, kept=kept)
+        finally:
+            forget_workspaces()
+        upload(graph, self._stream)
+        self._stream.synchronize()
+        nbytes = torch.cuda.memory_reserved(self.device) - before
+        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, kept=kept, states=states)
+        self._living.add(recording)
+        _note_living(recording)
+        return recording, result
+
+    def needs(self, footprint: Footprint, *, alone: bool) -> int:
+        """What is alive at once, less what the pool has for it already."""
+        pool = self._pool if not alone else None
+        shared = sum(r.nbytes for r in self._living if r.alive and r.generation == pool) if pool is not None else 0
+        return max(0, footprint.peak - shared)
+
+    def apart(self, nbytes: int) -> AbstractContextManager[object]:
+        """See :meth:`graphplan.backends.backend.Backend.apart`."""
+        return memory_apart(self.device, nbytes)
+
+    def begin_generation(self) -> None:
+        """See :meth:`graphplan.backends.backend.Backend.begin_generation`."""
+        self._pool = None
+
+    def trim(self) -> None:
+        """See :meth:`graphplan.backends.backend.Backend.trim`."""
+        _empty_cache()
+
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], states: CapturedStates | None, *, kept: bool
+    ) -> Any:
+        current = torch.cuda.current_stream(self.device)
+        constants = DeviceConstants(self.constants) if self.constants else nullcontext()
+        # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
+        reads = AnsweredReads(self.reads) if any(read.asserted for read in self.reads) else nullcontext()
+        options = capture_options(graph.capture_begin, watched=self.watched is not None)
+        self._stream.wait_stream(current)
+        with UNDISTURBED, torch.cuda.stream(self._stream):
+            try:
+                graph.capture_begin(pool=self._pool, **options)
+                with constants, reads, nullcontext() if states is None else states.captured():
+                    result = body()
+            except BaseException as error:
+                # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
+                traceback.clear_frames(error.__traceback__)
+                intact = self._abandon(graph)
+                if _is_own(error, intact=intact):
+                    raise
+                raise CaptureError(
+                    f"the step failed while it was captured{_place(error)}: {first_line(error)}. {_FIX}"
+                ) from error
+            try:
+                graph.capture_end()
+                if kept:
+                    graph.instantiate()
+            except RuntimeError as error:
+                self._abandon(graph)
+                raise CaptureError(f"CUDA refused the captured step: {first_line(error)}. {_FIX}") from error
+        current.wait_stream(self._stream)
+        return result
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """End a capture that cannot be used, and leave the process as able to train as before it.
+
+        Returns:
+            Whether CUDA could have gone on with it.
+        """
+        intact = True
+        try:
+            with warnings.catch_warnings():
+                # torch warns of an empty graph, which is what a step that fails at once leaves.
+                warnings.simplefilter("ignore")
+                graph.capture_end()
+        except RuntimeError:
+            # CUDA reports an invalidated capture a second time here; the caller already has the first report.
+            intact = False
+        with suppress(RuntimeError):
+            graph.reset()
+        if not intact:
+            self._give_back_pool()
+        # Casts that autocast remembers lie in the pool, and were never computed.
+        torch.clear_autocast_cache()
+        self._pool = None
+        if torch.cuda.is_current_stream_capturing():
+            # Else the stream stays: autograd's accumulators and cuBLAS's workspaces belong to it.
+            self._stream = torch.cuda.Stream(self.device)
+        if not intact:
+            self._heal_generators()
+        return intact
+
+    def _heal_generators(self) -> None:
+        """Make generators usable again that a capture which never ended has left in its state.
+
+        A capture of nothing that ends well does it. A fresh copy of their state would do it too, but graphs that are
+        alive would go on with the old one, and draw other numbers than eager steps from then on.
+        """
+        graph = torch.cuda.CUDAGraph()
+        self._register_generators(graph)
+        with torch.cuda.stream(torch.cuda.Stream(self.device)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graph.capture_begin(**capture_options(graph.capture_begin, watched=False))
+            graph.capture_end()
+        graph.reset()
+
+    def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
+        for generator in self.generators:
+            # One of the host's draws outside of the graph.
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+
+    def _give_back_pool(self) -> None:
+        """Tell torch's allocator that a capture is over which CUDA gave up. torch itself may forget to: then no cached
+        memory could be freed from then on, and the pool's never.
+        """
+        place = (self._stream.device_index, self._pool)
+        # Where torch did not forget, it says here that there is nothing to end or to release.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(*place)
+        if not any(recording.alive for recording in self._living):
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(*place)
+
+
+def _empty_cache() -> None:
+    """Give cached memory back to the device."""
+    # Some releases of torch cannot while another thread captures; then it stays cached.
+    with suppress(RuntimeError):
+        torch.cuda.empty_cache()
+
+
+def _place(error: BaseException) -> str:
+    """Where in the user's source ``error`` came from; empty for a capture that did not even begin."""
+    source = find_raise(error)
+    return "" if source is None else f", at {source}"
+
+
+def _is_own(error: BaseException, *, intact: bool) -> bool:
+    """Whether the error that ended an (``intact``) capture would have come in an eager step too, or is for others to
+    tell.
+    """
+    if isinstance(error, RefusalError) or not isinstance(error, Exception) or is_out_of_memory(error):
+        return True
+    return intact and (not isinstance(error, RuntimeError) or is_raised_by_user(error))

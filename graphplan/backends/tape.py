@@ -1,0 +1,397 @@
+"""The tape backend: record a step's operators once, and run them again on the same storages.
+
+It obeys the rules of a CUDA graph on a machine without one: fixed addresses, no Python, no host reads. Views and
+allocations are not run again, constants are not computed again, and an operator that has an ``out=`` form writes
+straight into its recorded result. Random operators draw from the same generators as in eager. Memory that the step
+gives back (``storage.resize_(0)``) is there while a replay runs.
+
+Longer than most rooms: recording writes down what replaying relies on, operator by operator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.backends.backend import Backend, link
+from graphplan.environment.collector import no_collections
+from graphplan.environment.switches import SWITCHES, answers, switched
+from graphplan.errors import CaptureError
+from graphplan.observe.conversions import Conversions
+from graphplan.observe.source import find_source
+from graphplan.observe.watching import Aside
+from graphplan.specs.roles import Footprint
+from graphplan.tensors.attributes import is_freed
+from graphplan.tensors.copying import same_bits
+from graphplan.tensors.dtensors import is_imagined
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.collectives import finish, is_collective, wait_for
+from graphplan.trace.composites import OperatorMode
+from graphplan.trace.host_reads import KnownReads, find_place
+from graphplan.trace.mode import LIFTS
+from graphplan.trace.operator_schemas import Schema, schema_of, tensors_in, written_tensors
+from graphplan.trace.rng import saving_states
+
+_CONSTANT = (
+    "aten.zeros.default", "aten.ones.default", "aten.full.default", "aten.arange.default", "aten.arange.start",
+    "aten.arange.start_step", "aten.scalar_tensor.default", "aten.eye.default", "aten.linspace.default",
+    "aten.tril_indices.default", "aten.triu_indices.default",
+)  # fmt: skip
+"""Operators whose results depend on no tensor: run once, unless somebody writes into the result. The ``*_like`` forms
+are left out because a backward pass may hand their results to the user as gradients."""
+
+_MODES = ("torch.is_grad", "torch.is_inference", "torch.is_autocast", "torch.get_autocast", "torch.get_default_device")
+"""How the names of switches begin that are set otherwise, or that operators below autograd do not depend on."""
+_SWITCHES = [s for s in SWITCHES if not s.name.startswith(_MODES) and "torch.backends.cud" not in s.name]
+"""The others that kernels on the host may depend on. They are read for each of them."""
+_GETTERS = [switch.get for switch in _SWITCHES]
+
+_COPIES = ("aten.clone.default", "aten._to_copy.default")
+"""Operators that a copy into the recorded result repeats bitwise."""
+
+
+@dataclass(slots=True, eq=False)
+class _Kernel:
+    """One recorded operator before it is compiled to a closure.
+
+    ``outs`` has one entry per result: the recorded tensor that a replay must fill, or None for what is not a new
+    tensor. ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[Tensor | None]
+    writes: list[int | None]
+    constant: bool
+    overload: tuple[Any, tuple[str, ...]] | None = None
+    # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass), and only in inference mode
+    # may anybody write into what was made in it.
+    modes: tuple[bool, bool] = field(
+        default_factory=lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+    )
+    switches: dict[str, Any] = field(default_factory=dict)
+    """torch's switches that the step had set otherwise than it found them."""
+
+    def tensors(self) -> list[Tensor]:
+        """What it reads and writes."""
+        return tensors_in([self.args, list(self.kwargs.values()), self.outs])
+
+
+def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
+    """The same memory without its autograd history (which would keep a whole step's graph alive).
+
+    What is one tensor in several places stays one (``aliases`` by identity): some kernels ask whether two of their
+    arguments are (torch's fused attention takes another way for ``attention(h, h, h)``).
+    """
+    if isinstance(value, Tensor):
+        if id(value) not in aliases:
+            aliases[id(value)] = value.detach()
+        return aliases[id(value)]
+    return type(value)(_alias(item, aliases) for item in value) if isinstance(value, list | tuple) else value
+
+
+class _SavedState:
+    """A generator's state that replays save, and put back later on."""
+
+    def __init__(self, generator: torch.Generator, state: Tensor) -> None:
+        self.generator, self._state = generator, state
+
+    def save(self) -> None:
+        """Save the state."""
+        self._state = self.generator.get_state()
+
+    def put(self) -> None:
+        """Put it back."""
+        self.generator.set_state(self._state)
+
+
+class _TapeMode(OperatorMode):
+    def __init__(self, reads: KnownReads) -> None:
+        super().__init__()
+        self._reads = reads
+        self.kernels: list[_Kernel] = []
+        self.failure: str | None = None
+        self.storages: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+        self._saved: dict[int, _SavedState] = {}
+        self._overloads: dict[Any, tuple[Any, tuple[str, ...]] | None] = {}
+        self._found = answers(_GETTERS)
+
+    def fail(self, why: str) -> None:
+        """Note that the recording cannot be used; the step goes on, since it is a real one."""
+        if self.failure is None:
+            self.failure = f"{why} at {find_source()}"
+
+    def hear_read(self, name: str, tensor: Tensor | None) -> None:
+        """:meth:`note_read` in the middle of the step."""
+        with self.faults.noting():
+            self.note_read(name)
+
+    def note_read(self, name: str) -> None:
+        """Take notice of a read, which the traced steps must have done too."""
+        if find_place() not in self._reads:
+            self.fail(f"{name} reads values on the host")
+
+    def save_state(self, generator: torch.Generator) -> Tensor:
+        """Have replays save the generator's state where the step does now."""
+        state = generator.get_state()
+        self._saved[id(state)] = saved = _SavedState(generator, state)
+        self.kernels.append(_Kernel(saved.save, (), {}, outs=[], writes=[], constant=False))
+        return state
+
+    def put_state(self, generator: torch.Generator, state: Tensor) -> None:
+        """Have replays put back what they saved."""
+        generator.set_state(state)
+        saved = self._saved.get(id(state))
+        if saved is None or saved.generator is not generator:
+            self.fail("the state of a generator is set to one that the step did not save")
+        else:
+            self.kernels.append(_Kernel(saved.put, (), {}, outs=[], writes=[], constant=False))
+
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and record it."""
+        schema = schema_of(func)
+        if schema.is_ignored or is_imagined():
+            return aside.run(func, args, kwargs)
+        if schema.name in LIFTS:
+            self._record_constant(args[0])
+            return aside.run(func, args, kwargs)
+        taken = {storage_id(tensor) for tensor in tensors_in([args, list(kwargs.values())])}
+        out = aside.run(schema.call, args, kwargs, is_native=schema.is_native)
+        if schema.communicates:
+            out = finish(schema.name, out)
+        if schema.reads_values:
+            self.note_read(schema.name)
+        self._record(func, schema, args, kwargs, out, taken)
+        return out
+
+    def _record(
+        self, func: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, taken: set[int | None]
+    ) -> None:
+        results = list(out) if isinstance(out, list | tuple) else [out]
+        made = [isinstance(t, Tensor) and storage_id(t) not in taken for t in results]
+        for tensor, new in zip(results, made, strict=True):
+            if new:
+                self.storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        written = written_tensors(schema, args, kwargs)
+        if schema.allocates or not (written or any(made) or out is None):
+            return  # None is what an operator gives that only looks at values, and raises.
+        outs = [t.detach() if new else None for t, new in zip(results, made, strict=True)]
+        aliases: dict[int, Tensor] = {}
+        given, named = _alias(args, aliases), {name: _alias(value, aliases) for name, value in kwargs.items()}
+        writes = [storage_id(t) for t in [*written, *(o for o in outs if o is not None)]]
+        lasts = schema.name in _CONSTANT
+        kernel = _Kernel(func, given, named, outs=outs, writes=writes, constant=lasts, switches=self._switched())
+        pure = not written and torch.Tag.nondeterministic_seeded not in func.tags
+        kernel.overload = self._overload(kernel) if pure else None
+        self._keep(kernel)
+
+    def _overload(self, kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
+        """What :func:`_working_overload` says of the first kernel of this form, which holds for the others."""
+        form = _form(kernel)
+        if form not in self._overloads:
+            self._overloads[form] = _working_overload(kernel)
+        return self._overloads[form]
+
+    def _keep(self, kernel: _Kernel) -> None:
+        self.kernels.append(kernel)
+        for memory in (t.untyped_storage() for t in kernel.tensors() if t.layout is torch.strided):
+            self.sizes[memory._cdata] = max(memory.nbytes(), self.sizes.get(memory._cdata, 0))
+
+    def _switched(self) -> dict[str, Any]:
+        """Switches that kernels may depend on, and that are not what they were when the step began."""
+        found = answers(_GETTERS)
+        if found == self._found:
+            return {}
+        return {s.name: now for s, old, now in zip(_SWITCHES, self._found, found, strict=True) if now != old}
+
+    def _record_constant(self, value: Tensor) -> None:
+        args = (value.detach(), value.detach().clone())
+        self._keep(_Kernel(torch.ops.aten.copy_.default, args, {}, outs=[], writes=[storage_id(value)], constant=True))
+
+
+def _form(kernel: _Kernel) -> Any:
+    """What a kernel is apart from the values in its tensors and from where these lie."""
+    numbers: dict[int | None, int] = {}
+
+    def form(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            number = numbers.setdefault(storage_id(value), len(numbers))
+            stride = value.stride() if value.layout is torch.strided else value.layout
+            return number, value.shape, stride, value.dtype, value.device, value.is_conj(), value.is_neg()
+        return tuple(map(form, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+    given = (kernel.args, tuple(kernel.kwargs), tuple(kernel.kwargs.values()), kernel.outs)
+    return id(kernel.func), kernel.modes, form(given)
+
+
+def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
+    """Whether the kernel need not run again: it depends on no values, and nobody else writes where it does."""
+    return kernel.constant and all(writers[storage] == 1 for storage in kernel.writes)
+
+
+@cache
+def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The overload of ``func`` that takes the same arguments and writes into given results, with their names."""
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for overload in func.overloadpacket.overloads():
+        candidate = getattr(func.overloadpacket, overload)
+        plain = [(a.name, str(a.type)) for a in candidate._schema.arguments if not a.is_out]
+        given = [a for a in candidate._schema.arguments if a.is_out]
+        generated = torch.Tag.generated in candidate.tags
+        # A generated out= form calls the functional one and copies, and checks less than it should: we copy ourselves.
+        if given and not generated and plain == wanted and all(str(a.type) == "Tensor" for a in given):
+            return candidate, tuple(a.name for a in given)
+    return None
+
+
+def _callable(func: Any) -> Callable[..., Any]:
+    """The C++ entry of an operator overload, where torch exposes it: it saves one Python frame per operator."""
+    return getattr(func, "_op", func)
+
+
+def _compile(kernel: _Kernel) -> Callable[[], Any]:
+    """A closure that runs the kernel again into its recorded results."""
+    outs = kernel.outs
+    run = partial(_callable(kernel.func), *kernel.args, **kernel.kwargs)
+    if is_collective(str(kernel.func)):
+        run = partial(_waiting, str(kernel.func), run)
+    if all(out is None for out in outs):
+        return run
+    if str(kernel.func) in _COPIES and isinstance(kernel.args[0], Tensor):
+        return partial(_callable(torch.ops.aten.copy_.default), outs[0], kernel.args[0])
+    if kernel.overload is not None:
+        given = dict(zip(kernel.overload[1], outs, strict=True))
+        return partial(_callable(kernel.overload[0]), *kernel.args, **kernel.kwargs, **given)
+    return _copying(run, outs)
+
+
+def _waiting(name: str, run: Callable[[], Any]) -> Any:
+    out = run()
+    wait_for(name, out)
+    return out
+
+
+def _working_overload(kernel: _Kernel) -> tuple[Any, tuple[str, ...]] | None:
+    """The kernel's ``out=`` overload, if it fills given results with the same bits where they lie.
+
+    Some do not: torch's ``binary_cross_entropy.out`` leaves a scalar result alone, ``mse_loss.out`` reallocates it.
+    """
+    found = _out_overload(kernel.func)
+    outs = [out for out in kernel.outs if out is not None]
+    if found is None or len(found[1]) != len(kernel.outs) or len(outs) != len(kernel.outs):
+        return None
+    # Into empty tensors first: torch warns where a result that has elements is given another size.
+    blanks = [torch.empty(0, dtype=o.dtype, device=o.device) for o in outs]
+    probes = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype, device=o.device) for o in outs]
+    places = [probe.data_ptr() for probe in probes]
+    with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], blanks, strict=True)))
+        if any(b.untyped_storage().nbytes() > o.nbytes for b, o in zip(blanks, outs, strict=True)):
+            return None
+        found[0](*kernel.args, **kernel.kwargs, **dict(zip(found[1], probes, strict=True)))
+    stayed = [probe.data_ptr() for probe in probes] == places
+    same = all(same_bits(p, o) and p.stride() == o.stride() for p, o in zip(probes, outs, strict=True))
+    return found if stayed and same else None
+
+
+def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], Any]:
+    """Run the functional form, then copy its results to where they were recorded."""
+    if len(outs) == 1 and (single := outs[0]) is not None:
+
+        def again() -> None:
+            result = run()
+            single.copy_(result[0] if isinstance(result, list | tuple) else result)
+
+        return again
+
+    def again_many() -> None:
+        for out, new in zip(outs, run(), strict=True):
+            if out is not None:
+                out.copy_(new)
+
+    return again_many
+
+
+_Run = tuple[tuple[bool, bool, dict[str, Any]], list[Callable[[], Any]]]
+"""Whether inference and grad mode were on, other switches of torch's, and what ran one after the other under them."""
+
+
+class TapeRecording:
+    """Operators recorded by :class:`TapeBackend`."""
+
+    is_spoiled = False
+
+    def __init__(self, mode: _TapeMode) -> None:
+        writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
+        lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors() if is_freed(t)}
+        self._lent = [(memory, mode.sizes[memory._cdata]) for memory in lent.values()]
+        live = [k for k in mode.kernels if not _is_unchanging(k, writers) or not lent.keys().isdisjoint(k.writes)]
+        self._runs: list[_Run] | None = [
+            (state, [_compile(kernel) for kernel in run])
+            for state, run in groupby(live, lambda kernel: (*kernel.modes, kernel.switches))
+        ]
+        self.launches = len(live)
+        self.nbytes = sum(mode.storages.values())
+        self.operators = len(live)
+        reads = [map(storage_id, tensors_in([kernel.args, list(kernel.kwargs.values())])) for kernel in live]
+        self.nodes = link([str(kernel.func) for kernel in live], reads, [kernel.writes for kernel in live])
+        self.generation: object = object()
+
+    def replay(self) -> None:
+        """Run every operator again."""
+        assert self._runs is not None, "a closed program is refused before its recording is asked"
+        for storage, nbytes in self._lent:
+            storage.resize_(nbytes)
+        try:
+            casts = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+            with casts, torch._C._AutoDispatchBelowAutograd():
+                for (inference, grad, switches), kernels in self._runs:
+                    around = switched(switches) if switches else nullcontext()
+                    with around, torch.inference_mode() if inference else nullcontext(), torch.set_grad_enabled(grad):
+                        for kernel in kernels:
+                            kernel()
+        finally:
+            for storage, _ in self._lent:
+                storage.resize_(0)
+
+    def reset(self) -> None:
+        """Let the operators and their memory go."""
+        self._runs = None
+
+
+class TapeBackend(Backend):
+    """Records on the CPU. Recording executes: the recorded pass is a real step."""
+
+    name = "tape"
+    executes = True
+
+    def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
+        """See :meth:`graphplan.backends.backend.Backend.record`."""
+        mode = _TapeMode(KnownReads(self.reads))
+        with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.hear_read), no_collections():
+            result = body()
+        mode.faults.check()
+        if mode.failure is not None:
+            raise CaptureError(
+                f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "
+                "the step, or pass on_failure='eager' to go on without replays"
+            )
+        return TapeRecording(mode), result
+
+    def run(self, body: Callable[[], Any]) -> Any:
+        """See :meth:`graphplan.backends.backend.Backend.run`."""
+        return body()
+
+    def needs(self, footprint: Footprint, *, alone: bool) -> int:
+        """Everything that the step makes: each recorded result has a place, and each recording memory of its own."""
+        return footprint.total

@@ -1,0 +1,186 @@
+"""Where the compiled guards are, how they come there, and how they are loaded.
+
+They are built for one torch, one Python and one version of their source, into the folder that torch keeps built
+extensions in. Importing graphplan loads what is there. The first capture of a process that found nothing has another
+process build them, for the processes that come after it: building takes half a minute, and needs what only an installed
+torch has, so that an installer could not do it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from threading import Thread
+from types import ModuleType
+
+import torch
+
+from graphplan.errors import BackendError
+
+_NAME = "graphplan_guards"
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("guards.cpp", "tensors.h", "moves.h"))
+_LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
+_COMPILERS = ("c++", "g++", "clang++")
+_FAILED, _BEGUN = "failed", "begun"
+"""Files that say why a build failed, and that one was begun."""
+_PATIENCE = 600.0
+"""Seconds after which a build that was begun and did not end is begun again."""
+_WANTED = "GRAPHPLAN_NATIVE"
+"""Environment variable: 0 leaves the compiled guards out, ``found`` uses them but does not have them built."""
+
+
+def _folder() -> Path:
+    """Where they are, or would be."""
+    facts = f"{torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag} {platform.machine()}"
+    sources = [source.read_bytes() for source in _SOURCES]
+    digest = hashlib.sha256(b"".join([facts.encode(), *sources])).hexdigest()[:16]
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    return Path(root) / f"{_NAME}-{digest}"
+
+
+def find() -> Path | None:
+    """The built library for this torch and this Python, if there is one."""
+    try:
+        path = _folder() / f"{_NAME}.so"
+        return path if path.is_file() else None
+    except (OSError, RuntimeError):
+        # No home, or none that may be read.
+        return None
+
+
+def _compiler() -> list[str]:
+    """The C++ compiler's command; empty if there is none."""
+    asked = os.environ.get("CXX")
+    if asked:
+        return shlex.split(asked)
+    return [found for name in _COMPILERS if (found := shutil.which(name))][:1]
+
+
+def _command(target: Path) -> list[str]:
+    compiler = _compiler()
+    if os.name != "posix" or not compiler:
+        raise OSError(f"no C++ compiler was found ({', '.join(_COMPILERS)}, or what CXX names)")
+    home = Path(torch.__file__).parent
+    headers = [home / "include", home / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+    # Without a flag nothing is optimised, which takes twenty times as long in every step.
+    flags = ["-O3", "-std=c++20", "-fPIC", "-shared", f"-DTORCH_EXTENSION_NAME={_NAME}"]
+    flags += ["-DTORCH_API_INCLUDE_EXTENSION_H", *(part for header in headers for part in ("-isystem", str(header)))]
+    flags += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
+    libraries = [f"-L{home / 'lib'}", *(f"-l{library}" for library in _LIBRARIES)]
+    return [*compiler, *flags, str(_SOURCES[0]), "-o", str(target), *libraries]
+
+
+def build() -> Path:
+    """Build them. Several processes may do so at once.
+
+    Raises:
+        BackendError: if they cannot be built, with the compiler's words.
+    """
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / f"{_NAME}.so"
+            done = subprocess.run(_command(made), capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(done.stderr.strip() or f"the compiler ended with status {done.returncode}")
+            # At one stroke: others may be looking for it.
+            os.replace(made, folder / made.name)
+    except OSError as error:
+        with suppress(OSError):
+            (folder / _FAILED).write_text(str(error))
+        raise BackendError(
+            f"the guards could not be built: {error}\nExpected a C++ compiler (g++ or clang++) and Python's headers. "
+            "Nothing needs them: without them the same checks run in Python, slower"
+        ) from error
+    (folder / _FAILED).unlink(missing_ok=True)
+    return folder / made.name
+
+
+def build_later() -> None:
+    """Have another process build them, for processes that start when it is done. Does nothing if they are there, if
+    they are not wanted, if a build has failed before, or if another process has begun one.
+    """
+    if os.environ.get(_WANTED, "1") != "1" or find() is not None or not (sys.executable and _compiler()):
+        return
+    with suppress(OSError, RuntimeError):
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / _FAILED).exists() or not _begin(folder / _BEGUN):
+            return
+        code = f"import sys; sys.path[:] = {sys.path!r}; from graphplan.compare.building import build; build()"
+        command = [*filter(None, [shutil.which("nice")]), sys.executable, "-c", code]
+        # Waits for the process, which is not ended with this one.
+        Thread(target=_run, args=(command,), name="graphplan builds its guards", daemon=True).start()
+
+
+def _run(command: Sequence[str]) -> None:
+    nothing = subprocess.DEVNULL
+    with suppress(OSError):
+        subprocess.run(
+            command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True, check=False,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", _WANTED: "found"},
+        )  # fmt: skip
+
+
+def _begin(mark: Path) -> bool:
+    """Return True if no other process has made ``mark`` of late."""
+    with suppress(FileNotFoundError):
+        if time.time() - mark.stat().st_mtime > _PATIENCE:
+            mark.unlink()
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def state() -> str:
+    """In what the guards run, in words, and why not in C++."""
+    wanted = os.environ.get(_WANTED, "1")
+    if wanted == "0":
+        return "in Python, since GRAPHPLAN_NATIVE is 0"
+    if find() is not None:
+        return "in C++ in processes that start from now on"
+    if not _compiler():
+        return "in Python, since there is no C++ compiler"
+    with suppress(OSError, RuntimeError):
+        why = (_folder() / _FAILED).read_text().strip().splitlines()
+        return f"in Python: building them in C++ failed ({why[0] if why else 'the compiler said nothing'})"
+    return "in Python until they are built in C++, for processes that start then"
+
+
+def load() -> ModuleType | None:
+    """The compiled guards, or None if they were not built."""
+    found = find() if os.environ.get(_WANTED, "1") != "0" else None
+    if found is None:
+        return None
+    try:
+        spec = spec_from_file_location(_NAME, found, loader=ExtensionFileLoader(_NAME, str(found)))
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except ImportError as error:
+        warnings.warn(
+            f"graphplan: {found} cannot be loaded: {error}. Its checks run in Python, slower; delete the file, or "
+            "build it anew: python -m graphplan.compare",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+    return module

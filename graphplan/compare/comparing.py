@@ -1,0 +1,217 @@
+"""Comparisons of many things at once, by identity: in C++ where that was built, else by Python's own C loops.
+
+Both say the same; see :mod:`graphplan.compare.building`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from gc import get_referents
+from itertools import chain
+from operator import attrgetter, contains, getitem, is_not, mod
+from typing import Any
+
+from torch import Tensor
+
+from graphplan.compare.building import load
+from graphplan.compare.tensors import TorchTensors
+
+Row = tuple[Any, ...]
+"""The name of a comparison, and what it compares: lists of one length."""
+_PLAIN = frozenset({dict, defaultdict})
+"""Dictionaries of which the garbage collector visits what they hold, in order, and nothing that comes and goes."""
+_keys = dict.__iter__
+_identity_of = attrgetter("_cdata")
+
+
+def _same_items(containers: Sequence[Any], keys: Sequence[Any], values: Sequence[Any]) -> bool:
+    """Whether ``container[key]`` is still the value, everywhere."""
+    return not any(map(is_not, map(getitem, containers, keys), values))
+
+
+def _equal_items(
+    containers: Sequence[Any], keys: Sequence[Any], values: list[Any], equal: Callable[[Any, Any], bool]
+) -> bool:
+    """Whether ``container[key]`` is still as good as the value, everywhere; ``values`` are then what was found."""
+    return _are_equal(list(map(getitem, containers, keys)), values, equal)
+
+
+def _equal_attributes(
+    things: Sequence[Any], names: Sequence[str], values: list[Any], equal: Callable[[Any, Any], bool]
+) -> bool:
+    """:func:`_equal_items` of attributes."""
+    return _are_equal(list(map(getattr, things, names)), values, equal)
+
+
+def _are_equal(now: list[Any], values: list[Any], equal: Callable[[Any, Any], bool]) -> bool:
+    if any(map(is_not, now, values)):
+        if not all(map(equal, now, values)):
+            return False
+        values[:] = now
+    return True
+
+
+def _same_attributes(things: Sequence[Any], names: Sequence[str], values: Sequence[Any]) -> bool:
+    """Whether the attribute of that name is still the value, everywhere."""
+    return not any(map(is_not, map(getattr, things, names), values))
+
+
+def _same_values(dicts: Sequence[dict[Any, Any]], keys: Sequence[Any], values: Sequence[Any]) -> bool:
+    """Whether what the dictionaries themselves hold is still the value, None if nothing."""
+    return not any(map(is_not, map(dict.get, dicts, keys), values))
+
+
+def _none_there(dicts: Sequence[dict[Any, Any]], keys: Sequence[Any]) -> bool:
+    """Whether no dictionary has its key."""
+    return not any(map(contains, dicts, keys))
+
+
+def _same_types(things: Sequence[Any], types: Sequence[type]) -> bool:
+    """Whether everything is of its type."""
+    return not any(map(is_not, map(type, things), types))
+
+
+def _same_lengths(containers: Sequence[Any], lengths: Sequence[int]) -> bool:
+    """Whether everything has its length."""
+    return list(map(len, containers)) == lengths
+
+
+def _all_empty(containers: Sequence[Any]) -> bool:
+    """Whether there is nothing in any of them."""
+    return not any(containers)
+
+
+def contents_of(containers: Sequence[Any]) -> list[Row]:
+    """Comparisons of all that dictionaries and lists hold now."""
+    dicts = [container for container in containers if isinstance(container, dict)]
+    lists = [container for container in containers if isinstance(container, list)]
+    # Python compares dictionaries of some classes faster.
+    groups = [[one for one in dicts if (type(one) in _PLAIN) is plain] for plain in (True, False)]
+    return [
+        *(("same_dicts", group, *_keys_and_values(group)) for group in groups),
+        ("same_lists", lists, list(map(len, lists)), list(chain.from_iterable(lists))),
+    ]
+
+
+def _keys_and_values(dicts: Sequence[dict[Any, Any]]) -> tuple[list[int], list[Any], list[Any]]:
+    lengths = list(map(len, dicts))
+    return lengths, list(chain.from_iterable(map(_keys, dicts))), list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def _same_dicts(
+    dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
+) -> bool:
+    """Whether dictionaries hold what they held: so many items each, all keys in order, all values in order."""
+    return (
+        list(map(len, dicts)) == lengths
+        and not any(map(is_not, chain.from_iterable(map(dict.values, dicts)), values))
+        and not any(map(is_not, chain.from_iterable(map(_keys, dicts)), keys))
+    )
+
+
+def _ask_dicts(
+    dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
+) -> Callable[[], bool]:
+    """:func:`_same_dicts`, prepared: the garbage collector lists what is in many dictionaries in one call. Of those
+    whose keys are all strings it leaves the keys out, which are the same if they are equal.
+    """
+    slow = partial(_same_dicts, dicts, lengths, keys, values)
+    visit, names = partial(get_referents, *dicts), partial(chain.from_iterable, [d for d in dicts if _is_named(d)])
+    visited, named = visit(), list(names())
+    unnamed = chain.from_iterable([d for d in dicts if not _is_named(d)])
+    expected = set(map(id, chain(values, unnamed)))
+    if not (_PLAIN.issuperset(map(type, dicts)) and slow() and expected <= set(map(id, visited))):
+        return slow
+
+    def ask() -> bool:
+        now = visit()
+        return (
+            len(now) == len(visited)
+            and list(map(len, dicts)) == lengths
+            and not any(map(is_not, now, visited))
+            and list(names()) == named
+        )
+
+    return ask
+
+
+def _is_named(items: dict[Any, Any]) -> bool:
+    return all(type(key) is str for key in items)
+
+
+def _same_lists(lists: Sequence[list[Any]], lengths: Sequence[int], items: Sequence[Any]) -> bool:
+    """Whether lists hold what they held: so many items each, all of them in order."""
+    return list(map(len, lists)) == lengths and not any(map(is_not, chain.from_iterable(lists), items))
+
+
+def _same_results(functions: Sequence[Callable[[], Any]], results: Sequence[Any]) -> bool:
+    """Whether what every function says equals its result."""
+    return all(function() == result for function, result in zip(functions, results, strict=True))
+
+
+_KINDS: dict[str, Callable[..., bool]] = {
+    function.__name__.removeprefix("_"): function
+    for function in (
+        _same_items, _equal_items, _same_attributes, _equal_attributes, _same_values, _none_there,
+        _same_types, _same_lengths, _all_empty, _same_dicts, _same_lists, _same_results,
+    )
+}  # fmt: skip
+
+
+class _Checks:
+    """Many comparisons in one call. Each row names one of the functions above, and has what it takes; the lists stay
+    the caller's, who may write to them, but for those of :func:`_same_dicts`, :func:`_same_values` and
+    :func:`_none_there`: a dictionary that is as it was need not be asked again.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        asked = [(name, parts) for name, *parts in rows if parts[0]]
+        self._rows = [
+            _ask_dicts(*parts) if name == "same_dicts" else partial(_KINDS[name], *parts) for name, parts in asked
+        ]
+
+    def hold(self) -> bool:
+        """Whether all of them say yes.
+
+        Raises:
+            KeyError, IndexError, AttributeError: where something is gone.
+        """
+        return all(ask() for ask in self._rows)
+
+
+def _lie(tensors: list[Tensor], units: list[int], rests: list[int], written: set[Any]) -> bool:
+    """Whether the addresses of dense ``tensors`` leave these ``rests`` when divided by ``units``, and none of them lies
+    in memory whose storage is among those ``written``.
+    """
+    if list(map(mod, map(Tensor.data_ptr, tensors), units)) != rests:
+        return False
+    return written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
+
+
+_built: Any = load()
+lie: Callable[[list[Tensor], list[int], list[int], set[Any]], bool] = getattr(_built, "lie", _lie)
+Checks: type[_Checks] = getattr(_built, "Checks", _Checks)
+Tensors: Any = getattr(_built, "Tensors", None)
+"""``Tensors(list, placed).fit(list)`` is that of :class:`TorchTensors`, for dense tensors. None if it was not built."""
+
+
+def facts_of(tensors: Sequence[Tensor], *, placed: bool) -> Any:
+    """What these tensors are like, and where they lie if ``placed``: ``facts.fit(others)`` compares others with them.
+    True means that they are the same; False that they may differ.
+    """
+    if Tensors is not None:
+        # Not sparse and nested tensors, and wrappers such as DTensor.
+        with suppress(TypeError, RuntimeError):
+            return Tensors(list(tensors), placed)
+    return TorchTensors(tensors, placed)
+
+
+def row_of(tensors: list[Tensor], *, placed: bool) -> Row:
+    """A comparison that holds while ``tensors`` are what they are like now, and lie where they do if ``placed``."""
+    facts = facts_of(tensors, placed=placed)
+    if isinstance(facts, TorchTensors):
+        return ("same_results", [partial(facts.fit, tensors)], [True])
+    return ("fit", tensors, facts)

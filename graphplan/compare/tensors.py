@@ -1,0 +1,93 @@
+"""What tensors are like and where they lie, compared by torch's own guards: what ``tensors.h`` does in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from graphplan.tensors.attributes import attributes_on, has_memory
+
+_guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+_addresses_are: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+"""One call for many addresses, in torch's CUDA builds."""
+_wants_grad = attrgetter("requires_grad")
+GEOMETRY = ("shape", "stride()", "dtype", "requires_grad")
+"""What a tensor can change where it lies."""
+
+
+def geometry(tensor: Tensor) -> tuple[Any, ...]:
+    """The facts that :data:`GEOMETRY` names; of a lazy module's parameter that has no shape yet, those that it has."""
+    if is_lazy(tensor):
+        return (None, None, tensor.dtype, tensor.requires_grad)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    return (type(tensor), tensor.device, torch._C._dispatch_keys(tensor).raw_repr(), *geometry(tensor))
+
+
+class Addresses:
+    """Where the memory of some tensors lies: ``pointers``."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.pointers = list(map(Tensor.data_ptr, tensors))
+        self._indices = list(range(len(tensors)))
+
+    def are_of(self, tensors: list[Tensor]) -> bool:
+        """Whether the memory of these, which are as many, lies there."""
+        if _addresses_are is not None:
+            return bool(_addresses_are(tensors, self.pointers, self._indices))
+        return list(map(Tensor.data_ptr, tensors)) == self.pointers
+
+
+class TorchTensors:
+    """Types, dtypes, devices, shapes, strides and ``requires_grad`` of some tensors, which are not kept; if ``placed``
+    their addresses, too, else that they have no attributes of their own if none had any.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], placed: bool) -> None:
+        self._count = len(tensors)
+        self._addresses = Addresses(tensors) if placed else None
+        self._is_bare = not placed and not any(map(attributes_on, tensors))
+        self._note(tensors)
+
+    def _note(self, tensors: Sequence[Tensor]) -> None:
+        self._known = list(map(_facts, tensors)) if self._addresses is not None else []
+        # Without gradient mode torch's guard takes no notice of requires_grad.
+        self._grad = torch.is_grad_enabled()
+        self._wants_grad = list(map(_wants_grad, tensors))
+        self._guard: Any = None
+        # torch's guard asks any tensor for its strides, and what that raises goes past the interpreter.
+        strided = all(tensor.layout is torch.strided and has_memory(tensor) for tensor in tensors)
+        if hasattr(_guards, "TensorGuards") and tensors and strided:
+            with suppress(RuntimeError, TypeError):
+                self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def fit(self, tensors: list[Tensor]) -> bool:
+        """Whether these have them, too. Without ``placed``, a no may also mean that torch's guard cannot tell: other
+        modes are active than when the tensors were noted, or there is one of them twice.
+        """
+        if len(tensors) != self._count or (self._is_bare and any(map(attributes_on, tensors))):
+            return False
+        if self._guard is None or torch.is_grad_enabled() is not self._grad or not self._guard.check(*tensors):
+            return self._fit_closely(tensors)
+        if self._addresses is not None and not self._addresses.are_of(tensors):
+            return False
+        return self._grad or list(map(_wants_grad, tensors)) == self._wants_grad
+
+    def _fit_closely(self, tensors: list[Tensor]) -> bool:
+        """:meth:`fit` without torch's guard, which is made anew for the modes that are active now."""
+        if self._addresses is None or not tensors:
+            return not tensors
+        # What has become sparse has no strides and no address.
+        with suppress(RuntimeError):
+            if list(map(_facts, tensors)) == self._known and self._addresses.are_of(tensors):
+                self._note(tensors)
+                return True
+        return False

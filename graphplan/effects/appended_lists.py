@@ -1,0 +1,133 @@
+"""Lists that a step makes longer, and whether its code looks at them: a replay appends, but runs no code."""
+
+from __future__ import annotations
+
+from collections import UserDict, UserList
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from types import CodeType
+from typing import Any
+
+from graphplan.observe.looks import Look, looks_of
+from graphplan.observe.source import Source
+from graphplan.owners.kinds import MAX_ITEMS
+from graphplan.owners.slots import Items, Scalar, Walk
+from graphplan.owners.views import Cell, home
+from graphplan.trace.records import Trace
+
+_ANY_DEPTH = 99
+"""More items within items than code can have looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Name:
+    """What code calls a list, or what it lies in, ``depth`` items deep. ``owner`` is the id of the object that has the
+    attribute; 0 if it is no object's own.
+    """
+
+    name: str
+    depth: int
+    owner: int = 0
+
+    def fits(self, look: Look, owner: int) -> bool:
+        """Whether ``look``, of a method of ``owner``, shows the list or an item of it."""
+        if look.name != self.name or (look.own and self.owner not in (0, owner)):
+            return False
+        return look.whole or look.depth >= self.depth or self.depth == _ANY_DEPTH
+
+    def is_seen(self, look: Look) -> bool:
+        """Whether a ``look`` that fits shows the list, and not only an item."""
+        return look.depth <= self.depth
+
+
+class Grown:
+    """The lists and deques that two traces made longer."""
+
+    def __init__(self, first: Trace, second: Trace, walk: Walk) -> None:
+        paths = {**first.changes.appended, **second.changes.appended}
+        self.lengths = {f"len({path})": path for path in paths}
+        """By the path of its length, the path of each."""
+        self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
+        self._walk = walk
+        self._codes = list(dict.fromkeys(chain(first.reads.codes, second.reads.codes))) if paths else []
+        self._dynamic = first.reads.dynamic or second.reads.dynamic
+        self._holders: dict[int, list[tuple[Any, Any]]] = {}
+        self._owners: dict[int, Any] = {}
+        if paths:
+            for container, key, value in walk.links:
+                self._holders.setdefault(id(value), []).append((container, key))
+            self._owners = {id(inner): thing for thing, inner in walk.attributes}
+        self._seen: dict[str, str] = {}
+        left = [path for path, items in self._lists.items() if not self._is_looked_at(path, items)]
+        self._hidden = {id(self._lists[path]) for path in left}
+        self._rests = {f"{path}[{MAX_ITEMS}:]" for path in left}
+
+    def look(self, path: str) -> str | None:
+        """Where code may see more of a list than that it is one to append to."""
+        # Of a deque that forgets, code asks whether it is full, which is guarded.
+        forgets = getattr(self._lists.get(path), "maxlen", None) is not None
+        return None if forgets else self._seen.get(path)
+
+    def hides(self, path: str, scalar: Scalar) -> bool:
+        """Whether ``scalar`` is seen in the items of lists that the step only appends to, and nowhere else."""
+        if not self._hidden:
+            return False
+        return path in self._rests or self._is_hidden(home(scalar.container), set())
+
+    def _is_hidden(self, thing: Any, met: set[int]) -> bool:
+        if id(thing) in self._hidden:
+            return True
+        if id(thing) in met:
+            return False
+        met.add(id(thing))
+        if id(thing) in self._owners:
+            return self._is_hidden(self._owners[id(thing)], met)
+        holders = self._holders.get(id(thing), ())
+        return bool(holders) and all(self._is_hidden(home(container), met) for container, _ in holders)
+
+    def _is_looked_at(self, path: str, items: Items) -> bool:
+        """Whether code looks at a list or at what is in it. Where it does at the list is noted."""
+        names = set(self._names(items, self._walk.objects.get(f"len({path})")))
+        found = False
+        for code, owner in self._codes:
+            if not any(_mentions(code, name.name.removeprefix(".")) for name in names):
+                continue
+            for look in sorted(looks_of(code), key=lambda look: look.line):
+                fitting = [name for name in names if name.fits(look, owner)]
+                found = found or bool(fitting)
+                if any(name.is_seen(look) for name in fitting):
+                    self._seen[path] = str(Source(code.co_filename, look.line, code.co_name, "step"))
+                    return True
+        return found
+
+    def _names(self, items: Items, length: Scalar | None) -> Iterator[_Name]:
+        found = list(self._names_of(items, 0, set()))
+        if not found and length is not None:
+            # It lies in a tuple, a partial, or where an owner was named: nobody knows how deep.
+            for name in {length.attribute, length.name or length.attribute}:
+                yield _Name(f".{name.removeprefix('.')}", _ANY_DEPTH)
+                yield _Name(name.removeprefix("."), _ANY_DEPTH)
+        yield from found
+
+    def _names_of(self, thing: Any, depth: int, met: set[int]) -> Iterator[_Name]:
+        if id(thing) in met:
+            return
+        for container, key in self._holders.get(id(thing), ()):
+            owner = self._owners.get(id(container))
+            if owner is not None:
+                yield _Name(f".{key}", depth, 0 if self._dynamic else id(owner))
+                if isinstance(owner, UserDict | UserList):
+                    yield from self._names_of(owner, depth, met | {id(thing)})
+                continue
+            outermost = id(container) not in self._holders
+            if isinstance(key, str) and outermost:
+                yield _Name(key, depth)
+            if isinstance(key, str) and type(container) is not Cell and (outermost or type(container) is not dict):
+                # A class's, a module's, or that of a dictionary which shows its keys as attributes.
+                yield _Name(f".{key}", depth)
+            yield from self._names_of(container, depth + 1, met | {id(thing)})
+
+
+def _mentions(code: CodeType, name: str) -> bool:
+    return name in code.co_names or name in code.co_freevars or name in code.co_cellvars or name in code.co_consts

@@ -1,0 +1,67 @@
+"""What host code did between two traces: two that differ by that say nothing of each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from graphplan.effects.finding import is_allowed
+from graphplan.effects.inspected_tensors import changed_metadata
+from graphplan.owners.slots import Scalar, Walk
+from graphplan.trace.changes import ABSENT, same_value
+from graphplan.trace.records import Trace
+
+_AGAIN = " (again)"
+
+
+def host_changes(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
+    """What the step may depend on and was something else when the first trace began, not by the first step's doing;
+    described, or None. ``walk`` is over the owners after the second trace.
+    """
+    changed = _changed_value(first, second, walk, allow) or changed_metadata(first, second, walk, allow)
+    return changed or _changed_sharing(first, second)
+
+
+def _changed_value(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
+    grown = tuple(f"{path}[" for path in (*first.changes.appended, *first.changes.moved))
+    for path, scalar in walk.scalars.items():
+        then, now = (trace.entry_scalars.get(path, ABSENT) for trace in (first, second))
+        if same_value(then, now) or is_allowed(path, allow) or (grown and path.startswith(grown)):
+            continue
+        made = ABSENT if path in first.changes.rebindings else then
+        is_hosts = not same_value(first.changes.scalars.get(path, (then, made))[1], now)
+        if (is_hosts and _is_read(scalar, first, second)) or _is_reset(path, scalar, first, second):
+            return f"{path} was {then!r} one step before and is {now!r}"
+    return None
+
+
+def _is_read(scalar: Scalar, first: Trace, second: Trace) -> bool:
+    return any(trace.reads.covers(scalar) or trace.reads.may_cover(scalar) for trace in (first, second))
+
+
+def _is_reset(path: str, scalar: Scalar, first: Trace, second: Trace) -> bool:
+    """Whether both steps assign one value where somebody had put a tensor before the first (``_computed = None``)."""
+    held_tensor = path in first.entry_paths and path not in second.changes.scalars
+    return held_tensor and all(trace.reads.may_store(scalar) for trace in (first, second))
+
+
+def _changed_sharing(first: Trace, second: Trace) -> str | None:
+    """Slots with which the step works that held one memory when one trace began, and several for the other."""
+    for one, other, text in ((first, second, "shared"), (second, first, "did not share")):
+        held = joined_slots(other, other.entry_slots)
+        for paths in joined_slots(one, one.externals):
+            together = frozenset(path for path in paths if path.removesuffix(_AGAIN) in other.entry_paths)
+            if len(together) > 1 and not any(together <= others for others in held):
+                return f"{' and '.join(sorted(together)[:2])} {text} memory one step before"
+    return None
+
+
+def joined_slots(trace: Trace, storages: Iterable[int]) -> list[frozenset[str]]:
+    """Slots, gradients apart, that held one of ``storages`` together when the trace began. A tuple that held it more
+    than once is there under another label, too.
+    """
+    found = []
+    for storage in storages:
+        count = Counter(slot.path for slot in trace.entry_slots.get(storage, ()) if slot.param is None)
+        found.append(frozenset([*count, *(path + _AGAIN for path, number in count.items() if number > 1)]))
+    return [together for together in found if len(together) > 1]

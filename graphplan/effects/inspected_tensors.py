@@ -1,0 +1,98 @@
+"""Tensors of which the step's code may tell what they are like, though no operator works with them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from graphplan.effects.appended_lists import Grown
+from graphplan.effects.finding import is_allowed
+from graphplan.errors import HostScalarError
+from graphplan.owners.slots import Scalar, Walk
+from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there
+from graphplan.owners.views import Extent
+from graphplan.trace.changes import same_value
+from graphplan.trace.records import Trace
+
+
+def find_inspected(
+    first: Trace, second: Trace, walk: Walk, reads: Iterable[str], allow: Iterable[str], *, loose: bool
+) -> Mapping[str, Any]:
+    """What tensors are like of which the step's code may have read no more than that, by path. ``reads`` are the paths
+    of Python values that are compared anyway. ``loose``: of a tensor that was another kind of one before each of the
+    steps, it only matters that it is there. Code also names what a branch uses that no step takes; if results depend on
+    it, the first check says so.
+
+    Raises:
+        HostScalarError: for what was another kind of thing before each of the steps.
+    """
+    grown = Grown(first, second, walk)
+    lists = _loose_lists(walk, reads)
+    found = {}
+    for path, scalar in _untouched(first, second, walk):
+        if id(scalar.container) in lists or is_allowed(path, allow) or grown.hides(path, scalar):
+            continue
+        sure = any(trace.reads.covers(scalar) for trace in (first, second))
+        if not sure and (_is_gradient(scalar) or not any(trace.reads.may_cover(scalar) for trace in (first, second))):
+            continue
+        old, new = (_at_entry(trace, path) for trace in (first, second))
+        looked = _is_looked_at(scalar, first, second)
+        if is_there(old) and is_there(new) and (loose or not looked or same_value(old, new)):
+            found[path] = new if looked and same_value(old, new) else THERE
+        elif not same_value(old, new) and sure and old is not GONE and new is not GONE:
+            what, was, now = difference(path, old, new)
+            raise HostScalarError(
+                f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
+                "would keep one. Leave it what it is, look at it outside the step, or, if the step's results do not "
+                f"depend on it, pass allow=({path!r},)"
+            )
+    return found
+
+
+def changed_metadata(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
+    """The first tensor that somebody made another kind of thing between two traces, and the code may tell, described;
+    or None.
+    """
+    for path, scalar in _untouched(first, second, walk):
+        old, new = (_at_entry(trace, path) for trace in (first, second))
+        differ = not same_value(old, new) and (is_there(old) != is_there(new) or _is_looked_at(scalar, first, second))
+        if not differ or old is GONE or new is GONE or is_allowed(path, allow):
+            continue
+        if any(trace.reads.covers(scalar) for trace in (first, second)):
+            what, was, now = difference(path, old, new)
+            return f"{what} was {was} one step before and is {now}"
+    return None
+
+
+def _untouched(first: Trace, second: Trace, walk: Walk) -> Iterator[tuple[str, Scalar]]:
+    """Places that hold tensors, or held some when the first trace began, with which neither step does anything."""
+    touched = {*first.changes.rebindings, *second.changes.rebindings}
+    for trace in (first, second):
+        touched.update(slot.path for storage in trace.externals for slot in trace.entry_slots.get(storage, ()))
+    for path, slot in walk.slots.items():
+        if path not in touched and slot.get() is not None:
+            yield path, slot.shown
+    for path in (first.entry_traits.keys() & walk.scalars.keys()) - touched:
+        yield path, walk.scalars[path]
+
+
+def _is_looked_at(scalar: Scalar, first: Trace, second: Trace) -> bool:
+    """Whether it matters what a tensor is like. What lies in deques passes through, and is of another size one day."""
+    return not isinstance(scalar.container, deque) and any(trace.reads.looks_at(scalar) for trace in (first, second))
+
+
+def _at_entry(trace: Trace, path: str) -> Any:
+    """What lay at ``path`` when the trace began: traits, or a Python value."""
+    return trace.entry_traits.get(path, trace.entry_scalars.get(path, GONE))
+
+
+def _is_gradient(scalar: Scalar) -> bool:
+    return scalar.container is None
+
+
+def _loose_lists(walk: Walk, reads: Iterable[str]) -> set[int]:
+    """Lists and dictionaries whose items come and go: those whose lengths are not compared."""
+    compared = set(reads)
+    lengths = {path: place.container for path, place in walk.objects.items() if isinstance(place.container, Extent)}
+    return {id(extent.items) for path, extent in lengths.items() if path not in compared}

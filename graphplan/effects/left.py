@@ -1,0 +1,39 @@
+"""What a step leaves otherwise than it finds it, of all that a program is keyed by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from graphplan.effects.finding import describe, is_allowed
+from graphplan.errors import HostEffectError
+from graphplan.owners.flags import is_assignable
+from graphplan.trace.changes import ABSENT, same_value
+from graphplan.trace.records import Trace
+
+
+def find_left(first: Trace, second: Trace, allow: Iterable[str]) -> dict[str, Any]:
+    """Modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it finds
+    them, by path. The calls that a program serves begin with the same ones, so that they end with the same ones.
+
+    Raises:
+        HostEffectError: for one that two steps leave otherwise, or that cannot be set after a replay.
+    """
+    left = {}
+    for path in {**first.changes.flags, **second.changes.flags}:
+        if is_allowed(path, allow):
+            continue
+        one, two = first.changes.flags.get(path), second.changes.flags.get(path)
+        if one is None or two is None or not same_value(one[1], two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), "
+                "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
+                f"may leave it alone, pass allow=({path!r},)"
+            )
+        if two[1] is ABSENT or not is_assignable(path, two[1]):
+            raise HostEffectError(
+                f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it back "
+                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)"
+            )
+        left[path] = two[1]
+    return left

@@ -1,0 +1,180 @@
+"""Where code and classes come from: the user's own files, installed packages, torch, Lightning, the standard library.
+
+Guards compare what the user's own files hold in globals, closures and classes. What the others hold there is trusted:
+only the attributes of their *instances* are compared. ``watch`` makes an installed package the user's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from functools import cache
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_NN = os.path.join(_TORCH, "nn") + os.sep
+_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_PARTS = (
+    *(_NN, _OPTIM),
+    *(os.path.join(_TORCH, name) + os.sep for name in ("amp", "autograd", "distributions")),
+    *(os.path.join(_TORCH, name) for name in ("_tensor.py", "functional.py")),
+    *(os.path.join(_TORCH, "utils", name) for name in ("_foreach_utils.py", "checkpoint.py")),
+)
+"""Not those that watch or compile: what they call changes without changing what a step computes."""
+_FAMILIAR = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics")
+_HOMEPAGE = "https://github.com/Lightning-AI/"
+"""What all of them say of themselves, wherever they are installed. A package of the user's own may have such a name."""
+_STANDARD = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_SITES = tuple(
+    os.path.join(path, "")
+    for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+    if path
+)
+_BETWEEN = (
+    contextlib.__file__,
+    *(os.path.join(_TORCH, name) for name in ("_ops.py", "_compile.py")),
+    *(os.path.join(_TORCH, "utils", name) for name in ("_contextlib.py", "_python_dispatch.py")),
+)
+"""What calls this package's code in the middle of a step, or is called by it."""
+_passing: set[CodeType] = set()
+"""This package's code that runs the step's operators: errors that come out of it are the operators'."""
+_watched: set[str] = set()
+"""Installed packages that are watched as the user's own code is."""
+
+
+def watch(packages: Iterable[str]) -> None:
+    """Treat installed ``packages`` (top-level names) as the user's own code from now on, in the whole process."""
+    if not _watched.issuperset(packages):
+        _watched.update(packages)
+        for cached in (is_library, is_installed, is_users_file):
+            cached.cache_clear()
+
+
+def _is_familiar(package: ModuleType | None) -> bool:
+    return str(getattr(package, "__homepage__", "")).startswith(_HOMEPAGE)
+
+
+@cache
+def is_familiar(filename: str) -> bool:
+    """Whether the file belongs to Lightning or torchmetrics. Asked about files whose code runs: the packages that they
+    belong to are loaded.
+    """
+    packages = filter(_is_familiar, map(sys.modules.get, _FAMILIAR))
+    files = (getattr(package, "__file__", None) for package in packages)
+    return filename.startswith(tuple(os.path.dirname(file) + os.sep for file in files if file))
+
+
+@cache
+def is_library(filename: str) -> bool:
+    """Whether the file belongs to torch, Lightning, this package, or Python's standard library."""
+    return filename.startswith((_TORCH, _HERE)) or is_standard(filename) or is_familiar(filename)
+
+
+@cache
+def is_installed(filename: str) -> bool:
+    """Whether the file belongs to a package that was installed beside the standard library, and is not watched. An
+    editable installation lies elsewhere, and is the user's own code.
+    """
+    where = next((place for place in _SITES if filename.startswith(place)), None)
+    if where is None:
+        mark = next((mark for mark in _INSTALLED if mark in filename), None)
+        if mark is None:
+            return False
+        where = filename[: filename.index(mark) + len(mark)]
+    return filename[len(where) :].partition(os.sep)[0].removesuffix(".py") not in _watched
+
+
+@cache
+def is_standard(filename: str) -> bool:
+    """Whether the file belongs to Python's standard library."""
+    return filename.startswith(_STANDARD) and not any(mark in filename for mark in _INSTALLED)
+
+
+@cache
+def is_ours(filename: str) -> bool:
+    """Whether the file belongs to this package."""
+    return filename.startswith(_HERE)
+
+
+@cache
+def is_torchs(filename: str) -> bool:
+    """Whether the file is one of those in which torch's own layers, optimizers, tensors and scalers are."""
+    return filename.startswith(_PARTS)
+
+
+@cache
+def is_users_file(filename: str) -> bool:
+    """Whether the file is the user's own: in no library, in no installed package."""
+    return not is_library(filename) and not is_installed(filename)
+
+
+def pass_errors_on(code: CodeType) -> None:
+    """Have errors that come out of ``code`` be those of what it runs."""
+    _passing.add(code)
+
+
+def leave_out_own_frames(trace: TracebackType | None) -> None:
+    """Relink a traceback so that no frame after its first one is this package's, unless the last one is: an error that
+    is raised here is one of this package's.
+    """
+    last = trace
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or (is_ours(last.tb_frame.f_code.co_filename) and last.tb_frame.f_code not in _passing):
+        return
+    while trace is not None:
+        following = _next_of_others(trace.tb_next)
+        trace.tb_next, trace = following, following
+
+
+def _next_of_others(trace: TracebackType | None) -> TracebackType | None:
+    """The first entry from ``trace`` on that is neither this package's nor of what stands between its frames."""
+    is_left_out = False
+    while trace is not None:
+        filename = trace.tb_frame.f_code.co_filename
+        is_left_out = is_ours(filename) or (is_left_out and filename in _BETWEEN)
+        if not is_left_out:
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def file_of(code: CodeType, space: Mapping[str, Any]) -> str:
+    """The file that ``code`` comes from; for generated code (a dataclass's ``__init__``) that of its module."""
+    return space.get("__file__") or "" if code.co_filename == "<string>" else code.co_filename
+
+
+def is_users(thing: Any) -> bool:
+    """Whether a class or function is defined in the user's own code."""
+    name = getattr(thing, "__module__", None)
+    if not isinstance(name, str) or name == "builtins":
+        return False
+    return is_users_module(sys.modules.get(name), name)
+
+
+def is_librarys(kind: type) -> bool:
+    """Whether a class is Python's own, torch's, Lightning's or this package's."""
+    name = kind.__module__
+    file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
+    if isinstance(file, str):
+        return is_library(file)
+    return isinstance(name, str) and (name == "builtins" or name.partition(".")[0] in sys.stdlib_module_names)
+
+
+def is_users_module(module: ModuleType | None, name: str) -> bool:
+    """Whether a module is the user's own. One that has no file, such as an interactive session's, is, unless Python
+    brings it along.
+    """
+    file = getattr(module, "__file__", None)
+    if isinstance(file, str):
+        return is_users_file(file)
+    return name.partition(".")[0] not in sys.stdlib_module_names

@@ -1,0 +1,101 @@
+"""Static storage for what a program copies in.
+
+One flat allocation serves a feed leaf at every shape: it is as large as the largest shape seen, and each program views
+it with the strides and the alignment that the caller's tensor has, so that kernels see the geometry that eager sees:
+they choose their order of summation by it. Where a larger shape comes, it gets a new allocation, and programs that were
+captured on the old one keep that: to capture them again takes as long as tens of steps, and since allocations at least
+double, the old ones together are no larger than the new one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphplan.feed.signature import WIDEST_LOAD, alignment
+
+_SPARSENESS = 4
+_SPARE = 2**24
+"""A view may span this many times its elements, or this many bytes, before it is packed densely instead."""
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements between the first and the last one, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two indices may share memory (expanded or overlapping tensors)."""
+    reach = 1
+    for step, size in sorted((st, sz) for sz, st in zip(shape, stride, strict=True) if sz > 1):
+        if step < reach:
+            return True
+        reach = step * (size - 1) + reach
+    return False
+
+
+def _is_wasteful(tensor: Tensor) -> bool:
+    span = _span(tensor.shape, tensor.stride())
+    return span > _SPARSENESS * max(tensor.numel(), 1) and span * tensor.element_size() > _SPARE
+
+
+def distinct(tensor: Tensor) -> Tensor:
+    """``tensor``, or where several of its elements share memory (an expanded tensor) a view that has each once."""
+    shape, stride = tensor.shape, tensor.stride()
+    if not _overlaps(shape, stride):
+        return tensor
+    once = tensor.as_strided([size if step else 1 for size, step in zip(shape, stride, strict=True)], stride)
+    return once.as_strided((_span(shape, stride),), (1,)) if _overlaps(once.shape, stride) else once
+
+
+class Buffers:
+    """Allocations by feed position."""
+
+    def __init__(self) -> None:
+        self._flat: dict[tuple[object, ...], Tensor] = {}
+        self._views: list[weakref.ref[Tensor]] = []
+
+    def view(self, position: object, like: Tensor, device: torch.device) -> Tensor:
+        """A static tensor on ``device`` with the geometry of ``like``, for the leaf at ``position``.
+
+        Its contents are undefined. Where elements of ``like`` share memory, so do its own: fill it by way of
+        :func:`distinct`. It asks for gradients if ``like`` does.
+        """
+        shape, stride = tuple(like.shape), tuple(like.stride())
+        if _is_wasteful(like):
+            stride = tuple(torch.empty(shape, device="meta").stride())
+        room = _span(shape, stride) + WIDEST_LOAD // like.element_size()
+        key = (position, like.dtype, device)
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < room:
+            if flat is not None:
+                # By leaps: inputs that grow slowly would have as many allocations as shapes.
+                room = max(room, 2 * flat.numel())
+            with torch.inference_mode(False):
+                flat = torch.empty(room, dtype=like.dtype, device=device)
+            self._flat[key] = flat
+        with torch.inference_mode(False), torch.no_grad():
+            static = flat.as_strided(shape, stride, alignment(like) // like.element_size())
+            static = static.conj() if like.is_conj() else static
+            static = torch._neg_view(static) if like.is_neg() else static
+        self._views = [*filter(_is_alive, self._views), weakref.ref(static)]
+        return static.requires_grad_(like.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, with older allocations that programs still read."""
+        held = [*self._flat.values(), *(view for known in self._views if (view := known()) is not None)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in map(Tensor.untyped_storage, held)}.values())
+
+    def clear(self) -> None:
+        """Let every allocation go."""
+        self._flat.clear()
+
+
+def _is_alive(reference: weakref.ref[Tensor]) -> bool:
+    return reference() is not None

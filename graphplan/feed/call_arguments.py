@@ -1,0 +1,250 @@
+"""The containers that a step is fed: the caller's own wherever Python runs, and watched for what the step does to them.
+
+A replay knows tensors only: what a step puts into a container, or takes out of it, would come to pass in eager calls
+alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.feed.placeholders import is_placeholder
+from graphplan.feed.signature import Feed, is_comparable, is_literal, leaf_key
+from graphplan.tensors.containers import PLAIN_LEAVES
+from graphplan.tensors.trees import base_of, fill_record, is_record, record_values
+
+Result = TypeVar("Result")
+_Called = TypeVar("_Called", bound=Callable[..., Any])
+_HANDS_OVER: dict[int, CodeType] = {}
+"""By identity: to hash a code object takes as long as it has instructions."""
+Contents = dict[Any, Any]
+_ADVICE = (
+    ". A replay computes with the tensors that are fed, and would leave the container as it is. Return the value "
+    "instead, change a copy (batch = dict(batch)), hold the container on an object that is an owner, or run the step "
+    "eagerly: on_failure='eager'"
+)
+
+
+def hands_over(run: _Called) -> _Called:
+    """Mark ``run`` as what calls code of the caller's: an error that comes through it is the caller's own."""
+    _HANDS_OVER[id(run.__code__)] = run.__code__
+    return run
+
+
+def is_callers(error: BaseException) -> bool:
+    """Whether ``error`` came out of the step, or of other code of the caller's that was called for its own sake."""
+    trace = error.__traceback__
+    while trace is not None and id(trace.tb_frame.f_code) not in _HANDS_OVER:
+        trace = trace.tb_next
+    return trace is not None
+
+
+@hands_over
+def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
+    """Call a step's function: every call of it comes this way, but for those of a step that is stock."""
+    return fn(*args, **kwargs)
+
+
+@dataclass(slots=True)
+class _Container:
+    """One container, and what it held. A ``hidden`` one is a part of an object that is only put back with it."""
+
+    path: str
+    node: Any
+    before: Contents
+    attributes: Contents | None
+    hidden: bool = False
+
+    def change(self) -> str | None:
+        """How it differs from what it was, in words."""
+        now = _contents(self.node) or {}
+        if self.hidden or _are_same(self.before, now):
+            return None
+        if len(now) != len(self.before) and not is_record(self.node):
+            number = len(self.before)
+            return f"{self.path} had {number} item{'' if number == 1 else 's'}, and has {len(now)}"
+        for key in (*self.before, *now):
+            place = _place(self.path, self.node, key)
+            if key not in now:
+                return f"{place} was there, and is gone"
+            if key not in self.before:
+                return f"{place} was not there, and is"
+            if not _is_same(self.before[key], now[key]):
+                return _describe(place, self.before[key], now[key])
+        return None
+
+    def put_back(self) -> None:
+        """Let it hold what it held."""
+        if not _hold_same_objects(self.before, _contents(self.node) or {}):
+            _fill(self.node, self.before)
+        if self.attributes is not None and not _hold_same_objects(self.attributes, vars(self.node)):
+            _fill(vars(self.node), self.attributes)
+
+
+class CallArguments:
+    """What a step is called with: ``args`` and ``kwargs``, which are the caller's own or copies of ``given``."""
+
+    def __init__(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.args = args
+        self.kwargs = kwargs
+        self._given = given
+        self._containers: list[_Container] = []
+        self._originals: dict[str, _Container] = {}
+        if given is not None:
+            self.watch()
+
+    @classmethod
+    def of(cls, feed: Feed) -> CallArguments:
+        """The caller's own containers, or new ones where the feed's tensors lie on another device than the caller's."""
+        if feed.given is not None and not feed.is_moved:
+            return cls(*feed.given)
+        return cls(*feed.rebuild(feed.leaves), given=feed.given)
+
+    def watch(self) -> CallArguments:
+        """Note what the containers hold."""
+        self._containers = _all_containers(self.args, self.kwargs)
+        if self._given is not None:
+            self._originals = {container.path: container for container in _all_containers(*self._given)}
+        return self
+
+    def lend(self, run: Callable[[tuple[Any, ...], Mapping[str, Any]], Result]) -> Result:
+        """``run`` on them; what it changes in copies is changed in the caller's own, too."""
+        result = run(self.args, self.kwargs)
+        if self._given is not None:
+            self._hand_back()
+        return result
+
+    def change(self) -> str | None:
+        """What is to be said of the first container that is not what it was when :meth:`watch` was called."""
+        found = next((text for container in self._containers if (text := container.change())), None)
+        return None if found is None else f"the step changes a container that it is fed: {found}{_ADVICE}"
+
+    def objects(self) -> list[Any]:
+        """The containers."""
+        return [container.node for container in self._containers]
+
+    def restore(self) -> None:
+        """Let all containers hold what they held when :meth:`watch` was called."""
+        for container in (*self._containers, *self._originals.values()):
+            container.put_back()
+
+    def _hand_back(self) -> None:
+        pairs = [(copy, self._originals[copy.path]) for copy in self._containers if copy.path in self._originals]
+        own = {
+            id(value): original.before[key]
+            for copy, original in pairs
+            for key, value in copy.before.items()
+            if key in original.before
+        }
+        for copy, original in pairs:
+            if copy.change() is not None:
+                now = _contents(copy.node) or {}
+                _fill(original.node, {key: own.get(id(value), value) for key, value in now.items()})
+
+
+def _all_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Container]:
+    seen: set[int] = set()
+    roots = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
+    roots += [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
+    return [found for path, arg in roots for found in _containers_in(path, arg, seen)]
+
+
+def _containers_in(path: str, node: Any, seen: set[int]) -> Iterator[_Container]:
+    """The containers at ``path`` and below."""
+    contents = _contents(node)
+    if contents is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    attributes = dict(vars(node)) if _is_registered(node) and hasattr(node, "__dict__") else None
+    if not isinstance(node, tuple):
+        yield _Container(path, node, contents, attributes)
+    for key, value in contents.items():
+        yield from _containers_in(_place(path, node, key), value, seen)
+    for name, value in (attributes or {}).items():
+        if isinstance(value, (list, dict)) and id(value) not in seen:
+            seen.add(id(value))
+            yield _Container(f"{path}.{name}", value, _contents(value) or {}, None, hidden=True)
+
+
+def _is_registered(node: Any) -> bool:
+    """Whether only pytree knows what ``node`` holds."""
+    return not isinstance(node, (dict, list, tuple, deque)) and type(node) in pytree.SUPPORTED_NODES
+
+
+def _contents(node: Any) -> Contents | None:
+    """What a container holds, by key, number or name; None for what is none."""
+    if type(node) in PLAIN_LEAVES or is_placeholder(node) or isinstance(node, Tensor):
+        return None
+    # What its class makes of being gone through is not asked.
+    if isinstance(node, dict):
+        return dict(dict.items(node))
+    kind: Any
+    for kind in (list, tuple, deque):
+        if isinstance(node, kind):
+            return dict(enumerate(kind.__iter__(node)))
+    if is_record(node) or is_comparable(node):
+        return record_values(node)
+    leaves = pytree.tree_leaves(node, is_leaf=lambda part: part is not node)
+    return None if len(leaves) == 1 and leaves[0] is node else dict(enumerate(leaves))
+
+
+def _place(path: str, node: Any, key: Any) -> str:
+    items = isinstance(node, (dict, list, tuple, deque)) or type(node) in pytree.SUPPORTED_NODES
+    return f"{path}[{key!r}]" if items else f"{path}.{key}"
+
+
+def _fill(node: Any, contents: Contents) -> None:
+    """Let ``node`` hold ``contents``, and nothing else."""
+    if isinstance(node, dict):
+        # Subclasses may forbid it.
+        kind: Any = OrderedDict if isinstance(node, OrderedDict) else dict
+        kind.clear(node)
+        for key, value in contents.items():
+            kind.__setitem__(node, key, value)
+    elif isinstance(node, (list, deque)):
+        node.clear()
+        node.extend(contents.values())
+    elif is_record(node) or base_of(type(node)) is not None:
+        now = record_values(node)
+        for name in now.keys() - contents.keys():
+            object.__delattr__(node, name)
+        fill_record(node, {name: value for name, value in contents.items() if now.get(name, contents) is not value})
+
+
+def _hold_same_objects(one: Contents, other: Contents) -> bool:
+    return list(one) == list(other) and all(value is other[key] for key, value in one.items())
+
+
+def _are_same(one: Contents, other: Contents) -> bool:
+    return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether nobody could tell two values apart but by the identity of containers and literals."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return False
+    inner, others = _contents(one), _contents(other)
+    if inner is not None and others is not None:
+        return _are_same(inner, others)
+    return is_literal(one) and leaf_key(one) == leaf_key(other)
+
+
+def _describe(place: str, old: Any, new: Any) -> str:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return f"{place} is another tensor than it was"
+    one, other = (repr(v) if is_literal(v) and not callable(v) else f"a {type(v).__name__}" for v in (old, new))
+    return f"{place} was {one}, and is {other}"

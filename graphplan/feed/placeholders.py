@@ -1,0 +1,82 @@
+"""What a trace hands to the step in the place of fed values that it is not expected to read.
+
+File names, numpy arrays and other host values differ from batch to batch. As part of a key they would make a new
+program of each batch; left out of it, they must not be read. So traces and captures get a :class:`Placeholder` for
+each. It may be passed on, unpacked, put into other containers and let go, and ``isinstance`` says of it what it says of
+the value. Anything else raises :class:`ReadSignal`, upon which the call is undone and run again with the values.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+from graphplan.environment.origin import is_users_file
+
+
+class ReadSignal(BaseException):
+    """Placeholders were used. No ``Exception``, so that the step's own handlers let it pass.
+
+    Attributes:
+        indices: those of the leaves that they stand for.
+    """
+
+    def __init__(self, indices: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.indices = tuple(indices)
+
+
+class Placeholder:
+    """Stands for a value of class ``kind``. ``on_read()`` is called when it is used, and raises."""
+
+    __slots__ = ("_kind", "_on_read")
+
+    def __init__(self, kind: type, on_read: Callable[[], Any]) -> None:
+        _set_kind(self, kind)
+        _set_on_read(self, on_read)
+
+    def __getattribute__(self, name: str) -> Any:
+        return kind_of(self) if name == "__class__" else _on_read(self)()
+
+
+kind_of: Callable[[Any], type] = vars(Placeholder)["_kind"].__get__
+"""The class of the value that a placeholder stands for."""
+_on_read: Callable[[Any], Callable[[], Any]] = vars(Placeholder)["_on_read"].__get__
+_set_kind: Callable[[Any, type], None] = vars(Placeholder)["_kind"].__set__
+_set_on_read: Callable[[Any, Callable[[], Any]], None] = vars(Placeholder)["_on_read"].__set__
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or"
+_OTHERS = (
+    "abs neg pos invert index int float complex round trunc floor ceil bool len length_hint iter next reversed "
+    "contains getitem setitem delitem setattr delattr call hash eq ne lt le gt ge str repr format bytes fspath enter "
+    "exit aenter aexit aiter anext await dir sizeof reduce reduce_ex copy deepcopy get set buffer torch_function"
+)
+_SPECIAL = [*_OTHERS.split(), *(prefix + name for name in _BINARY.split() for prefix in ("", "r", "i"))]
+for _name in _SPECIAL:
+    # The interpreter looks these up on the class.
+    setattr(Placeholder, f"__{_name}__", lambda self, *_, **__: _on_read(self)())
+
+
+def is_placeholder(value: Any) -> bool:
+    """Return True for a placeholder, without a use of it."""
+    return type(value) is Placeholder
+
+
+@lru_cache(4096)
+def compares_classes(code: CodeType) -> bool:
+    """Return True if ``code`` calls ``type`` on anything but ``self``: the one use that no placeholder notices.
+
+    Installed packages are taken to ask ``isinstance``: for those that do not, there are the checks against eager steps.
+    """
+    if "type" not in code.co_names or not is_users_file(code.co_filename):
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
+    for step, argument in pairwise(steps):
+        loaded = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
+        if loaded and not (argument.opname.startswith("LOAD_FAST") and argument.argval == "self"):
+            return True
+    return False

@@ -1,0 +1,483 @@
+"""Feed signatures: flattening what a step is called with, and the key under which its program is kept.
+
+A key holds the structure, and for each leaf its geometry (shape, strides, dtype, device, ``requires_grad``) or, for
+anything that is not a tensor, its type and value. Two calls with equal keys can share a program; nothing is ever
+broadcast or cast to make them equal.
+
+Longer than most rooms: a key, and the words for each part of it in messages, are made by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from enum import Enum
+from types import BuiltinMethodType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.errors import DeviceError, FeedError, RefusalError
+from graphplan.feed.placeholders import is_placeholder
+from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_own_operators, is_freed
+from graphplan.tensors.containers import Literals, flatten_plain
+from graphplan.tensors.dtensors import is_sharded
+from graphplan.tensors.trees import close_records, has_attributes, is_record, literal_values, open_records, with_paths
+
+Key = tuple[Hashable, ...]
+WIDEST_LOAD = 64
+"""Bytes of the widest vector that any kernel loads."""
+
+_METHODS = (MethodType, BuiltinMethodType)
+"""Bound methods: each look at one makes another, and they are equal."""
+_DEEPEST = 4
+_MOST_VALUES = 64
+"""Of objects that are compared by what they hold: how deep, and how much of it."""
+_LONGEST = 120
+"""Characters that a message has of a value, a geometry or a structure that changes."""
+
+_LITERALS = (
+    bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.memory_format, Literals,
+)  # fmt: skip
+
+
+class Unread:
+    """Marks, in a key, a value that is no part of it but for its class."""
+
+
+class _Identity:
+    """An object that is told apart by identity alone."""
+
+    __slots__ = ("_thing",)
+
+    def __init__(self, thing: Any) -> None:
+        self._thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._thing is other._thing
+
+    def __hash__(self) -> int:
+        return id(self._thing)
+
+    def __repr__(self) -> str:
+        return f"a {type(self._thing).__name__}"
+
+
+def alignment_unit(tensor: Tensor) -> int:
+    """Bytes of the widest vector that kernels of the tensor's device load."""
+    return 16 if tensor.is_cuda else WIDEST_LOAD
+
+
+def alignment(tensor: Tensor) -> int:
+    """How many bytes ``tensor`` begins after a multiple of the widest vector that its device's kernels load."""
+    return tensor.data_ptr() % alignment_unit(tensor) if is_dense(tensor) else 0
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has strides: it is neither sparse nor nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+class Feed:
+    """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``.
+
+    ``given`` are the arguments themselves, where there are any; ``is_moved``: the leaves are not theirs. ``unread`` are
+    the indices of values that the step does not read, and that the key leaves out.
+    """
+
+    __slots__ = ("given", "is_moved", "key", "leaves", "structure", "unread")
+
+    def __init__(
+        self,
+        leaves: list[Any],
+        structure: Any,
+        key: Key,
+        given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+        *,
+        is_moved: bool = False,
+        unread: frozenset[int] = frozenset(),
+    ) -> None:
+        self.leaves = leaves
+        self.structure = structure
+        self.key = key
+        self.given = given
+        self.is_moved = is_moved
+        self.unread = unread
+
+    def replaced(self, leaves: list[Any]) -> Feed:
+        """The feed with other ``leaves`` of the same key."""
+        return Feed(leaves, self.structure, self.key, self.given, is_moved=True, unread=self.unread)
+
+    def rebuild(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with ``leaves`` in place of the original ones."""
+        if self.structure is None:
+            return tuple(leaves), {}
+        args, kwargs = close_records(pytree.tree_unflatten(list(leaves), self.structure))
+        return args, kwargs
+
+    def names(self) -> list[str]:
+        """A path for every leaf, such as ``args[0]`` or ``kwargs['mask']``."""
+        if self.structure is None:
+            return [f"args[{i}]" for i in range(len(self.leaves))]
+        tree = pytree.tree_unflatten(list(self.leaves), self.structure)
+        named = [(f"args[{number}]", arg) for number, arg in enumerate(tree[0])]
+        named += [(f"kwargs[{name!r}]", arg) for name, arg in tree[1].items()]
+        return [name + pytree.keystr(path) for name, arg in named for path, _ in with_paths(arg)]
+
+    def tensors(self) -> list[tuple[int, Tensor]]:
+        """The tensor leaves that the step may read, with their indices."""
+        if not self.unread:
+            return [(i, leaf) for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return [(i, leaf) for i, leaf in enumerate(self.leaves) if i not in self.unread and isinstance(leaf, Tensor)]
+
+    def alignments(self) -> tuple[int, ...]:
+        """Those of the tensor leaves. They are no part of ``key``: any tensor can be copied in, but kernels choose
+        their order of summation by them, so that eager's bits come from a program for the same ones only.
+        """
+        return tuple([alignment(leaf) for _, leaf in self.tensors()])
+
+
+def leaf_key(leaf: Any) -> Hashable:
+    """What a leaf contributes to a feed's key.
+
+    Raises:
+        FeedError: for what is neither a tensor nor a literal.
+    """
+    if isinstance(leaf, Tensor):
+        if leaf.is_nested:
+            # Some of them have no shape to ask for.
+            return (leaf.ndim, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
+        if leaf.layout is not torch.strided:
+            return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
+        plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+        # What a subclass does with operators is the subclass's affair, and what somebody hung on it the code's.
+        kind, marks = type(leaf), attributes_on(leaf)
+        bits = (leaf.is_conj(), leaf.is_neg())
+        if kind is Tensor and not marks and not any(bits):
+            return plain
+        return (*plain, kind, bits, tuple([(name, _mark_key(marks[name])) for name in sorted(marks)]))
+    kind = type(leaf)
+    if callable(leaf) and not isinstance(leaf, Enum) and _is_hashable(leaf):
+        # What a class says of equality is its own affair.
+        own: Any = kind.__eq__
+        return (kind, leaf if own is object.__eq__ or kind in _METHODS else _Identity(leaf))
+    if not isinstance(leaf, _LITERALS):
+        held = _values_key(leaf, 0)
+        if held is None:
+            raise _without_key(leaf)
+        return (kind, held)
+    if not isinstance(leaf, Enum) and getattr(leaf, "__dict__", None):
+        raise _with_attributes(leaf)
+    # 0.0 equals -0.0 and NaN equals nothing, but a step may tell them apart.
+    if isinstance(leaf, complex):
+        return (kind, (leaf.real.hex(), leaf.imag.hex()))
+    if isinstance(leaf, str):
+        return (kind, leaf if kind is str or isinstance(leaf, Enum) else str.__str__(leaf))
+    return (kind, leaf.hex() if isinstance(leaf, float) else leaf)
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except Exception:  # noqa: BLE001 - of any class's own code
+        return False
+    return True
+
+
+def _values_key(thing: Any, depth: int) -> Hashable:
+    """What an object that is no literal holds, if that is literals alone; None if it is not."""
+    kind = type(thing)
+    values = dict(enumerate(thing)) if kind in (list, tuple) else thing if kind is dict else literal_values(thing)
+    if values is None or depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
+        return None
+    keys: list[Hashable] = []
+    for name, value in values.items():
+        key = leaf_key(value) if is_literal(value) else _values_key(value, depth + 1)
+        if key is None:
+            return None
+        keys.append((leaf_key(name), type(value), key))
+    return tuple(keys)
+
+
+def _without_key(leaf: Any) -> FeedError:
+    advice = (
+        "feed tensors in dicts, tuples, lists, dataclasses or objects, or register the type with torch.utils._pytree"
+        if isinstance(leaf, Iterable) or not hasattr(leaf, "__dict__")
+        else "use it from the enclosing scope, and name it in owners="
+    )
+    return FeedError(
+        f"a {type(leaf).__name__} is fed, which is neither a tensor nor a literal, so a replay could not tell when it "
+        f"changes: {advice}"
+    )
+
+
+def key_anywhere(key: Sequence[Any]) -> tuple[Any, ...]:
+    """A feed's key without the devices that its tensors lie on."""
+    return (key[0], *(leaf[:3] + leaf[4:] if len(leaf) > 3 else leaf for leaf in key[1:]))
+
+
+def without_shapes(key: Sequence[Any]) -> tuple[Any, ...]:
+    """A feed's key without the shapes and strides of its tensors."""
+    return (key[0], *(leaf[2:] if len(leaf) > 3 else leaf for leaf in key[1:]))
+
+
+def _with_attributes(leaf: Any) -> FeedError:
+    names = ", ".join(sorted(vars(leaf)))
+    return FeedError(
+        f"an argument of type {type(leaf).__name__} is fed that has attributes of its own ({names}), and a replay "
+        "could not tell when they change; expected a plain one: feed what they hold as arguments of their own"
+    )
+
+
+def is_comparable(thing: Any) -> bool:
+    """Return True for an object that is no literal, and that a key compares by the literals that it holds."""
+    return not is_placeholder(thing) and not is_literal(thing) and _values_key(thing, 0) is not None
+
+
+def is_literal(value: Any) -> bool:
+    """Whether a key holds all that there is to know of ``value``."""
+    if type(value) is tuple:
+        return all(map(is_literal, value))
+    if is_placeholder(value) or isinstance(value, Tensor):
+        return False
+    return isinstance(value, _LITERALS) or (callable(value) and _is_hashable(value))
+
+
+def _mark_key(value: Any) -> Hashable:
+    """What an attribute of a tensor contributes: its value, or the type of what has more to it than a key can hold."""
+    if type(value) is tuple and is_literal(value):
+        return tuple(map(_mark_key, value))
+    return leaf_key(value) if is_literal(value) else (type(value),)
+
+
+KeysOf = Callable[[Hashable, Sequence[Any], Callable[[], list[str]]], tuple[list[Hashable], frozenset[int]]]
+"""What makes the keys of a call's leaves: from what tells its structure, the leaves, and what names them; and the
+indices of those that the keys leave out.
+"""
+
+
+def keys_of_all(shape: Hashable, leaves: Sequence[Any], names: Callable[[], list[str]]) -> tuple[list[Hashable], Any]:
+    """The keys of leaves of which none may be left out."""
+    return [named_key(index, leaf, names) for index, leaf in enumerate(leaves)], frozenset()
+
+
+def named_key(index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable:
+    """The key of a leaf that is read.
+
+    Raises:
+        FeedError: with the leaf's path.
+    """
+    try:
+        return leaf_key(leaf)
+    except FeedError as error:
+        raise FeedError(f"{names()[index]}: {error}") from None
+
+
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = keys_of_all) -> Feed:
+    """Flatten a call. Tensors and literals in plain containers take a path without pytree.
+
+    Raises:
+        FeedError: for what cannot be flattened, or has no key.
+    """
+    try:
+        if not kwargs and all(isinstance(arg, Tensor) for arg in args):
+            return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
+        shape, leaves, structure = _take_apart(args, kwargs)
+        keys, unread = keys_of(shape, leaves, Feed(leaves, structure, ()).names)
+    except RefusalError:
+        raise
+    except Exception as error:
+        raise FeedError(
+            f"{_culprit(args, kwargs)} cannot be taken apart ({type(error).__name__}: {error}); expected tensors and "
+            "values in containers whose own code does not fail: feed what they hold as arguments of their own"
+        ) from error
+    return Feed(leaves, structure, (shape, *keys), (args, kwargs), unread=unread)
+
+
+def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The first argument that raises when it is read."""
+    named = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
+    named += [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
+    for name, arg in named:
+        try:
+            leaves = _take_apart((arg,), {})[1]
+            with suppress(FeedError):
+                for leaf in leaves:
+                    leaf_key(leaf)
+        except Exception:  # noqa: BLE001 - of any class's own code
+            return f"{name}, which is fed,"
+    return "what is fed"
+
+
+def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any], Any]:
+    """What tells the structure of a call, its leaves, and the structure to rebuild it with."""
+    try:
+        return flatten_plain((args, dict(kwargs)))
+    except TypeError:
+        pass
+    leaves, structure = pytree.tree_flatten((args, dict(kwargs)), is_leaf=has_attributes)
+    if any(map(is_record, leaves)):
+        opened = open_records((args, dict(kwargs)))
+        with suppress(TypeError):
+            return flatten_plain(opened)
+        leaves, structure = pytree.tree_flatten(opened, is_leaf=has_attributes)
+    for leaf in leaves:
+        if has_attributes(leaf):
+            raise _with_attributes(leaf)
+    hash(structure)
+    return structure, leaves, structure
+
+
+def with_new_containers(batch: Any) -> Any:
+    """``batch`` in containers of its own; itself if it cannot be taken apart."""
+    try:
+        _, leaves, structure = _take_apart((batch,), {})
+        (own,), _ = Feed(leaves, structure, ()).rebuild(leaves)
+    except Exception:  # noqa: BLE001 - of any container's own code
+        return batch
+    return own
+
+
+def check_feed(feed: Feed, device: torch.device | None) -> None:
+    """Refuse leaves that a program could not copy in.
+
+    ``device`` is where the step computes. Raises :class:`FeedError` naming the leaf.
+    """
+    for index, leaf in feed.tensors():
+        name = feed.names()[index]
+        if is_sharded(leaf):
+            raise FeedError(
+                f"{name} is a DTensor, and a replay copies plain tensors in: feed its shard, {name}.to_local(), and "
+                "make the DTensor in the step"
+            )
+        if leaf.is_nested:
+            raise FeedError(
+                f"{name} is a nested tensor, whose parts have lengths of their own; expected a dense (strided) "
+                f"tensor: feed torch.nested.to_padded_tensor({name}, 0.0), and the lengths or a mask beside it"
+            )
+        if has_own_operators(leaf):
+            raise FeedError(
+                f"{name} is a {type(leaf).__name__}, whose __torch_dispatch__ decides what operators do, and a replay "
+                f"runs those that were recorded; expected a tensor of torch's own: feed what {name} wraps, and make "
+                f"the {type(leaf).__name__} in the step"
+            )
+        if type(leaf) not in PLAIN_KINDS and leaf.requires_grad:
+            raise FeedError(
+                f"{name} is a {type(leaf).__name__} that asks for gradients, which a replay's copy of it could not "
+                f"hand back; expected a plain tensor: feed {name}.as_subclass(torch.Tensor)"
+            )
+        if leaf.grad_fn is not None:
+            raise FeedError(
+                f"{name} has a grad_fn ({type(leaf.grad_fn).__name__}): gradients would have to flow out of the step "
+                f"through a copy. Expected a leaf; feed {name}.detach(), or move what computes it into the step"
+            )
+        if leaf.layout is not torch.strided:
+            raise FeedError(
+                f"{name} has layout {leaf.layout}; expected a dense (strided) tensor: feed {name}.to_dense()"
+            )
+        if leaf.is_meta or is_freed(leaf):
+            raise FeedError(
+                f"{name} has no values ({'it lies on the meta device' if leaf.is_meta else 'its memory is gone'}), "
+                "and a replay copies them in: leave it out of what is fed, or feed what the step wants to know of it"
+            )
+        if device is not None and leaf.device != device:
+            raise DeviceError(
+                f"{name} is on {leaf.device}, the step computes on {device}; move it first, or pass device='{device}'"
+            )
+
+
+def asks_for_gradients(leaf: Any) -> bool:
+    """Whether a backward pass could come to ``leaf``."""
+    if not isinstance(leaf, Tensor):
+        return False
+    return leaf.grad_fn is not None or (leaf.requires_grad and torch.is_grad_enabled())
+
+
+def check_match(feed: Feed, planned: Feed | FeedSpec) -> None:
+    """Refuse a feed that is not the planned one, naming the first leaf that differs.
+
+    Raises:
+        FeedError: with the leaf's path, what was expected and what was found.
+    """
+    if feed.key == planned.key:
+        return
+    if feed.structure != planned.structure or len(feed.key) != len(planned.key):
+        raise FeedError(
+            f"the feed's structure is {_structure(feed)}; expected {_structure(planned)}: compile a plan for this "
+            "structure"
+        )
+    for name, found, expected in zip(feed.names(), feed.key[1:], planned.key[1:], strict=True):
+        if found != expected:
+            raise FeedError(
+                f"{name} is {_describe(found)}; expected {_describe(expected)}: nothing is broadcast or cast, so "
+                "capture a program for this signature"
+            )
+
+
+def first_difference(feed: Feed, before: Key) -> str | None:
+    """The first thing in which ``feed`` differs from one of the key ``before``, in words; None if in nothing."""
+    if feed.key == before:
+        return None
+    if len(feed.key) != len(before):
+        return f"{len(feed.key) - 1} tensors and values are fed, and {len(before) - 1} were"
+    for name, found, known in zip(feed.names(), feed.key[1:], before[1:], strict=True):
+        if found != known:
+            return f"{name} is {_shortened(_describe(found))}, and was {_shortened(_describe(known))}"
+    return f"the containers are {_shortened(_structure(feed))}, and were others"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _structure(feed: Feed | FeedSpec) -> str:
+    return on_one_line(feed.structure) if feed.structure is not None else f"{len(feed.key) - 1} positional tensors"
+
+
+def on_one_line(structure: pytree.TreeSpec) -> str:
+    """A structure for a message; what pytree writes of a larger one has several lines."""
+    return " ".join(str(structure).split())
+
+
+def _describe(key: Hashable) -> str:
+    assert isinstance(key, tuple)
+    if key[0] is Unread:
+        return f"a {key[1].__name__} that is not read"
+    if len(key) == 2:
+        return f"the {key[0].__name__} {key[1]!r}"
+    shape, stride, dtype, device, grad, *more = key
+    text = f"{dtype} {list(shape)} strides {stride} on {device}" + (" requiring grad" if grad else "")
+    return text + (_describe_more(*more) if more else "")
+
+
+def _describe_more(kind: type, bits: tuple[bool, bool], marks: tuple[tuple[str, tuple[Any, ...]], ...]) -> str:
+    text = "" if kind is Tensor else f", a {kind.__name__}"
+    text += "".join(f", {what}" for what, is_set in zip(("conjugated", "negated"), bits, strict=True) if is_set)
+    return text + "".join(f", with {name} = {' '.join(map(str, key[1:] or key))}" for name, key in marks)
+
+
+class FeedSpec:
+    """What remains of a feed once its tensors are let go: structure, key, names."""
+
+    __slots__ = ("key", "leaf_names", "structure")
+
+    def __init__(self, feed: Feed) -> None:
+        self.key = feed.key
+        self.structure = feed.structure
+        self.leaf_names = feed.names()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {_describe(key)}" for name, key in zip(self.leaf_names, self.key[1:], strict=True))
+
+
+def shared_leaf(feed: Feed, written: Sequence[int]) -> tuple[int, int] | None:
+    """The first of the leaves ``written`` (by index) that shares its storage with another leaf, and that one."""
+    tensors = feed.tensors()
+    for index in written:
+        storage = feed.leaves[index].untyped_storage()._cdata
+        for other, leaf in tensors:
+            if other != index and leaf.untyped_storage()._cdata == storage:
+                return index, other
+    return None

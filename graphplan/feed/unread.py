@@ -1,0 +1,181 @@
+"""Which fed values on the host are part of a step's keys: those that stay, and those that the step reads.
+
+A file name differs in every batch. Values that vary, and those that no key can hold (arrays, objects), are left out of
+the keys, and so are tensors in host memory beside others on a device. Traces are given placeholders for them. Where a
+trace shows that the step reads one, it is part of the keys from then on, or the call is refused if no key can hold it.
+
+Values in one list are one unit: with the first file name that varies, or is read, all of the list do.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import FeedError, GraphPlanError
+from graphplan.feed.call_arguments import is_callers
+from graphplan.feed.placeholders import Placeholder, ReadSignal
+from graphplan.feed.signature import Feed, Unread, leaf_key, named_key
+from graphplan.tensors.containers import Literals
+
+_SHAPES = 256
+"""Structures of calls whose units are remembered."""
+_FEW = (bool, int, float, complex, Enum, type(None), torch.dtype, torch.device, torch.memory_format)
+"""Values that mostly steer the code, and of which there may be so many before they are left out:"""
+_VALUES = 8
+_NUMBERED = re.compile(r"\[\d+\]$")
+
+
+class _Shape:
+    """The units of one structure: the path of each leaf's, and the keys that each leaf had."""
+
+    def __init__(self, leaves: Sequence[Any], names: Sequence[str]) -> None:
+        parents = [_NUMBERED.sub("", name) if isinstance(name, str) else name for name in names]
+        mixed = {parent for parent, leaf in zip(parents, leaves, strict=True) if isinstance(leaf, Tensor)}
+        pairs = zip(names, parents, strict=True)
+        self.units = [name if parent in mixed or parent == "args" else parent for name, parent in pairs]
+        self.first: dict[int, Hashable] = {}
+        self.seen: dict[int, set[Hashable]] = {}
+        devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)]
+        self.home = next((device for device in devices if device.type != "cpu"), None)
+        """Where the step computes, if only some of the tensors are fed from there. The others are host values."""
+        if len(set(devices)) < 2:
+            self.home = None
+        self.is_plain = self.home is None and all(isinstance(leaf, Tensor) for leaf in leaves)
+
+
+class UnreadValues:
+    """What one step's keys leave out."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[Hashable, _Shape] = {}
+        self._free: set[str] = set()
+        self._read: set[str] = set()
+
+    def keys(
+        self, shape: Hashable, leaves: Sequence[Any], names: Callable[[], list[str]]
+    ) -> tuple[list[Hashable], frozenset[int]]:
+        """The keys of a call's leaves, and the indices of those that they leave out.
+
+        Raises:
+            FeedError: naming a value that the step reads, and that no key can hold.
+        """
+        known = self._shapes.get(shape)
+        if known is None:
+            if len(self._shapes) >= _SHAPES:
+                self._shapes.clear()
+            known = self._shapes[shape] = _Shape(leaves, names())
+        if known.is_plain and all(isinstance(leaf, Tensor) for leaf in leaves):
+            return list(map(leaf_key, leaves)), frozenset()
+        keys: list[Hashable] = []
+        unread: list[int] = []
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                key = self._key(known, index, leaf, names)
+            elif known.home is None or leaf.device.type != "cpu":
+                key = leaf_key(leaf)
+            else:
+                key = self._elsewhere(known, index, leaf, names)
+            if key is None:
+                unread.append(index)
+                key = (Unread, type(leaf))
+            keys.append(key)
+        return keys, frozenset(unread)
+
+    def _key(self, shape: _Shape, index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable:
+        """The key of a value; None if it is left out."""
+        unit = shape.units[index]
+        if unit in self._read:
+            return named_key(index, leaf, names)
+        if unit in self._free and (type(leaf) is str or not isinstance(leaf, _FEW)):
+            return None
+        try:
+            key = leaf_key(leaf)
+        except FeedError:
+            self._free.add(unit)
+            return None
+        if key == shape.first.setdefault(index, key) or isinstance(leaf, Literals):
+            return key
+        if not isinstance(leaf, _FEW):
+            self._free.add(unit)
+            return None
+        seen = shape.seen.setdefault(index, {shape.first[index]})
+        if len(seen) < _VALUES:
+            seen.add(key)
+        return key if key in seen else None
+
+    def _elsewhere(self, shape: _Shape, index: int, leaf: Tensor, names: Callable[[], list[str]]) -> Hashable:
+        if shape.units[index] in self._read:
+            raise FeedError(
+                f"{names()[index]} is on {leaf.device} and the step reads it, beside tensors on {shape.home}; a replay "
+                "would keep its values. Move it first, feed it as Python numbers, each of which is a program of its "
+                "own, or leave it out of what is fed"
+            )
+        return None
+
+    def mark(self, feed: Feed, indices: Iterable[int]) -> None:
+        """From now on, the values at ``indices`` of ``feed`` are read."""
+        shape = self._shapes.get(feed.key[0])
+        units = feed.names() if shape is None else shape.units
+        self._read.update(units[index] for index in indices)
+
+
+class Placeholders:
+    """Placeholders for the leaves at ``indices`` of ``leaves``. Entered around the step, it tells which of them that
+    used: on the way out :class:`ReadSignal` is raised with their indices.
+
+    ``leaves`` are those given with the placeholders in their places.
+    """
+
+    def __init__(self, leaves: Sequence[Any], indices: Iterable[int]) -> None:
+        self.leaves = list(leaves)
+        self._used: set[int] = set()
+        self._made: dict[int, Placeholder] = {}
+        self._references: dict[int, int] = {}
+        for index in indices:
+            self._made[index] = self.leaves[index] = Placeholder(type(leaves[index]), self._signal(index))
+
+    def _signal(self, index: int) -> Callable[[], Any]:
+        def on_read() -> Any:
+            self._used.add(index)
+            raise ReadSignal([index])
+
+        return on_read
+
+    def __enter__(self) -> None:
+        self._references = self._count()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        """Raise :class:`ReadSignal` for placeholders that were used, or are kept in more places than before."""
+        if error is None and self._count() != self._references:
+            # Cycles that the step has left hold them, too.
+            gc.collect()
+            now = self._count()
+            self._used.update(index for index, number in now.items() if number > self._references[index])
+        self.check()
+        if isinstance(error, Exception) and not isinstance(error, GraphPlanError) and is_callers(error):
+            # C code that is handed a placeholder says that it wants something else.
+            raise ReadSignal(self._made) from None
+
+    def check(self) -> None:
+        """Raise :class:`ReadSignal` for placeholders that were used."""
+        if self._used:
+            raise ReadSignal(self._used) from None
+
+    def _count(self) -> dict[int, int]:
+        return {index: sys.getrefcount(made) for index, made in self._made.items()}
+
+
+def with_placeholders(feed: Feed) -> tuple[Feed, Placeholders | None]:
+    """``feed`` with placeholders for the values that the step does not read, if there are any."""
+    if not feed.unread:
+        return feed, None
+    made = Placeholders(feed.leaves, feed.unread)
+    return feed.replaced(made.leaves), made

@@ -1,0 +1,93 @@
+"""Who has which hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+from graphplan.compare.comparing import Row, contents_of
+from graphplan.compare.fast_compare import accumulator_hooks, hooks_registered
+from graphplan.guards.key_values import Own
+from graphplan.owners.slots import Walk
+
+_MODULE_HOOKS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_backward_hooks": (),
+    "_backward_pre_hooks": (),
+}
+"""Where modules keep hooks, and what says how those are called."""
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL_HOOKS = [
+    (name, space, name)
+    for space, names in (
+        (modules, ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")),
+        (modules, ("_global_backward_pre_hooks",)),
+        (optimizers, ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
+    )
+    for name in names
+    if hasattr(space, name)
+]
+
+
+class Hooks:
+    """Hooks of the layers, parameters and optimizers of a walk, and those that torch calls for all of them."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._places: list[tuple[str, Any, str]] = [*_GLOBAL_HOOKS]
+        for module in walk.modules:
+            self._places += [(f"{type(module).__name__}.{name}", module, name) for name in _MODULE_HOOKS]
+        for path, param in walk.parameters.values():
+            self._places += [(path, param, name) for name in _TENSOR_HOOKS]
+        for path, optimizer in walk.optimizers.items():
+            self._places += [(f"{path}.{name}", optimizer, name) for name in _OPTIMIZER_HOOKS]
+        self._parameters = list(walk.parameters.values())
+        self._registered: int | None = None
+        self._empty: list[Any] = []
+        self._filled: list[tuple[str, Any, str]] = []
+        self._on_nodes: list[tuple[str, Any]] = []
+
+    def values(self) -> tuple[tuple[str, tuple[tuple[int, Own], ...]], ...]:
+        """Hooks under their numbers in torch's count, and as objects: one in the place of another is told apart.
+
+        All are asked only after somebody has registered one, or written one where there was none; that one was removed
+        shows where it was.
+        """
+        registered = hooks_registered()
+        if registered != self._registered or any(self._empty):
+            self._registered = registered
+            there = [getattr(owner, name) for _, owner, name in self._places]
+            self._empty = [hooks for hooks in there if isinstance(hooks, dict) and not hooks]
+            filled = [place for place in self._places if getattr(*place[1:])]
+            self._filled = [(label, owner, part) for label, owner, name in filled for part in _parts_of(owner, name)]
+            self._on_nodes = [
+                (f"the AccumulateGrad node of {path}", reference)
+                for path, param in self._parameters
+                for reference in accumulator_hooks(param)
+            ]
+        found = [(label, getattr(owner, name)) for label, owner, name in self._filled]
+        found += [(label, reference()) for label, reference in self._on_nodes]
+        return tuple(
+            [(label, tuple([(number, Own(hook)) for number, hook in hooks.items()])) for label, hooks in found if hooks]
+        )
+
+    def rows(self) -> list[Row] | None:
+        """After :meth:`values`: what holds while nobody has another hook; None where that does not say enough."""
+        if self._on_nodes:
+            return None
+        owners, names = [owner for _, owner, _ in self._filled], [name for *_, name in self._filled]
+        hooks = list(map(getattr, owners, names))
+        return [
+            ("same_results", [hooks_registered], [self._registered]),
+            ("all_empty", self._empty),
+            ("same_attributes", owners, names, hooks),
+            *contents_of(hooks),
+        ]
+
+
+def _parts_of(owner: Any, name: str) -> tuple[str, ...]:
+    """Where hooks lie, and what says how they are called."""
+    return (name, *[part for part in _MODULE_HOOKS.get(name, ()) if hasattr(owner, part)])

@@ -1,0 +1,1 @@
+"""Calls that are padded to capture sizes."""

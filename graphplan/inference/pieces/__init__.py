@@ -1,0 +1,1 @@
+"""Functions and models of which some parts are captured and others run eagerly."""

@@ -1,0 +1,78 @@
+"""What several graphed functions share: one stream and one pool of memory, and with them one turn at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident
+
+import torch
+
+from graphplan.errors import BusyError
+from graphplan.step.runner import Backends
+
+
+class Pool:
+    """Memory for the programs of several graphed functions.
+
+    Programs of one pool use the same memory for their intermediates, so they take turns: calls from several threads
+    wait for each other, and a stream waits for the work that another stream got before.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import Pool, graphed
+        >>> pool = Pool()
+        >>> first = graphed(torch.nn.Linear(4, 2), pool=pool)
+        >>> second = graphed(torch.nn.Linear(2, 1), pool=pool)
+        >>> with torch.inference_mode():
+        ...     second(first(torch.randn(8, 4))).shape
+        torch.Size([8, 1])
+    """
+
+    def __init__(self) -> None:
+        self.backends = Backends()
+        self._lock = Lock()
+        self._thread: int | None = None
+        self._last: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def turn(self, device: torch.device | None) -> Iterator[None]:
+        """Have the pool for the block; see :meth:`take`."""
+        self.take(device)
+        try:
+            yield
+        finally:
+            self.give_back()
+
+    def take(self, device: torch.device | None) -> None:
+        """Have the pool until :meth:`give_back`. ``device`` is what computes meanwhile.
+
+        Raises:
+            BusyError: if this thread has it already.
+        """
+        if self._thread == get_ident():
+            raise BusyError(
+                "a graphed function was called from within a call of the same pool; expected one call at a time, "
+                "since all work on the same memory. Let the function call what it is made of instead of itself"
+            )
+        self._lock.acquire()
+        self._thread = get_ident()
+        try:
+            self._order(device)
+        except BaseException:
+            self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """Let the next one have it."""
+        self._thread = None
+        self._lock.release()
+
+    def _order(self, device: torch.device | None) -> None:
+        """Have this thread's stream wait for what the last call of another stream's has to do."""
+        if device is None or device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(device)
+        if self._last is not None and self._last != current:
+            current.wait_stream(self._last)
+        self._last = current

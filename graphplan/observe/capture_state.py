@@ -1,0 +1,135 @@
+"""What Python code hears that asks whether the current stream is being captured.
+
+Libraries ask, and take another path in a capture: one that reads nothing on the host, most likely with other kernels.
+A step has to take one path in all its forms, so while one is warmed up, traced, recorded or checked the answer is that
+of the capture, on the CPU too. Steps that are run because there will be no program get the real answer.
+
+``torch.cuda.is_current_stream_capturing`` looks the question's function in C up among its module's globals. That
+function is replaced there, which reaches code that imported the Python function by name. Code of torch's other than
+its layers, and graphplan's, manages captures and gets the real answer; so do optimizers, and code that asks only to
+raise in a capture, which must be able to run eagerly. ``Stream.is_capturing``, a method in C, is not replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from threading import Lock
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from graphplan.observe.branches import Branches, Use
+
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_LAYERS = os.path.join(_TORCH, "nn") + os.sep
+_ASKERS = tuple(os.path.join(_TORCH, kind, "graphs.py") for kind in ("cuda", "xpu"))
+"""The modules whose functions pass the question on."""
+_QUESTIONS = ("_cuda_isCurrentStreamCapturing", "_xpu_isCurrentStreamCapturing")
+_KEY = "graphplan_presents_capture"
+"""Of a value that torch keeps for each thread, and hands on to the threads of autograd's engine."""
+_PATIENCE = 1.0
+"""Seconds: Ctrl-C may come before the lock is given back, and no thread waits for long."""
+_lock: Any = Lock()
+_entered: list[object] = []
+_uses: dict[tuple[int, int], tuple[CodeType, Use]] = {}
+"""By the identity of code, which each entry holds."""
+_replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+
+def presents_capture() -> bool:
+    """Return True if this thread runs a step, or autograd's engine a part of one, that is to take a capture's path."""
+    return torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY) is True
+
+
+@contextmanager
+def presenting_capture() -> Iterator[None]:
+    """Answer this thread's questions as in a capture, and those of the backward passes that it runs."""
+    token, before = object(), presents_capture()
+    try:
+        _change(lambda: _entered.append(token))
+        torch._C._stash_obj_in_tls(_KEY, True)
+        yield
+    finally:
+        torch._C._stash_obj_in_tls(_KEY, before)
+        _change(lambda: _entered.remove(token) if token in _entered else None)
+
+
+def _change(change: Callable[[], None]) -> None:
+    """Add or remove an entry; the first puts the replacements in place, the last one takes them away."""
+    is_held = _lock.acquire(timeout=_PATIENCE)
+    try:
+        change()
+        if _entered and not _replaced:
+            _replace()
+        elif not _entered:
+            _put_back()
+    finally:
+        if is_held:
+            _lock.release()
+
+
+def _replace() -> None:
+    modules = [torch._C, *(sys.modules.get(f"torch.{kind}.graphs") for kind in ("cuda", "xpu"))]
+    for space in (vars(module) for module in modules if module is not None):
+        for name in filter(space.__contains__, _QUESTIONS):
+            answer = _answering(space[name])
+            _replaced.append((space, name, space[name], answer))
+            space[name] = answer
+
+
+def _put_back() -> None:
+    while _replaced:
+        space, name, question, answer = _replaced.pop()
+        # What other code has put there since is that code's to take away.
+        if space.get(name) is answer:
+            space[name] = question
+
+
+def _answering(question: Callable[[], bool]) -> Callable[[], bool]:
+    @wraps(question, updated=())
+    def is_capturing() -> bool:
+        return (presents_capture() and _is_of_step(sys._getframe(1))) or question()
+
+    return is_capturing
+
+
+def _is_of_step(frame: FrameType | None) -> bool:
+    """Return True if the code that asks, from ``frame``, is part of what a step computes."""
+    while frame is not None and frame.f_code.co_filename in _ASKERS:
+        frame = frame.f_back
+    if frame is None or _manages(frame.f_code.co_filename) or _is_optimizers(frame):
+        return False
+    use = _use_in(frame)
+    while use is Use.RETURNED and frame.f_back is not None:
+        frame = frame.f_back
+        use = _use_in(frame)
+    return use is not Use.ASSERTED
+
+
+def _is_optimizers(frame: FrameType) -> bool:
+    """Return True if a method of an optimizer leads to ``frame`` through code of its own file alone."""
+    around: FrameType | None = frame
+    while around is not None and around.f_code.co_filename == frame.f_code.co_filename:
+        if isinstance(around.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        around = around.f_back
+    return False
+
+
+def _use_in(frame: FrameType) -> Use:
+    """What the code in ``frame`` does with the answer that it is waiting for."""
+    key = (id(frame.f_code), frame.f_lasti)
+    if key not in _uses:
+        _uses[key] = (frame.f_code, Branches(frame.f_code, frame.f_globals).use_at(frame.f_lasti)[0])
+    return _uses[key][1]
+
+
+@cache
+def _manages(filename: str) -> bool:
+    return filename.startswith((_TORCH, _HERE)) and not filename.startswith(_LAYERS)

@@ -1,0 +1,291 @@
+"""Where the names lie that a step's code uses: globals, closures, functions of modules and classes, objects.
+
+A replay runs none of that code, so whatever it found behind these names must still be there.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from functools import partial, partialmethod
+from importlib.util import resolve_name
+from inspect import getmro
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ProxyTypes
+
+from torch import nn
+
+from graphplan.environment.origin import is_users, is_users_file, is_users_module
+from graphplan.observe.names import Names, names_of
+from graphplan.observe.source import Source, find_source
+from graphplan.owners.kinds import SCALARS, is_user_object
+from graphplan.owners.slots import Namespace
+from graphplan.owners.views import Cell, Members
+
+_SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+"""One view of each class's dictionary, so that a name is known by it."""
+_PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
+"""Code of functions that are gone when they have been called: nobody could call one again with other variables."""
+_LOGS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "log_audio", "log_video", "log_text", "log_table")
+_LIGHTNINGS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+_WRITERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    *(("logging.", ("_log",)), ("torch.utils.tensorboard.", ("add_",))),
+    *((f"{lightning}.loggers.", _LOGS) for lightning in _LIGHTNINGS),
+)
+"""Modules of loggers, and how the names of methods begin that write."""
+_WRITING = tuple(start for _, starts in _WRITERS for start in starts)
+_MANY = 16
+"""Calls of one function with other closure variables that are told apart."""
+
+
+class ExecutedCode:
+    """Code of the user's own files that ran: with which globals, which closure variables, and on which objects."""
+
+    def __init__(self) -> None:
+        self._globals: dict[CodeType, dict[str, Any]] = {}
+        self._free: dict[CodeType, list[dict[str, int]]] = {}
+        self._ways: dict[CodeType, set[frozenset[tuple[str, int]]]] = {}
+        """All variables that each code with a closure ran with, numbers included."""
+        self._objects: dict[int, weakref.ref[Any]] = {}
+        self._classes: dict[type, None] = {}
+        self.extensions: dict[str, str] = {}
+        """Functions of extension modules that user code called, and where."""
+        self.writers: dict[str, str] = {}
+        """Python's ``logging``, methods of other loggers, and what else wrote to files and queues, and where."""
+        self.threads: dict[str, Source] = {}
+        """Calls that had something run in another thread or process, and where."""
+        self.switches: set[str] = set()
+        """Functions in C that read or set those of torch's switches that only some steps have to do with."""
+        self.compiled: dict[int, tuple[Any, str]] = {}
+        """What ``torch.compile`` compiled code with, by identity, and the name of that code."""
+
+    @property
+    def codes(self) -> Collection[CodeType]:
+        """The code that ran."""
+        return self._globals.keys()
+
+    def note_compiled(self, context: Any, function: Any) -> None:
+        """Note that ``function`` was entered, which is compiled with ``context``, or is to be left uncompiled."""
+        module = getattr(function, "__self__", None)
+        name = type(module).__name__ if isinstance(module, nn.Module) else getattr(function, "__qualname__", "code")
+        if callable(getattr(context, "callback", None)):
+            self.compiled[id(context)] = context, name
+
+    def note(self, frame: FrameType, owner: Any) -> None:
+        """Note a call."""
+        code = frame.f_code
+        self._globals[code] = frame.f_globals
+        if code.co_freevars and code.co_name not in _PASSING:
+            calls = self._free.setdefault(code, [])
+            values = frame.f_locals
+            # Numbers and strings are rebound by the step itself, perhaps.
+            held = {name: values[name] for name in code.co_freevars if name in values}
+            found = {name: id(value) for name, value in held.items() if not issubclass(type(value), SCALARS)}
+            if found not in calls and len(calls) < _MANY:
+                calls.append(found)
+            ways = self._ways.setdefault(code, set())
+            if len(ways) <= _MANY:
+                ways.add(frozenset((name, id(value)) for name, value in held.items()))
+        if issubclass(type(owner), type):
+            self._classes[owner] = None
+        elif owner is not None:
+            self._classes[type(owner)] = None
+            # Objects that cannot be referred to weakly have no attributes to walk either.
+            with suppress(TypeError):
+                self._objects[id(owner)] = weakref.ref(owner)
+
+    def leave_out(self, objects: Iterable[Any]) -> None:
+        """Forget objects that the step is only given: another call may give others."""
+        for thing in objects:
+            self._objects.pop(id(thing), None)
+
+    def note_class(self, kind: type) -> None:
+        """Note the class of something that the step is given."""
+        self._classes[kind] = None
+
+    def note_writer(self, frame: FrameType, owner: Any) -> None:
+        """Note a call of a library's code, if that is a logger's which writes."""
+        name = frame.f_code.co_name
+        if not name.startswith(_WRITING):
+            return
+        home = str(frame.f_globals.get("__name__"))
+        if any(f"{home}.".startswith(module) and name.startswith(starts) for module, starts in _WRITERS):
+            homes = tuple(module for module, _ in _WRITERS)
+            kinds = (kind for kind in type(owner).__mro__ if f"{kind.__module__}.".startswith(homes))
+            kind = next(kinds, type(owner))
+            self.note_write("logging" if home == "logging" else f"{kind.__name__}.{name}")
+
+    def note_write(self, label: str | None) -> None:
+        """Note that what is called ``label`` writes, if that is anything."""
+        if label is not None and label not in self.writers:
+            self.writers[label] = str(find_source())
+
+    def name_all(self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]) -> bool:
+        """Add every name to ``names``; whether any is new. ``fn`` is the step.
+
+        ``has_met`` says whether a function or class turned up in an earlier call: others the step makes itself.
+        """
+        new = [names.add(label, space, key) for label, space, key in self._places(fn, names, has_met)]
+        for code in self._globals:
+            names.attributes |= names_of(code).attributes
+        return any(new)
+
+    def objects(self) -> Iterator[Any]:
+        """The user's objects whose methods ran and that are still there, other than modules."""
+        for reference in self._objects.values():
+            thing = reference()
+            if thing is not None and is_user_object(thing) and not isinstance(thing, nn.Module):
+                yield thing
+
+    def _places(
+        self, fn: Callable[..., Any], names: Namespace, has_met: Callable[[Any], bool]
+    ) -> Iterator[tuple[str, Any, Any]]:
+        for code, space in self._globals.items():
+            found = names_of(code)
+            # A variable of a function around it is no global, though there may be one of that name.
+            used = found.variables.difference(code.co_freevars, code.co_cellvars)
+            for name in sorted(used & space.keys()):
+                if not name.startswith("__"):
+                    yield name, space, name
+                    yield from self._within(name, space[name], found)
+            for name, module in _imported(found, space):
+                yield from self._within(name, module, found)
+        held = (_function_of(member) for kind in self._kinds(has_met) for member in list(vars(kind).values()))
+        methods = [function for function in held if function is not None and function.__code__ in self._globals]
+        for function in self._functions([fn, *methods], names, has_met):
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+                if name != "__class__":
+                    yield name, Cell(cell), name
+                    if _is_set(cell):
+                        yield from self._within(name, cell.cell_contents, names_of(function.__code__))
+        yield from self._members(has_met)
+
+    def _within(self, name: str, thing: Any, found: Names) -> Iterator[tuple[str, Any, Any]]:
+        """What code takes from the user's module called ``name``; a class is noted."""
+        # The type is asked, not the thing: one that stands for another may be of no use any more.
+        kind = type(thing)
+        if issubclass(kind, ModuleType) and is_users_module(thing, thing.__name__):
+            inner = vars(thing)
+            for attribute in sorted((found.attributes | found.methods | found.stored) & inner.keys()):
+                if isinstance(inner[attribute], type):
+                    self._classes[inner[attribute]] = None
+                if not isinstance(inner[attribute], ModuleType):
+                    yield f"{name}.{attribute}", inner, attribute
+                elif f".{attribute}" not in name:
+                    yield from self._within(f"{name}.{attribute}", inner[attribute], found)
+        elif issubclass(kind, type):
+            self._classes[thing] = None
+
+    def _kinds(self, has_met: Callable[[Any], bool]) -> list[type]:
+        """The user's classes of what ran, and those that the code names."""
+        # What a class does not have, its own class may.
+        kinds = dict.fromkeys(base for leaf in self._classes for base in (*leaf.__mro__, *getmro(type(leaf))))
+        own = filter(is_users, kinds)
+        return [kind for kind in own if "<locals>" not in kind.__qualname__ or has_met(kind)]
+
+    def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
+        """Methods of the user's classes that ran, which somebody may replace in the class, and values that the classes
+        hold under names that the code uses.
+        """
+        found = [names_of(code) for code in self._globals]
+        used = frozenset[str]().union(*(names.attributes | names.stored for names in found))
+        for kind in self._kinds(has_met):
+            methods, values = _SPACES.setdefault(kind, vars(kind)), Members(kind)
+            for name, member in list(methods.items()):
+                function = _function_of(member)
+                if function is not None and function.__code__ in self._globals:
+                    yield f"{kind.__name__}.{name}", methods, name
+                elif name in used and not hasattr(type(member), "__get__"):
+                    yield f"{kind.__name__}.{name}", values, name
+
+    def _functions(
+        self, roots: Iterable[Callable[..., Any]], names: Namespace, has_met: Callable[[Any], bool]
+    ) -> Iterator[FunctionType]:
+        """The functions with closures whose code ran: those that lead by name from ``roots``, and any other one whose
+        variables are those that it ran with, unless the step makes a new one in each call.
+        """
+        left = dict.fromkeys(code for code in self._free)
+        for function in _reachable(roots):
+            if function.__code__ in self._free:
+                left.pop(function.__code__, None)
+                yield function
+        # To find others, the collector goes through all objects that there are. Where those explain all calls that an
+        # earlier step found, their names are known.
+        left = dict.fromkeys(code for code in left if not self._are_explained(code, names))
+        alike: dict[CodeType, list[FunctionType]] = {}
+        for thing in gc.get_referrers(*left) if left else ():
+            if isinstance(thing, FunctionType) and self._matches(thing):
+                alike.setdefault(thing.__code__, []).append(thing)
+        for code, functions in alike.items():
+            met = [has_met(function) for function in functions]
+            if all(met):
+                names.functions[code] = list(map(weakref.ref, functions))
+                yield from functions
+
+    def _are_explained(self, code: CodeType, names: Namespace) -> bool:
+        """Whether functions that were found before have all variables that ``code`` ran with."""
+        known = [function for found in names.functions.get(code, ()) if (function := found()) is not None]
+        held = [frozenset(_variables_of(function).items()) for function in known]
+        ways = self._ways[code]
+        return len(ways) <= _MANY and all(any(way <= one for one in held) for way in ways)
+
+    def _matches(self, function: FunctionType) -> bool:
+        held = _variables_of(function)
+        return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
+
+
+def _variables_of(function: FunctionType) -> dict[str, int]:
+    """The identities of what its closure holds."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    return {name: id(Cell(cell)[name]) for name, cell in cells.items() if _is_set(cell)}
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    """The function behind what a class holds or what was found by a name, if there is one."""
+    if isinstance(member, (staticmethod, classmethod, MethodType)):
+        member = member.__func__
+    elif isinstance(member, partialmethod):
+        member = member.func
+    elif isinstance(member, property):
+        member = member.fget
+    return member if isinstance(member, FunctionType) else None
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _reachable(roots: Iterable[Any]) -> Iterable[FunctionType]:
+    """``roots`` and the functions that they reach through closures and globals by name."""
+    found: dict[int, FunctionType] = {}
+    left = list(roots)
+    while left:
+        thing = left.pop()
+        if type(thing) in ProxyTypes:
+            continue
+        if isinstance(thing, partial):
+            left += [thing.func]
+        function = _function_of(thing)
+        if function is None or id(function) in found or not is_users_file(function.__code__.co_filename):
+            continue
+        found[id(function)] = function
+        left += [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+        left += [function.__globals__.get(name) for name in names_of(function.__code__).variables]
+    return found.values()
+
+
+def _imported(found: Names, space: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The user's modules that code imports where it runs."""
+    for name, level in sorted(found.imports):
+        with suppress(ImportError, TypeError):
+            whole = resolve_name("." * level + name, space.get("__package__"))
+            if whole in sys.modules and is_users_module(sys.modules[whole], whole):
+                yield whole, sys.modules[whole]

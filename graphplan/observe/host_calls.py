@@ -1,0 +1,134 @@
+"""Calls whose outcome no trace sees: work in another thread or process, and writes to files, streams and queues."""
+
+from __future__ import annotations
+
+import _thread
+import sys
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from io import IOBase
+from multiprocessing.pool import Pool, ThreadPool
+from multiprocessing.process import BaseProcess
+from threading import Thread, Timer
+from types import CodeType, FrameType
+from typing import Any
+
+from graphplan.environment.origin import file_of, is_installed, is_library, is_standard, is_torchs, is_users_file
+
+_OF_POOLS = ("apply", "apply_async", "map", "map_async", "starmap", "starmap_async", "imap", "imap_unordered")
+_KINDS: dict[type, tuple[str, tuple[str, ...]]] = {
+    Thread: ("Thread", ("start",)),
+    BaseProcess: ("Process", ("start",)),
+    ThreadPoolExecutor: ("ThreadPoolExecutor", ("submit", "map")),
+    ProcessPoolExecutor: ("ProcessPoolExecutor", ("submit", "map")),
+    ThreadPool: ("ThreadPool", _OF_POOLS),
+    Pool: ("Pool", _OF_POOLS),
+}
+"""What has something run elsewhere, by a name to call it and by its methods; a class stands before its bases."""
+STARTERS: dict[int, CodeType] = {
+    id(code): code
+    for kind, (_, methods) in _KINDS.items()
+    for code in (getattr(kind, method).__code__ for method in methods)
+}
+"""By identity: to hash a code object takes as long as it has instructions."""
+STARTERS_IN_C = [
+    getattr(_thread, name) for name in ("start_new_thread", "start_joinable_thread") if hasattr(_thread, name)
+]
+
+
+def name_of_start(frame: FrameType) -> str | None:
+    """What the user's code, a package that it calls, or a layer of torch's called to come to the start in ``frame``.
+    None for other threads of torch's and Lightning's (compilers, loaders, writers), and where one only serves whoever
+    starts it.
+    """
+    name, thread = None, frame.f_locals.get("self")
+    around: FrameType | None = frame
+    while around is not None:
+        code = around.f_code
+        if id(code) in STARTERS:
+            name = _name_of(around.f_locals.get("self"), code.co_name)
+        elif not is_standard(code.co_filename):
+            break
+        around = around.f_back
+    if around is None:
+        return None
+    file = around.f_code.co_filename
+    return None if (is_library(file) and not is_torchs(file)) or _serves(thread, file) else name
+
+
+def _name_of(thing: Any, method: str) -> str:
+    kind = next((name for kind, (name, _) in _KINDS.items() if isinstance(thing, kind)), type(thing).__name__)
+    return f"{kind}.{method}"
+
+
+def _serves(thing: Any, filename: str) -> bool:
+    """Whether a thread does what the standard library itself has to do, such as to feed a queue of another process, or
+    is a daemon of an installed package's, such as a progress bar's monitor.
+    """
+    if not isinstance(thing, Thread) or isinstance(thing, Timer):
+        return False
+    code = getattr(getattr(thing, "_target", None), "__code__", None)
+    return (code is not None and is_standard(code.co_filename)) or (thing.daemon and is_installed(filename))
+
+
+_METHODS = {
+    "write": ("_io",),
+    "writelines": ("_io",),
+    "writerow": ("_csv",),
+    "writerows": ("_csv",),
+    "put": ("_queue",),
+    "put_nowait": ("_queue",),
+    "dump": ("_pickle",),
+}
+"""Names of functions and methods in C, and the modules that have them or their object's class."""
+
+
+_FUNCTIONS = {
+    "save": ("torch.serialization",),
+    "dump": ("json",),
+    "write_text": ("pathlib",),
+    "write_bytes": ("pathlib",),
+    "writerow": ("csv",),
+    "writerows": ("csv",),
+    "writeheader": ("csv",),
+    "put": ("multiprocessing.queues",),
+}
+"""Names of functions of the libraries in Python, and the modules that have them. What ``queue.Queue`` gets lies in a
+deque, to which replays append.
+"""
+
+
+WRITERS = frozenset(_METHODS)
+"""Names of functions in C that :func:`name_of_write` has to look at."""
+
+
+def name_of_write(frame: FrameType, function: Any) -> str | None:
+    """What to call a function in C that writes, if code of the user's calls it in ``frame``."""
+    name, owner = function.__name__, function.__self__
+    homes = _METHODS.get(name)
+    if homes is None or not _is_users(frame):
+        return None
+    for stream in ("stdout", "stderr"):
+        if owner is getattr(sys, stream):
+            return f"sys.{stream}.{name}"
+    if function.__module__ is not None:
+        return f"{function.__module__.lstrip('_')}.{name}" if function.__module__ in homes else None
+    kind = type(owner)
+    is_one = isinstance(owner, IOBase) if "_io" in homes else any(base.__module__ in homes for base in kind.__mro__)
+    return f"{kind.__name__}.{name}" if is_one else None
+
+
+def name_of_saving(frame: FrameType) -> str | None:
+    """What to call the library's function that runs in ``frame``, if it writes and the user's code called it."""
+    name = frame.f_code.co_name
+    if name not in _FUNCTIONS:
+        return None
+    home = str(frame.f_globals.get("__name__"))
+    found = next((module for module in _FUNCTIONS[name] if f"{home}.".startswith(f"{module}.")), None)
+    if found is None or frame.f_back is None or not _is_users(frame.f_back):
+        return None
+    return f"{found.removesuffix('.serialization')}.{name}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether the code is the user's own: what installed packages write, progress bars for one, is their affair."""
+    return is_users_file(file_of(frame.f_code, frame.f_globals))

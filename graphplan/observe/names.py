@@ -1,0 +1,221 @@
+"""Which names a code object loads and stores, from its bytecode."""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from types import CodeType
+
+from graphplan.environment.origin import is_library
+
+_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")
+_DUPLICATES = ("COPY", "DUP_TOP")
+_SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
+_STORES = ("STORE_GLOBAL", "STORE_NAME", "STORE_DEREF")
+_BY_NAME = ("getattr", "hasattr")
+_WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__")
+_CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
+_GROWTH = ("append", "extend")
+_SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
+_MATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Names in one code object.
+
+    ``attributes`` are loaded attributes but for those that only ``+=`` loads (``self.n += 1``, ``self.counts[k] += 1``)
+    and for methods that are called, which are in ``methods``; those that code does more with than to append to them are
+    there a second time, with ``[:]`` behind. ``stored`` are attributes that are stored, ``assigned``
+    those that are stored by other means than ``+=``. ``variables`` are globals and closure variables that are loaded or
+    stored, ``read`` those that something else than ``+=`` loads. ``imports`` are the modules that are imported, each
+    with its level (1 for ``from . import x``); ``dynamic`` code takes attributes by names that it does not spell out
+    (``vars(self)``, ``getattr(self, name)``). ``looked`` are attributes and variables of which it wants to know more
+    than whether they are None.
+    """
+
+    dynamic: bool
+    imports: frozenset[tuple[str, int]]
+    attributes: frozenset[str]
+    methods: frozenset[str]
+    stored: frozenset[str]
+    assigned: frozenset[str]
+    variables: frozenset[str]
+    read: frozenset[str]
+    looked: frozenset[str]
+
+
+_NAMES: dict[int, tuple[CodeType, Names]] = {}
+"""By identity: to hash a code object takes as long as it has instructions. Held, so that no other gets its identity."""
+_MANY = 2**16
+
+
+def names_of(code: CodeType) -> Names:
+    """The names of ``code``."""
+    known = _NAMES.get(id(code))
+    if known is None:
+        if len(_NAMES) >= _MANY:
+            _NAMES.clear()
+        known = _NAMES[id(code)] = code, _find_names(code)
+    return known[1]
+
+
+def _find_names(code: CodeType) -> Names:
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
+    counted, raised = _counted(steps)
+    loads: Counter[str] = Counter()
+    grown: Counter[str] = Counter()
+    methods: set[str] = set()
+    stores: Counter[str] = Counter()
+    variables: set[str] = set()
+    reads: Counter[str] = Counter()
+    looked: set[str] = set()
+    for index, (step, following) in enumerate(zip_longest(steps, steps[1:])):
+        name = str(step.argval)
+        if (step.opname == "LOAD_ATTR" or step.opname in _LOADS) and not _is_none_test(steps, index + 1):
+            looked.add(name)
+        if _is_method_load(step):
+            methods.add(name)
+        elif step.opname == "IMPORT_FROM":
+            loads[name] += 1
+        elif step.opname == "LOAD_ATTR":
+            loads[name] += 1
+            grown[name] += following is not None and _is_method_load(following) and following.argval in _GROWTH
+        elif step.opname == "STORE_ATTR":
+            stores[name] += 1
+        elif step.opname in _LOADS:
+            variables.add(name)
+            reads[name] += 1
+        elif step.opname in _STORES:
+            variables.add(name)
+    read_loads = {name: count - counted["." + name] - raised[name] for name, count in loads.items()}
+    attributes = {name for name, count in read_loads.items() if count > 0}
+    attributes |= {f"{name}[:]" for name, count in read_loads.items() if count > grown[name]}
+    assigned = {name for name, count in stores.items() if count > raised[name]}
+    # getattr(self, "temperature")
+    strings = {c for c in code.co_consts if isinstance(c, str) and c.isidentifier()}
+    if not is_library(code.co_filename):
+        attributes |= strings
+    read = {name for name, count in reads.items() if count > counted[name]}
+    looked |= methods | strings
+    groups = (attributes, methods, set(stores), assigned, variables, read, looked)
+    return Names(_is_dynamic(steps), _imported(steps), *map(frozenset, groups))
+
+
+def _is_none_test(steps: Sequence[dis.Instruction], index: int) -> bool:
+    """Whether what was loaded right before ``index`` is compared with None there, and no more."""
+    names = [step.opname for step in steps[index : index + 2]]
+    if names and names[0].endswith(("_IF_NONE", "_IF_NOT_NONE")):
+        return True
+    return names == ["LOAD_CONST", "IS_OP"] and steps[index].argval is None
+
+
+def catches(steps: Sequence[dis.Instruction], kinds: tuple[type[Exception], ...]) -> bool:
+    """Whether code goes on after one of ``kinds``: by ``except`` or ``contextlib.suppress``."""
+    for index, step in enumerate(steps):
+        following = [after.opname for after in steps[index + 1 : index + 3]]
+        if step.opname in _MATCHES and any(_is_one_of(name, kinds) for name in _named_before(steps, index)):
+            return True
+        if step.opname.startswith("LOAD_") and step.argval == "suppress":
+            return True
+        # An except clause that names no class.
+        if step.opname == "PUSH_EXC_INFO" and following[:1] == ["POP_TOP"]:
+            return True
+        if sys.version_info < (3, 11) and [step.opname, *following] == ["POP_TOP"] * 3 and step.is_jump_target:
+            # So does a with block end, too.
+            if all(before.opname != "WITH_EXCEPT_START" for before in steps[max(index - 3, 0) : index]):
+                return True
+    return False
+
+
+def _named_before(steps: Sequence[dis.Instruction], index: int) -> Iterator[str]:
+    """The names that an ``except`` clause is for, before the comparison at ``index``."""
+    for step in reversed(steps[:index]):
+        if step.opname in (*_LOADS, "LOAD_ATTR"):
+            yield str(step.argval)
+        elif step.opname != "BUILD_TUPLE":
+            return
+
+
+def _is_one_of(name: str, kinds: tuple[type[Exception], ...]) -> bool:
+    """Whether an ``except`` clause for the class of that name is for one of ``kinds``, or part of it."""
+    named = getattr(builtins, name, None)
+    return isinstance(named, type) and any(issubclass(kind, named) or issubclass(named, kind) for kind in kinds)
+
+
+def _is_dynamic(steps: list[dis.Instruction]) -> bool:
+    """Whether code takes attributes by names that it does not spell out."""
+    for index, step in enumerate(steps):
+        if step.opname == "MATCH_CLASS" or (step.opname.startswith("LOAD") and step.argval in _WHOLE):
+            return True
+        if step.opname in _LOADS and step.argval in _BY_NAME and not _spells_second_argument(steps[index + 1 :]):
+            return True
+    return False
+
+
+def _imported(steps: list[dis.Instruction]) -> frozenset[tuple[str, int]]:
+    """The modules that are imported; what comes before each is its level and the names that are taken from it."""
+    return frozenset(
+        (str(step.argval), int(steps[index - 2].argval or 0))
+        for index, step in enumerate(steps)
+        if step.opname == "IMPORT_NAME"
+    )
+
+
+def _spells_second_argument(steps: list[dis.Instruction]) -> bool:
+    """Whether a call of two or three simple arguments has a literal in second place."""
+    end = next((index for index, step in enumerate(steps) if step.opname in _CALLS), None)
+    if end is None:
+        return False
+    last = steps[end - (steps[end].arg or 0) + 1 : end][:1]
+    found = last[0].argval if last and last[0].opname == "LOAD_CONST" else None
+    return isinstance(found, str) and found.isidentifier()
+
+
+def _counted(steps: list[dis.Instruction]) -> tuple[Counter[str], Counter[str]]:
+    """How often a ``+=`` loads each variable, or as the container of an item each attribute (with a leading dot); and
+    how often it raises each attribute.
+    """
+    counted: Counter[str] = Counter()
+    raised: Counter[str] = Counter()
+    for index, step in enumerate(steps):
+        before = steps[max(index - 4, 0) : index]
+        if step.opname == "LOAD_ATTR" and before and before[-1].opname in _DUPLICATES:
+            # self.n += 1 loads and stores through one duplicated reference.
+            raised[str(step.argval)] += 1
+        elif step.opname in _SUBSCRIPTS and _is_augmented_item(before):
+            holder = _holder(steps, index)
+            if holder is not None and holder.opname == "LOAD_ATTR":
+                counted["." + str(holder.argval)] += 1
+            elif holder is not None and holder.opname in _LOADS:
+                counted[str(holder.argval)] += 1
+        elif step.opname in _STORES and len(before) >= 3 and before[-1].opname in _SUMS:
+            load = before[-3]
+            if load.opname in _LOADS and load.argval == step.argval:
+                counted[str(step.argval)] += 1
+    return counted, raised
+
+
+def _is_augmented_item(before: list[dis.Instruction]) -> bool:
+    """Whether a subscript comes right after its container and key were duplicated, as ``counts[k] += 1`` does."""
+    names = [step.opname for step in before[-2:]]
+    return names == ["COPY", "COPY"] or names[-1:] == ["DUP_TOP_TWO"]
+
+
+def _holder(steps: list[dis.Instruction], index: int) -> dis.Instruction | None:
+    """What loaded the container of the augmented subscript at ``index``, if its key is a single load."""
+    start = index - (3 if steps[index - 1].opname == "DUP_TOP_TWO" else 4)
+    return steps[start] if start >= 0 else None
+
+
+def _is_method_load(step: dis.Instruction) -> bool:
+    """Whether a method is loaded to be called, which since Python 3.12 is a ``LOAD_ATTR`` with its lowest bit set."""
+    if step.opname == "LOAD_METHOD":
+        return True
+    return step.opname == "LOAD_ATTR" and sys.version_info >= (3, 12) and bool((step.arg or 0) & 1)

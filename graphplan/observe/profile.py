@@ -1,0 +1,341 @@
+"""What the interpreter ran: reads of tensor memory behind the dispatcher, and the Python values that code may have
+read.
+
+``Tensor.tolist`` and ``.numpy`` look straight at memory and never reach the dispatcher. A ``TorchFunctionMode`` would
+see them, but torch's modules look for such a mode and then leave their fast paths, which changes the numbers; a profile
+function changes nothing.
+
+A replay freezes what Python reads, so the owners' values that the traced code can have read are guarded. From the
+bytecode of the code objects that ran come the attributes that they load (not the methods that they call). The user's
+own code counts for every owner, that of installed packages for objects of their classes (a model's configuration), and
+torch's and Lightning's only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would
+match everything.
+
+Longer than most rooms: the profiler and what it reads come from one pass over the frames.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from inspect import getattr_static
+from operator import attrgetter
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.environment.collector import no_collections
+from graphplan.environment.origin import file_of, is_library, is_librarys, is_users, is_users_file
+from graphplan.environment.switches import USED
+from graphplan.errors import Faults
+from graphplan.observe.conversions import READERS, Conversions
+from graphplan.observe.executed_code import ExecutedCode
+from graphplan.observe.host_calls import STARTERS, STARTERS_IN_C, WRITERS, name_of_saving, name_of_start, name_of_write
+from graphplan.observe.names import Names, names_of
+from graphplan.observe.source import find_source
+from graphplan.observe.watching import Aside, Watcher, is_silent, new_watcher
+from graphplan.owners.discovery import CALLS, INITIALIZERS, note_called, note_made
+from graphplan.owners.kinds import is_known
+from graphplan.owners.slots import Namespace, Scalar
+
+_IMPORTS = "<frozen importlib."
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
+_COMPILES, _ENTERS_COMPILED = f"{_DYNAMO}convert_frame.py", f"{_DYNAMO}eval_frame.py"
+"""Where ``torch.compile`` compiles, and where what it compiled is entered."""
+_LOOKED_AT = WRITERS | READERS.keys() | USED.keys() | {"print"} | {function.__name__ for function in STARTERS_IN_C}
+"""Names of the functions in C that matter wherever they are called."""
+
+
+@dataclass(slots=True)
+class Reads:
+    """Names that code may have read.
+
+    Attributes:
+        anywhere: attributes that the user's code loads, of whatever object.
+        by_packages: likewise, code of installed packages other than torch and Lightning.
+        called: attributes that the user's code calls.
+        methods_on: code of the methods that ran, by the id of their object.
+        variables: globals and closure variables.
+        assigned: attributes that are assigned by other means than ``+=``.
+        looked: names of which code wants to know more than whether they are None.
+        codes: the user's code and that of installed packages, each with the id of the object whose method it is, or 0.
+        dynamic: whether some attributes have names that the user's code computes.
+    """
+
+    anywhere: set[str] = field(default_factory=set)
+    by_packages: set[str] = field(default_factory=set)
+    called: set[str] = field(default_factory=set)
+    methods_on: dict[int, list[CodeType]] = field(default_factory=dict)
+    variables: set[str] = field(default_factory=set)
+    assigned: set[str] = field(default_factory=set)
+    looked: set[str] = field(default_factory=set)
+    codes: list[tuple[CodeType, int]] = field(default_factory=list)
+    dynamic: bool = False
+
+    def unfold(self, values: Iterable[Any]) -> None:
+        """Take in the names that those of ``values`` have which are made by ``operator.attrgetter``."""
+        for value in values:
+            if type(value) is attrgetter:
+                names = value.__reduce__()[1]
+                self.anywhere.update(part for name in names for part in name.split("."))
+
+    def may_cover(self, scalar: Scalar) -> bool:
+        """Whether the user's code that takes attributes by computed names may have come to ``scalar``."""
+        return self.dynamic and scalar.via is None and is_users(type(scalar.owner))
+
+    def reads_mark(self, name: str) -> bool:
+        """Whether code may have read the attribute ``name`` of a tensor that is fed."""
+        return self.dynamic or name in self.anywhere or name in self.called
+
+    def covers(self, scalar: Scalar) -> bool:
+        """Whether what ``scalar`` shows may have been read. Names are only known because code uses them."""
+        if isinstance(scalar.owner, Namespace) or scalar.name is not None:
+            return True
+        if scalar.via is not None and scalar.via not in self.anywhere:
+            return False
+        if scalar.attribute in self.anywhere or self._is_loaded(scalar):
+            return True
+        if scalar.attribute in self.by_packages and _is_of_package(scalar.owner):
+            return True
+        if scalar.attribute not in self.called:
+            return False
+        # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
+        return callable(scalar.get()) or callable(getattr_static(scalar.owner, scalar.attribute, None))
+
+    def _is_loaded(self, scalar: Scalar) -> bool:
+        """Whether a method of the object that has ``scalar`` loads it."""
+        return any(scalar.attribute in names.attributes for names in self._names_on(scalar))
+
+    def looks_at(self, scalar: Scalar) -> bool:
+        """Whether code wants to know more of what lies there than whether it is None."""
+        names = {scalar.attribute, scalar.name or "", scalar.via or ""}
+        if self.may_cover(scalar) or not self.looked.isdisjoint(name.removeprefix(".") for name in names):
+            return True
+        return any(scalar.attribute in names.looked for names in self._names_on(scalar))
+
+    def may_store(self, scalar: Scalar) -> bool:
+        """Whether a method of the object that has ``scalar`` may have stored it."""
+        return any(scalar.attribute in names.stored for names in self._names_on(scalar))
+
+    def _names_on(self, scalar: Scalar) -> Iterator[Names]:
+        """The names of those methods that ran on the object that has ``scalar`` and may have to do with that."""
+        # Most methods are the libraries', and have not. Reading their bytecode takes long.
+        name = scalar.attribute.removesuffix("[:]")
+        for code in self.methods_on.get(id(scalar.owner), ()):
+            if name in code.co_names or not is_library(code.co_filename):
+                yield names_of(code)
+
+    def uses(self, scalar: Scalar) -> bool:
+        """Whether code reads the attribute or variable that leads to ``scalar`` for more than to raise it."""
+        if scalar.name is not None and self._uses_name(scalar.name):
+            return True
+        if scalar.via is not None and scalar.via not in self.anywhere:
+            return False
+        if isinstance(scalar.owner, Namespace):
+            return self._uses_name(scalar.attribute)
+        return scalar.attribute.removeprefix(".") in self.anywhere
+
+    def _uses_name(self, name: str) -> bool:
+        # What a module or a class holds is used as an attribute, which the dot says.
+        return name.removeprefix(".") in (self.anywhere if name.startswith(".") else self.variables)
+
+
+class Profile:
+    """Watches the interpreter while it is entered.
+
+    ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known, and
+    ``on_print()`` for each ``print``. Meanwhile nothing is collected: a collection runs finalizers and callbacks,
+    wherever it happens to come, and they are no part of the step.
+    """
+
+    def __init__(
+        self, on_read: Callable[[str, Tensor | None], None] | None = None, on_print: Callable[[], None] = lambda: None
+    ) -> None:
+        self._on_read = on_read
+        self._on_print = on_print
+        self._codes: dict[tuple[int, int], CodeType] = {}
+        self._owners: dict[int, tuple[str | None, bool]] = {}
+        """What :meth:`_meet` found, by the identity of code."""
+        self._known: set[Any] = set()
+        self._users: set[int] = set()
+        """Identities of the user's code that ran."""
+        self._others = ExitStack()
+        self._importing: FrameType | None = None
+        self._watcher: Watcher
+        self.ran = ExecutedCode()
+        self.faults = Faults()
+
+    def __enter__(self) -> Profile:
+        self._others.enter_context(no_collections())
+        if self._on_read is not None:
+            self._others.enter_context(Conversions(self._note_conversion))
+        self._watcher = new_watcher(self._note_call, self._note_c_call, _LOOKED_AT, self._users, self.faults)
+        try:
+            self._watcher.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._watcher.stop()
+        finally:
+            self._others.close()
+            # What ran is to be let go when this object is, not left to the collector by a cycle, nor held by a frame.
+            del self._watcher
+            self._importing = None
+
+    def _is_importing(self) -> bool:
+        """Whether a module is being imported, or code compiled: what that does is no part of the step."""
+        if self._importing is not None and _is_over(self._importing):
+            self._importing = None
+        return self._importing is not None
+
+    def _note_call(self, frame: FrameType) -> bool:
+        """Note that the frame's code runs; whether all that there is to note of this code has been noted."""
+        if self._importing is not None and self._is_importing():
+            return False
+        code = frame.f_code
+        name, is_closure = self._owners.get(id(code)) or self._meet(frame)
+        # The object or class whose method runs.
+        owner = None if name is None else frame.f_locals.get(name)
+        # By identity: to hash a code object takes as long as it has instructions.
+        key = (id(code), 0 if owner is None else id(owner))
+        known = key in self._codes
+        if known and not is_closure:
+            return name is None
+        if self._importing is not None:
+            return False
+        self._codes[key] = code
+        if is_library(code.co_filename):
+            if not known:
+                self.ran.note_write(name_of_saving(frame))
+                self.ran.note_writer(frame, owner)
+            return name is None
+        if is_users_file(file_of(code, frame.f_globals)):
+            self._users.add(id(code))
+            self.ran.note(frame, owner)
+            return False
+        return name is None
+
+    def _meet(self, frame: FrameType) -> tuple[str | None, bool]:
+        """The variable that has the object or class whose method runs, if any, and whether the code is a closure's."""
+        code = frame.f_code
+        if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
+            self._importing = frame
+            return None, True
+        found = _owner_name(frame), bool(code.co_freevars)
+        if id(code) in CALLS:
+            note_called(frame.f_locals["self"])
+        elif code.co_filename == _ENTERS_COMPILED and {"self", "fn"} <= {*code.co_freevars}:
+            self.ran.note_compiled(frame.f_locals["self"], frame.f_locals["fn"])
+        elif id(code) in INITIALIZERS:
+            note_made(frame.f_locals["self"], find_source)
+        elif id(code) not in STARTERS:
+            self._owners[id(code)] = found
+        elif (start := name_of_start(frame)) is not None:
+            self.ran.threads.setdefault(start, find_source())
+        return found
+
+    def _note_conversion(self, name: str, tensor: Tensor | None) -> None:
+        assert self._on_read is not None
+        if not (self._watcher.is_paused or self._is_importing()):
+            with Aside(), self.faults.noting():
+                self._on_read(name, tensor)
+
+    def _note_c_call(self, frame: FrameType, function: Any) -> None:
+        if is_silent(frame.f_code) or (self._importing is not None and self._is_importing()):
+            return
+        owner, home = function.__self__, function.__module__
+        if self._on_read and function.__name__ in READERS and (isinstance(owner, Tensor) or owner is torch._C):
+            self._on_read(READERS[function.__name__], owner if isinstance(owner, Tensor) else None)
+        elif function is print:
+            self._on_print()
+        elif function.__name__ in USED:
+            self.ran.switches.add(function.__name__)
+        elif function in STARTERS_IN_C and not is_library(frame.f_code.co_filename):
+            self.ran.threads.setdefault(f"_thread.{function.__name__}", find_source())
+        elif (writes := name_of_write(frame, function)) is not None:
+            self.ran.note_write(writes)
+        elif (type(owner) if home is None else home) not in self._known:
+            self._note_extension(frame, function)
+
+    def _note_extension(self, frame: FrameType, function: Any) -> None:
+        """Note a function of an extension module that the user's code calls: what it keeps, nobody sees."""
+        name = _name_of(function)
+        if is_known(name):
+            self._known.add(type(function.__self__) if function.__module__ is None else function.__module__)
+        elif is_users_file(file_of(frame.f_code, frame.f_globals)):
+            self.ran.extensions[name] = str(find_source())
+
+    def reads(self) -> Reads:
+        """What the code that ran may have read."""
+        found = Reads()
+        for (_, owner), code in self._codes.items():
+            if owner:
+                found.methods_on.setdefault(owner, []).append(code)
+            if is_library(code.co_filename):
+                continue
+            names = names_of(code)
+            found.codes.append((code, owner))
+            found.assigned.update(names.assigned)
+            if code not in self.ran.codes:
+                found.by_packages.update(names.attributes)
+                continue
+            found.anywhere.update(names.attributes)
+            found.called.update(names.methods)
+            found.variables.update(names.read)
+            found.looked.update(names.looked)
+            found.dynamic |= names.dynamic
+        return found
+
+
+def _is_of_package(thing: Any) -> bool:
+    """Whether ``thing`` is an object of an installed package's class, other than torch's and Lightning's."""
+    kind = type(thing)
+    return not is_users(kind) and not is_librarys(kind)
+
+
+def _is_over(frame: FrameType) -> bool:
+    """Whether what ran in ``frame`` has come to its end."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _owner_name(frame: FrameType) -> str | None:
+    """The variable that has the object or class whose method runs: what is called so, or what has a method of that name
+    and code.
+    """
+    code = frame.f_code
+    arguments = code.co_varnames[: code.co_argcount]
+    first = arguments[0] if arguments else None
+    if "self" in arguments or "self" in code.co_freevars:
+        return "self"
+    is_methods = first == "cls" or (first is not None and _is_method(code, frame.f_locals.get(first)))
+    return first if is_methods else None
+
+
+def _name_of(function: Any) -> str:
+    """The module and name of a function in C, or of a method, whose class may be a base in another module."""
+    if function.__module__ is not None:
+        return f"{function.__module__}.{function.__qualname__}"
+    owner = function.__self__
+    kind = owner if isinstance(owner, type) else type(owner)
+    base = next((base for base in kind.__mro__ if function.__name__ in vars(base)), kind)
+    return f"{base.__module__}.{function.__qualname__}"
+
+
+def _is_method(code: CodeType, thing: Any) -> bool:
+    """Whether ``code`` is that of a method of ``thing``."""
+    if is_library(code.co_filename):
+        return False
+    found = next((vars(kind)[code.co_name] for kind in type(thing).__mro__ if code.co_name in vars(kind)), None)
+    return getattr(found, "__code__", None) is code

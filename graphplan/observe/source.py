@@ -1,0 +1,280 @@
+"""Where in the user's source an operator was called, and whether an optimizer called it."""
+
+from __future__ import annotations
+
+import dis
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from graphplan.environment.origin import is_familiar, is_library, is_ours
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OPTIM = os.path.join(_TORCH, "optim") + os.sep
+_SCHEDULERS = os.path.join(_OPTIM, "lr_scheduler.py")
+_CHECKPOINT = os.path.join(_TORCH, "utils", "checkpoint.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A line of the user's, and the part of the step (``"step"`` or ``"optimizer"``) that ran there.
+
+    ``scaled`` says that it was not the optimizer's own code but a gradient scaler's, which decides about its step.
+    ``by`` is the line of Lightning's or torchmetrics' that the user's line led to, if it did.
+    """
+
+    filename: str
+    line: int
+    function: str
+    component: str
+    optimizer: str = ""
+    scaled: bool = False
+    by: Source | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.filename, self.line).strip()
+        place = f"{os.path.basename(self.filename)}:{self.line} in {self.function}"
+        place = f"{place}: `{text}`" if text else place
+        return f"{place} (by {self.by})" if self.by else place
+
+
+def find_load(codes: Iterable[CodeType], name: str) -> Source | None:
+    """The first line of ``codes`` that loads an attribute or a variable ``name``."""
+    for code in codes:
+        if name in code.co_names or name in code.co_freevars:
+            line, starts = code.co_firstlineno, dict(dis.findlinestarts(code))
+            for step in dis.get_instructions(code):
+                line = starts.get(step.offset) or line
+                if step.argval == name and step.opname.startswith("LOAD"):
+                    return Source(code.co_filename, line, code.co_name, "step")
+    return None
+
+
+def is_raised_by_user(error: BaseException) -> bool:
+    """Whether a ``raise`` of the user's own code raised ``error``, rather than torch."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    return dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS" and not is_library(code.co_filename)
+
+
+def find_raise(error: BaseException) -> Source | None:
+    """The innermost line outside torch, Lightning and this package that ``error`` came through."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not is_library(code.co_filename):
+            found = Source(code.co_filename, trace.tb_lineno, code.co_name, "step")
+        trace = trace.tb_next
+    return found
+
+
+def is_recomputed() -> bool:
+    """Whether activation checkpointing runs what calls this."""
+    return _is_run_by(_CHECKPOINT)
+
+
+def is_scheduled() -> bool:
+    """Whether a scheduler of learning rates runs what calls this."""
+    return _is_run_by(_SCHEDULERS)
+
+
+def _is_run_by(filename: str) -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+_RUNNERS: dict[int, CodeType] = {}
+"""By identity: to hash a code object takes as long as it has instructions."""
+
+
+def runs_step(run: _Run) -> _Run:
+    """Mark ``run`` as what calls a step: the frames beyond it are the step's callers."""
+    _RUNNERS[id(run.__code__)] = run.__code__
+    return run
+
+
+def runs_steps(code: CodeType) -> bool:
+    """Whether ``code`` is what calls a step."""
+    return id(code) in _RUNNERS
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What a frame's code tells by where it comes from, and whether it is what calls a step. Asked for each operator of
+    a trace, for each frame around it. Holds ``code``, whose identity is then nobody else's.
+    """
+
+    code: CodeType
+    is_library: bool
+    is_familiar: bool
+    is_step: bool
+    runs_step: bool
+    sources: dict[Any, Source]
+    """By the instruction, and what else there is to it."""
+
+
+_PLACES: dict[int, _Place] = {}
+"""By identity, as the runners."""
+_PASSED: set[int] = set()
+"""Those of the code that neither is a ``step`` nor calls one."""
+_SILENT: set[int] = set()
+"""Those of them that belong to torch or this package, which say nothing of the source either."""
+_SERVING: set[int] = set()
+"""Those of the code that an optimizer's step may be running."""
+_MANY = 2**16
+
+
+def _place_of(code: CodeType) -> _Place:
+    place = _PLACES.get(id(code))
+    if place is None:
+        if len(_PLACES) >= _MANY:
+            for known in (_PLACES, _PASSED, _SILENT, _SERVING):
+                known.clear()
+        place = _PLACES[id(code)] = _new_place(code)
+        if is_ours(code.co_filename) or _may_serve_optimizer(code.co_filename):
+            _SERVING.add(id(code))
+        if not (place.is_step or place.runs_step):
+            _PASSED.add(id(code))
+            if place.is_library and not place.is_familiar:
+                _SILENT.add(id(code))
+    return place
+
+
+def _new_place(code: CodeType) -> _Place:
+    name = code.co_filename
+    return _Place(
+        code,
+        is_library=is_library(name),
+        is_familiar=is_library(name) and is_familiar(name),
+        is_step=code.co_name == "step",
+        runs_step=runs_steps(code),
+        sources={},
+    )
+
+
+def find_source() -> Source:
+    """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
+    or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
+    """
+    frame = innermost = sys._getframe(1)
+    found: FrameType | None = None
+    familiar: FrameType | None = None
+    component: _Component | None = None
+    around: FrameType | None = innermost
+    dull = _SILENT
+    while around is not None:
+        frame = around
+        if id(frame.f_code) not in dull:
+            place = _place_of(frame.f_code)
+            if found is None and not place.is_library:
+                found, dull = frame, _PASSED
+            if found is None and familiar is None and place.is_familiar:
+                familiar = frame
+            if component is None and place.is_step:
+                component = _component(frame, innermost)
+            if place.runs_step:
+                component = component or _STEP
+                if found is None:
+                    found, familiar = familiar, None
+            if found is not None and component is not None:
+                break
+        around = frame.f_back
+    return _source(found or frame, component or _STEP, familiar if found is not None else None)
+
+
+_Component = tuple[str, str, bool]
+_STEP: _Component = ("step", "", False)
+
+
+def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:
+    """One object for each place, which most operators of a trace share with others."""
+    led_to = _source(by, component) if by is not None else None
+    code = frame.f_code
+    known, key = _place_of(code).sources, (frame.f_lasti, component, led_to)
+    source = known.get(key)
+    if source is None:
+        source = known[key] = Source(code.co_filename, frame.f_lineno, code.co_name, *component, led_to)
+    return source
+
+
+def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
+    """``"optimizer"``, the optimizer's type and whether a scaler steps it, if ``frame``, of a function called ``step``,
+    is that of either and leads to ``innermost`` without passing a closure of somebody else's. None if it is neither's.
+
+    Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
+    the optimizer's own, which is what tells them apart.
+    """
+    local = frame.f_locals
+    stepper = local.get("self")
+    if isinstance(stepper, GradScaler):
+        # A scaler's step takes no closure: whatever runs in it serves the optimizer.
+        return ("optimizer", type(local.get("optimizer")).__name__, True)
+    if not isinstance(stepper, torch.optim.Optimizer):
+        return None
+    is_own = _is_beside_closure(frame, innermost, local.get("closure", _STEP))
+    return ("optimizer", type(stepper).__name__, False) if is_own else _STEP
+
+
+def _is_beside_closure(frame: FrameType, innermost: FrameType, closure: Any) -> bool:
+    """Whether an optimizer's step in ``frame`` leads to ``innermost`` by itself, in its own file or what serves it, and
+    not through its closure.
+    """
+    while isinstance(closure, partial):
+        closure = closure.func
+    if closure is None:
+        return True
+    inner = getattr(getattr(closure, "__func__", closure), "__code__", None)
+    own = frame.f_code.co_filename
+    leaves, passes = False, inner is None
+    around: FrameType | None = innermost
+    # Each operator of a trace asks: of all these frames the code is known.
+    while around is not None and around is not frame:
+        code = around.f_code
+        passes = passes or code is inner
+        leaves = leaves or not (id(code) in _SERVING or code.co_filename == own)
+        if leaves and passes:
+            return False
+        around = around.f_back
+    return True
+
+
+def _may_serve_optimizer(filename: str) -> bool:
+    if filename.startswith(_OPTIM):
+        return True
+    nested = (
+        os.path.join(_TORCH, "nn"),
+        os.path.join(_TORCH, "autograd", "__init__"),
+        os.path.join(_TORCH, "_tensor."),
+    )
+    return filename.startswith(_TORCH) and not filename.startswith(nested)
+
+
+def optimizer_fix(source: Source) -> str:
+    """What to do about an operator that an optimizer's ``step``, or a scaler's for it, launched."""
+    if source.scaled:
+        return (
+            f"It is the gradient scaler's question whether to step {source.optimizer}. Expected torch's own step with "
+            "fused=True (AdamW, Adam, SGD, Adagrad; prepare_optimizers=True sets it), which skips by itself; state "
+            "from a step that was not skipped; no step hooks on the optimizer; and the scaler among owners=. Else step "
+            "the optimizer outside (in a Trainer that is done for you)"
+        )
+    return (
+        f"It comes from the Python code of the optimizer {source.optimizer}: use capturable=True or fused=True where "
+        "the optimizer has them (prepare_optimizers=True sets them), keep the value constant, or step the optimizer "
+        "outside"
+    )

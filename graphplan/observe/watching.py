@@ -1,0 +1,382 @@
+"""How somebody hears of the calls that one thread's Python makes.
+
+A profile function (``sys.setprofile``) hears of every call and every return. Since Python 3.12 there is monitoring
+(:pep:`669`), which need not tell of returns, nor again of a place in the code of which all is known.
+"""
+
+from __future__ import annotations
+
+import builtins
+import cProfile
+import os
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from threading import Lock
+from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
+from typing import Any, ClassVar
+
+import torch
+
+from graphplan.environment.origin import pass_errors_on
+from graphplan.errors import Faults
+
+OnCall = Callable[[FrameType], bool]
+OnCCall = Callable[[FrameType, Any], None]
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_SILENT = (_OURS, os.path.join(_TORCH, "_ops.py"), os.path.join(_TORCH, "_library") + os.sep)
+"""Code that looks at steps, and torch's that leads to operators: what these call themselves is no part of a step."""
+_RUN = "run"
+"""But for what ``Aside.run`` is given to call."""
+
+
+def is_silent(code: CodeType) -> bool:
+    """Whether what ``code`` calls is no part of a step."""
+    return code.co_filename.startswith(_SILENT) and code.co_name != _RUN
+
+
+_monitoring: Any = getattr(sys, "monitoring", None)
+"""Since Python 3.12."""
+_NAME = "graphplan"
+_PLACES = (4, 3, 5, 1, 0, 2)
+"""Numbers that tools have; the last ones are those that debuggers, coverage and profilers agree upon."""
+_BUILT_IN = frozenset(
+    thing for thing in vars(builtins).values() if isinstance(thing, BuiltinFunctionType | type) and thing is not print
+)
+"""Python's own functions, and classes for their methods: what they do is in no tensor's memory."""
+_LOCK = Lock()
+_PATIENCE = 1.0
+"""Seconds, of which beginning to watch takes some millionths."""
+
+
+def is_kept_from_compiler(code: CodeType) -> bool:
+    """Tell torch's compiler once and for all to look neither at ``code`` nor at what that calls. False where it cannot
+    be told: then torch has to guard every call of it, which takes a sixth of a trace.
+    """
+    compiler: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    try:
+        skip = compiler._FrameAction.SKIP
+        compiler.set_code_exec_strategy(code, compiler._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+class _Here(threading.local):
+    """The innermost watcher of each thread, which goes with the thread."""
+
+    watcher: Watcher | None = None
+
+
+_HERE = _Here()
+
+
+class Watcher(ABC):
+    """Has ``on_call(frame)`` called when Python code begins to run or goes on, and ``on_c_call(frame, function)`` when
+    Python calls a function in C, from :meth:`start` to :meth:`stop`, in the thread that calls these. ``on_call`` says
+    whether all is known now of the frame's code, and may still be called for it. ``on_c_call`` is told of functions
+    with one of ``names``, and of all that code with an identity among ``codes`` calls, which may become more; it need
+    not be told of the interpreter's own functions and classes, but of ``print``. Where torch's operators are called
+    from, see :func:`is_silent`, it may be told of what is none of the step's. What they raise goes to ``faults``: it
+    would come out in the step.
+    """
+
+    def __init__(
+        self,
+        on_call: OnCall,
+        on_c_call: OnCCall,
+        names: Container[str] = (),
+        codes: Container[int] = (),
+        faults: Faults | None = None,
+    ) -> None:
+        self._on_call = on_call
+        self._on_c_call = on_c_call
+        self._names = names
+        self._codes = codes
+        self._outer: Watcher | None = None
+        self.is_paused = False
+        self.faults = Faults() if faults is None else faults
+
+    @abstractmethod
+    def start(self) -> None:
+        """Watch what this thread runs."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """No longer watch."""
+
+    @abstractmethod
+    def pause(self) -> bool:
+        """Take no notice, until :meth:`resume`; False where somebody else has taken this one's place."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Watch again."""
+
+
+class ProfileFunction(Watcher):
+    """Watches by a profile function, in place of another one, which it puts back."""
+
+    _previous: Any = None
+    _done: dict[int, CodeType]
+    """Code of which all is known, by identity: to hash a code object takes as long as it has instructions."""
+
+    def start(self) -> None:
+        """See :meth:`Watcher.start`."""
+        self._done = {}
+        self._previous, self._outer = sys.getprofile(), _HERE.watcher
+        _HERE.watcher = self
+        sys.setprofile(self._event)
+
+    def stop(self) -> None:
+        """See :meth:`Watcher.stop`."""
+        sys.setprofile(None)
+        _HERE.watcher = self._outer
+        if isinstance(self._previous, cProfile.Profile):
+            # cProfile shows as its object, which is no profile function.
+            self._previous.enable()
+        elif self._previous is not None:
+            sys.setprofile(self._previous)
+
+    def pause(self) -> bool:
+        """See :meth:`Watcher.pause`. It is enough that the profile function hears of the call."""
+        return self.is_paused
+
+    def resume(self) -> None:
+        """See :meth:`Watcher.resume`."""
+        self.is_paused = False
+        sys.setprofile(self._event)
+
+    def _event(self, frame: FrameType, event: str, arg: Any) -> None:
+        # Python calls this some twenty times for each operator of a traced step.
+        try:
+            if event == "c_call":
+                if arg.__name__ in self._names or id(frame.f_code) in self._codes:
+                    self._on_c_call(frame, arg)
+            elif event == "call" and id(frame.f_code) not in self._done:
+                code = frame.f_code
+                if code is _PAUSE:
+                    sys.setprofile(None)
+                    self.is_paused = True
+                elif code.co_filename.startswith(_SILENT) or self._on_call(frame):
+                    self._done[id(code)] = code
+        except Exception as error:  # noqa: BLE001 - Python would raise it in the step
+            self.faults.note(error)
+
+
+_PAUSE = ProfileFunction.pause.__code__
+
+
+class Monitor(Watcher):
+    """Watches by ``sys.monitoring``, beside whoever else does.
+
+    Whatever an exception in the middle of :meth:`start` or :meth:`stop` leaves undone (Ctrl-C), the next one does.
+    """
+
+    _watching: ClassVar[weakref.WeakSet[Monitor]] = weakref.WeakSet()
+    """The innermost of every thread."""
+
+    def start(self) -> None:
+        """See :meth:`Watcher.start`."""
+        # Neither this is part of what is watched, nor the end.
+        self.pause()
+        self._outer = _HERE.watcher
+        # Ctrl-C may come before a lock is given back: nobody waits for long.
+        is_held = _LOCK.acquire(timeout=_PATIENCE)
+        try:
+            self._take_turns(self._outer, self)
+            self._install()
+        finally:
+            if is_held:
+                _LOCK.release()
+        self.resume()
+
+    def stop(self) -> None:
+        """See :meth:`Watcher.stop`."""
+        self.pause()
+        is_held = _LOCK.acquire(timeout=_PATIENCE)
+        try:
+            self._take_turns(self, self._outer)
+            if not self._watching:
+                self._uninstall()
+            else:
+                # What this one did not want to hear of again.
+                _monitoring.restart_events()
+        finally:
+            if is_held:
+                _LOCK.release()
+
+    def pause(self) -> bool:
+        """See :meth:`Watcher.pause`."""
+        self.is_paused = True
+        return True
+
+    def resume(self) -> None:
+        """See :meth:`Watcher.resume`."""
+        self.is_paused = False
+
+    def _take_turns(self, last: Watcher | None, following: Watcher | None) -> None:
+        if isinstance(last, Monitor):
+            self._watching.discard(last)
+        if isinstance(following, Monitor):
+            self._watching.add(following)
+        _HERE.watcher = following
+
+    @staticmethod
+    def place() -> int | None:
+        """The number by which the interpreter knows the monitors, or is going to; None if all are taken."""
+        tools = {number: _monitoring.get_tool(number) for number in _PLACES}
+        found = [number for name in (_NAME, None) for number in _PLACES if tools[number] == name]
+        return found[0] if found else None
+
+    @classmethod
+    def _callbacks(cls) -> dict[int, Callable[..., object]]:
+        events = _monitoring.events
+        return {
+            events.PY_START: cls._starts,
+            events.PY_RESUME: cls._starts,
+            events.PY_THROW: cls._is_thrown_into,
+            events.CALL: cls._calls,
+        }
+
+    @classmethod
+    def _install(cls) -> None:
+        place = cls.place()
+        assert place is not None
+        if _monitoring.get_tool(place) is None:
+            _monitoring.use_tool_id(place, _NAME)
+        for event, callback in cls._callbacks().items():
+            _monitoring.register_callback(place, event, callback)
+        _monitoring.set_events(place, sum(cls._callbacks()))
+        # What an earlier one did not want to hear of again.
+        _monitoring.restart_events()
+
+    @classmethod
+    def _uninstall(cls) -> None:
+        place = cls.place()
+        if place is None or _monitoring.get_tool(place) != _NAME:
+            return
+        _monitoring.set_events(place, 0)
+        for event in cls._callbacks():
+            _monitoring.register_callback(place, event, None)
+        # For whoever has this place next.
+        _monitoring.restart_events()
+        _monitoring.free_tool_id(place)
+
+    @classmethod
+    def _starts(cls, code: CodeType, offset: int) -> object:
+        if code.co_filename.startswith(_SILENT):
+            return _monitoring.DISABLE
+        watcher = _HERE.watcher
+        is_known = type(watcher) is Monitor and not watcher.is_paused and watcher._hears(sys._getframe(1))
+        # Another thread's may not know yet what this one's knows.
+        return _monitoring.DISABLE if is_known and len(cls._watching) == 1 else None
+
+    @classmethod
+    def _is_thrown_into(cls, code: CodeType, offset: int, error: BaseException) -> None:
+        watcher = _HERE.watcher
+        if type(watcher) is Monitor and not watcher.is_paused:
+            watcher._hears(sys._getframe(1))
+
+    def _hears(self, frame: FrameType, *function: Any) -> object:
+        """Tell of a call, of Python code's or of ``function`` by the code in ``frame``."""
+        try:
+            return self._on_c_call(frame, *function) if function else self._on_call(frame)
+        except Exception as error:  # noqa: BLE001 - Python would raise it in the step
+            self.faults.note(error)
+            return None
+
+    @classmethod
+    def _calls(cls, code: CodeType, offset: int, function: Any, first: Any) -> object:
+        if code.co_filename.startswith(_SILENT) and code.co_name != _RUN:
+            return _monitoring.DISABLE
+        watcher = _HERE.watcher
+        if type(watcher) is not Monitor or watcher.is_paused:
+            return None
+        # One place in the code may call one function now and another one later: all of them are looked at.
+        if type(function) is MethodDescriptorType:
+            if function.__objclass__ in _BUILT_IN:
+                return None
+            try:
+                function = function.__get__(first, type(first))
+            except TypeError:
+                # The call itself is about to fail with it.
+                return None
+        elif not issubclass(type(function), BuiltinFunctionType) or function in _BUILT_IN:
+            return None
+        if function.__name__ in watcher._names or id(code) in watcher._codes:
+            watcher._hears(sys._getframe(1), function)
+        return None
+
+
+for _code in (ProfileFunction._event, Monitor._starts, Monitor._calls, Monitor._is_thrown_into):
+    # A watcher hears of calls in the middle of compiled code, too.
+    is_kept_from_compiler(_code.__code__)
+
+
+def new_watcher(
+    on_call: OnCall, on_c_call: OnCCall, names: Container[str], codes: Container[int], faults: Faults
+) -> Watcher:
+    """The kind of watcher that takes the least time here; within another one, one of its kind."""
+    around = watcher_of_thread()
+    kind = type(around) if around is not None else Monitor
+    if around is None and (_monitoring is None or Monitor.place() is None):
+        kind = ProfileFunction
+    return kind(on_call, on_c_call, names, codes, faults)
+
+
+def watcher_of_thread() -> Watcher | None:
+    """The one that watches this thread now, if any."""
+    return _HERE.watcher
+
+
+class Aside:
+    """Keeps graphplan's own work in the middle of a step from who watches it, which would take as long as that work
+    itself. :meth:`run` runs what belongs to the step.
+    """
+
+    __slots__ = ("_is_running", "_outcome", "_watcher")
+    _outcome: tuple[Any] | None
+
+    def __enter__(self) -> Aside:
+        self._is_running, self._outcome = False, None
+        watcher = _HERE.watcher
+        self._watcher = None if watcher is None or watcher.is_paused or not watcher.pause() else watcher
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._watcher is not None:
+            self._watcher.resume()
+
+    def run(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, is_native: bool = False
+    ) -> Any:
+        """``func(*args, **kwargs)``, watched unless it ``is_native``: then there is no Python in it."""
+        self._is_running = True
+        if is_native or self._watcher is None:
+            out = func(*args, **kwargs)
+        else:
+            self._watcher.resume()
+            try:
+                out = func(*args, **kwargs)
+            finally:
+                self._watcher.pause()
+        self._is_running, self._outcome = False, (out,)
+        return out
+
+    def carry_on(
+        self, error: Exception, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What the step gets of ``func``, though graphplan's own work around it has failed. What ``func`` itself has
+        raised comes out.
+        """
+        if self._is_running:
+            raise error
+        return self.run(func, args, kwargs) if self._outcome is None else self._outcome[0]
+
+
+pass_errors_on(Aside.run.__code__)

@@ -1,0 +1,250 @@
+"""What a walk over owners finds: slots, scalars, and everything else that leads to them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterable, MutableMapping
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphplan.owners.group_counts import GroupCounts
+from graphplan.owners.tensor_metadata import GONE, metadata_of
+from graphplan.owners.views import Cell, Members, present
+from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
+from graphplan.tensors.dtensors import local
+from graphplan.tensors.storages import storage_id
+
+Items = list[Any] | deque[Any]
+Container = MutableMapping[Any, Any] | Items | set[Any]
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots.
+
+    ``owner``, ``attribute``, ``via`` and ``name`` say how code comes to it, as in :class:`Scalar`.
+    """
+
+    path: str
+    container: Any
+    key: Any
+    is_parameter: bool = False
+    param: Tensor | None = None
+    owner: Any = None
+    attribute: str = ""
+    via: str | None = None
+    name: str | None = None
+
+    @property
+    def shown(self) -> Scalar:
+        """The place as one that shows what a tensor is like, which code reads as it reads Python values."""
+        return Scalar(self.container, self.key, self.owner, self.attribute, self.via, self.name)
+
+    def get(self) -> Any:
+        """What the slot holds now; None if it is gone."""
+        if self.param is not None:
+            return self.param.grad
+        try:
+            return present(self.container)[self.key]
+        except (KeyError, IndexError):
+            return None
+
+    def set(self, value: Any) -> None:
+        """Bind ``value`` here."""
+        if self.param is not None:
+            self.param.grad = value
+        else:
+            self.container[self.key] = value
+
+    def tensors(self) -> list[Tensor]:
+        """The tensor leaves of what the slot holds now: those that have the memory."""
+        return tensor_leaves(self.get())
+
+
+def tensor_leaves(value: Any) -> list[Tensor]:
+    """Tensors with values in ``value``: itself, or the leaves of a (nested) tuple; of a DTensor its shard."""
+    kind = type(value)
+    if kind in PLAIN_KINDS:
+        return [value] if has_memory(value) else []
+    # ``isinstance`` would ask the value too, whose answer is the user's code.
+    if issubclass(kind, Tensor):
+        return [local(value)] if has_memory(value) else []
+    return [leaf for item in value for leaf in tensor_leaves(item)] if issubclass(kind, tuple) else []
+
+
+def holds_plain(value: Any) -> bool:
+    """Whether other tensors with the values of those in ``value``, a tensor or a tuple, are as good: nothing hangs on
+    one of them, and none stands for something else (a shard).
+    """
+    if isinstance(value, tuple):
+        parts = [item for item in value if isinstance(item, (tuple, Tensor))]
+        return bool(parts) and all(map(holds_plain, parts))
+    if type(value) is not Tensor or value.layout is not torch.strided:
+        return False
+    return not (value.requires_grad or vars(value))
+
+
+@dataclass(slots=True)
+class Scalar:
+    """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
+
+    With ``via``, only code that also loads an attribute of that name can have come here. ``name`` is the name by which
+    the step's code has the container, or one around it, beside what the owner calls it.
+    """
+
+    container: Any
+    key: Any
+    owner: Any
+    attribute: str
+    via: str | None = None
+    name: str | None = None
+
+    def get(self) -> Any:
+        """The value now."""
+        if self.container is None:
+            # A gradient, which lies in no container.
+            return getattr(self.owner, self.attribute)
+        return present(self.container)[self.key]
+
+
+class Via:
+    """An owner that code reaches through an attribute called ``name`` and not otherwise."""
+
+    def __init__(self, thing: Any, name: str) -> None:
+        self.thing = thing
+        self.name = name
+
+
+class Reached:
+    """An owner that a library's object leads to: it is walked once the step's code loads an attribute that is called
+    one of ``names``, whatever its type, but for its attributes ``without``.
+    """
+
+    def __init__(self, thing: Any, names: Iterable[str], *, without: Collection[str] = ()) -> None:
+        self.thing = thing
+        self.names = frozenset(names)
+        self.without = frozenset(without)
+
+
+class Namespace:
+    """Names that a step's code uses: globals, closure variables, functions of modules and classes.
+
+    An owner whose items lie in many places. ``entries`` leads from a label to a space and the key in it, ``attributes``
+    are those that the code loads, of whatever it has.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, tuple[Any, Any]] = {}
+        self.attributes: set[str] = set()
+        self.settled: dict[str, tuple[Any, Scalar]] = {}
+        """What names of libraries' functions led to in the last walk, behind which there is nothing."""
+        self.functions: dict[CodeType, list[weakref.ref[FunctionType]]] = {}
+        """Functions with closures that no name leads to and that were found, by their code."""
+        self._known: set[tuple[int, Any]] = set()
+
+    def add(self, label: str, space: Any, key: Any) -> bool:
+        """Take in one name; False if it is known."""
+        home = space.cell if isinstance(space, Cell) else space.kind if isinstance(space, Members) else space
+        place = (id(home), key)
+        if place in self._known:
+            return False
+        self._known.add(place)
+        number = 2
+        free = label
+        while free in self.entries:
+            free, number = f"{label}_{number}", number + 1
+        self.entries[free] = (space, key)
+        return True
+
+    def held(self, label: str) -> Any:
+        """What a name leads to; None if there is nothing any more."""
+        space, key = self.entries[label]
+        try:
+            return space[key]
+        except KeyError:
+            return None
+
+    def plain(self) -> Namespace:
+        """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
+        plain = Namespace()
+        plain.attributes = self.attributes
+        for label, (space, key) in self.entries.items():
+            try:
+                if isinstance(space[key], (bool, int, float, complex, str, bytes, type(None))):
+                    plain.add(label, space, key)
+            except KeyError:
+                continue
+        return plain
+
+
+@dataclass(slots=True)
+class Walk:
+    """All that a walk over owners found, in walking order.
+
+    ``objects`` are objects by identity and sizes of containers: a step can depend on them, but their changes are seen
+    elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
+    only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
+    ``attributes`` are modules and objects, with their dictionaries, ``marks`` the dictionaries of tensors, with their
+    classes. ``empty`` are the paths of parameters and buffers that are None, ``parts`` modules and optimizers by path.
+    """
+
+    slots: dict[str, Slot] = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+    objects: dict[str, Scalar] = field(default_factory=dict)
+    places: list[tuple[Any, Any]] = field(default_factory=list)
+    reached: set[str] = field(default_factory=set)
+    found: set[int] = field(default_factory=set)
+    lists: dict[str, Items] = field(default_factory=dict)
+    links: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    containers: list[Container] = field(default_factory=list)
+    attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    marks: list[tuple[str, dict[str, Any], type]] = field(default_factory=list)
+    modules: list[nn.Module] = field(default_factory=list)
+    module_paths: list[str] = field(default_factory=list)
+    parts: dict[str, Any] = field(default_factory=dict)
+    empty: set[str] = field(default_factory=set)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
+
+    @property
+    def counted(self) -> set[str]:
+        """Paths of what optimizers count with in their parameter groups."""
+        return {path for path, scalar in self.scalars.items() if isinstance(scalar.container, GroupCounts)}
+
+    def place(self, path: str) -> Slot | None:
+        """The slot of that path, also where it holds a Python value (None, say) at the moment."""
+        slot, scalar = self.slots.get(path), self.scalars.get(path)
+        if slot is None and scalar is not None:
+            return Slot(path, scalar.container, scalar.key)
+        return slot
+
+    def value(self, path: str) -> Scalar | None:
+        """The Python value, object or size of that path."""
+        return self.scalars.get(path) or self.objects.get(path)
+
+    def traits(self, path: str) -> Any:
+        """What the tensors of that path are like, or the Python value that lies there now; or ``GONE``."""
+        place = self.slots.get(path) or self.scalars.get(path)
+        if place is not None:
+            return metadata_of(place.get())
+        return None if path in self.empty else GONE
+
+    def by_storage(self) -> dict[int, list[Slot]]:
+        """Slots grouped by the identity of the storage behind them."""
+        groups: dict[int, list[Slot]] = {}
+        for slot in self.slots.values():
+            for tensor in slot.tensors():
+                key = storage_id(tensor)
+                if key is not None:
+                    groups.setdefault(key, []).append(slot)
+        return groups
+
+
+def is_optimizer_state(path: str) -> bool:
+    """Whether ``path`` is a slot of an optimizer's ``state``."""
+    return ".state[" in path

@@ -1,0 +1,88 @@
+"""What code can tell of a tensor without an operator: that it is there, its class, its geometry."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from graphplan.owners.kinds import PLAIN
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+GONE = _Gone()
+"""Stands for what a place holds in which there is nothing any more, or nothing that could be compared."""
+
+
+class _There:
+    def __repr__(self) -> str:
+        return "a tensor"
+
+
+THERE = _There()
+"""Stands for the traits of a tensor, or a tuple with tensors, of which it only matters that it is there."""
+
+
+# Not frozen: one is made for each tensor of a trace, and that takes a frozen one three times as long.
+@dataclass(slots=True, unsafe_hash=True)
+class TensorMetadata:
+    """What one tensor is like, apart from its values and from where it lies."""
+
+    kind: type
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    stride: tuple[int, ...] | None
+    requires_grad: bool
+
+    def __repr__(self) -> str:
+        return f"a {self.kind.__name__}"
+
+
+def metadata_of(value: Any) -> Any:
+    """The traits of a tensor, of the tensors and plain values in a tuple, or of anything else, which is itself."""
+    if isinstance(value, tuple):
+        return tuple(map(_traits_of_item, value))
+    if not isinstance(value, Tensor):
+        return value
+    has_shape = not value.is_nested and not is_lazy(value)
+    is_strided = value.layout is torch.strided and has_shape
+    return TensorMetadata(
+        type(value),
+        tuple(value.shape) if has_shape else None,
+        value.dtype,
+        value.device,
+        value.layout,
+        tuple(value.stride()) if is_strided else None,
+        value.requires_grad,
+    )
+
+
+def _traits_of_item(item: Any) -> Any:
+    # What else lies in a tuple is looked at where it lies: here it may not be kept alive.
+    return metadata_of(item) if isinstance(item, (tuple, Tensor)) or type(item) in PLAIN else type(item)
+
+
+def is_there(traits: Any) -> bool:
+    """Whether these are traits of a tensor, or of what is in a tuple."""
+    return isinstance(traits, TensorMetadata | tuple)
+
+
+def difference(path: str, old: Any, new: Any) -> tuple[str, str, str]:
+    """What differs between two unequal traits of what lies at ``path``: its name, what it was, and what it is."""
+    if isinstance(old, TensorMetadata) and isinstance(new, TensorMetadata):
+        for field in fields(TensorMetadata):
+            was, now = getattr(old, field.name), getattr(new, field.name)
+            if was != now:
+                if field.name == "kind":
+                    return f"the type of {path}", was.__name__, now.__name__
+                return f"{path}.{field.name}", repr(was), repr(now)
+    return path, repr(old), repr(new)

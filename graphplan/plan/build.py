@@ -1,0 +1,278 @@
+"""Putting a plan together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.effects.aliased_slots import find_together
+from graphplan.effects.finding import (
+    find_appends,
+    find_assignments,
+    find_counters,
+    find_reads,
+    find_rebindings,
+    find_replaced,
+)
+from graphplan.effects.gradients import check_gradients
+from graphplan.effects.host import check_draws, check_threads
+from graphplan.effects.host_changes import joined_slots
+from graphplan.effects.inspected_tensors import find_inspected
+from graphplan.effects.left import find_left
+from graphplan.effects.made import check_made_state
+from graphplan.errors import FeedError, OutputError
+from graphplan.feed.signature import Feed, FeedSpec, on_one_line, shared_leaf
+from graphplan.owners.slots import Walk
+from graphplan.owners.walk import walk_owners
+from graphplan.plan.classify import classify
+from graphplan.plan.compared_numbers import find_comparisons
+from graphplan.plan.difference import check_difference, check_marks, form_of
+from graphplan.plan.plan import DRAWS, Output, Plan, Rates, frozen
+from graphplan.specs.roles import External, Role
+from graphplan.tensors.trees import has_attributes
+from graphplan.trace.changes import place_of, same_value
+from graphplan.trace.collectives import is_collective
+from graphplan.trace.records import OutputTensor, Trace
+
+_LAST = 8
+"""Operators that an error of the device lists."""
+
+
+def find_device(walk: Walk, feed: Feed) -> torch.device:
+    """Where a step computes: the first accelerator among its owners' and its feed's tensors, else the CPU."""
+    held = [tensor for slot in walk.slots.values() for tensor in slot.tensors()]
+    fed = [tensor for _, tensor in feed.tensors()]
+    for tensor in [*held, *fed]:
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def build_plan(
+    first: Trace,
+    second: Trace,
+    feed: Feed,
+    *,
+    owners: Callable[[], Mapping[str, Any]],
+    function: Callable[[], Callable[..., Any]],
+    allow: Sequence[str] = (),
+    rates: Rates,
+    walk: Walk | None = None,
+    loose: bool = False,
+) -> Plan:
+    """Compile two traces of consecutive real steps. ``feed`` is the second one's, and ``walk`` was at its end, if there
+    is one. ``loose``: see :func:`find_inspected`.
+
+    Raises:
+        RefusalError: a subclass for every way in which a replay could differ from the step.
+    """
+    _check(feed, first, second, allow)
+    walk = walk or walk_owners(owners())
+    check_made_state(first, second, walk, allow)
+    # A list that changes its length is told as such, not as the numbers that it holds.
+    appends = find_appends(first, second, allow)
+    counters = find_counters(first, second, walk, allow)
+    left = find_left(first, second, allow)
+    carries, rebinds = find_rebindings(first, second, allow)
+    externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
+    _check_shared(feed, externals)
+    assert second.device is not None
+    # What a result shows is told as such, not as a value that was read.
+    moved = {path for path, rebinding in second.changes.rebindings.items() if rebinding.moved}
+    outputs = tuple(_outputs(first, second, {*carries, *rebinds} - moved))
+    comparisons = find_comparisons(first, second, walk, allow)
+    reads = find_reads(first, second, walk, counters, allow, comparisons)
+    return Plan(
+        name=_name_of(function()),
+        form=form_of(second),
+        feed=FeedSpec(feed),
+        externals=externals,
+        carries=carries,
+        replaced=find_replaced(carries, second),
+        moved=frozenset(moved),
+        rebinds=rebinds,
+        together=find_together(first, second, (*carries, *rebinds)),
+        counters=counters,
+        appends=appends,
+        assignments=find_assignments(first, second, walk, counters, allow),
+        left=frozen(left),
+        outputs=outputs,
+        output_structure=second.output_structure,
+        entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
+        launches=second.launches,
+        footprint=first.footprint.merge(second.footprint),
+        device_constants=tuple(second.device_constants),
+        generators=tuple(second.generators),
+        states=second.states,
+        device=second.device,
+        reads=reads,
+        values=frozen({path: second.entry_scalars[path] for path in reads}),
+        comparisons=frozen({path: comparisons[path] for path in reads if path in comparisons}),
+        traits=frozen(find_inspected(first, second, walk, reads, allow, loose=loose)),
+        twins=_twins(second, externals, rates.storages),
+        shared=_shared_with_owners(second, externals),
+        joined=tuple(joined_slots(second, second.externals)),
+        host_facts=tuple(_host_facts(second)),
+        host_reads=tuple(second.host_reads),
+        host_draws=tuple(second.host_draws),
+        keep_alive=tuple(_shared_storages(first, second)),
+        communicates=any(is_collective(op.name) for op in second.operators),
+        rounding=second.rounding,
+        may_reorder=first.graph_elsewhere or second.graph_elsewhere,
+        last_operators=_last_operators(second),
+        rates=rates,
+        owners=owners,
+        function=function,
+    )
+
+
+def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
+    """Refuse what two traces alone tell."""
+    for trace in (first, second):
+        # Before what else was noted: draws of another thread look like a seek.
+        check_threads(trace, allow)
+    check_difference(first, second)
+    check_marks(feed, first, second)
+    check_draws(first, second, allow)
+    check_gradients(first, second, allow)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _last_operators(trace: Trace) -> tuple[str, ...]:
+    launched = [operator for operator in trace.operators if operator.launches]
+    return tuple(f"{operator.name} at {operator.source}" for operator in launched[-_LAST:])
+
+
+def _outputs(first: Trace, second: Trace, rebound: set[str]) -> list[Output]:
+    if first.output_structure != second.output_structure:
+        raise OutputError(
+            f"the step returns {on_one_line(first.output_structure)} on one call and "
+            f"{on_one_line(second.output_structure)} on the next; a replay returns one structure: return the same one "
+            "each time"
+        )
+    outputs = []
+    for number, (old, new) in enumerate(zip(first.output_leaves, second.output_leaves, strict=True)):
+        if isinstance(new, OutputTensor):
+            # What a slot is rebound to is a new tensor in each eager step, so the caller gets a copy of it.
+            owned = new.path is not None and new.path not in rebound
+            kind = "input" if new.leaf is not None else "owned" if owned else "tensor"
+            path = new.path if owned else None
+            marks = _marks(old, new, second.output_names[number])
+            outputs.append(Output(kind, index=new.leaf, path=path, spec=new.spec, marks=marks))
+        elif has_attributes(new):
+            raise OutputError(
+                f"{second.output_names[number]}, which the step returns, is of type {type(new).__name__} and has "
+                f"attributes of its own ({', '.join(sorted(vars(new)))}), and a replay puts its own together without "
+                "them: return what they hold beside it"
+            )
+        elif not same_value(old, new):
+            raise OutputError(
+                f"{second.output_names[number]}, which the step returns, is {old!r} on one call and {new!r} on the "
+                "next; a replay would return the first for ever. Return a tensor, or compute it outside the step"
+            )
+        else:
+            outputs.append(Output("literal", value=new))
+    return outputs
+
+
+def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...]:
+    """What hangs on a result, which a replay hangs on each."""
+    before = old.marks if isinstance(old, OutputTensor) else ()
+    if not same_value(before, new.marks) or any(isinstance(value, type) for _, value in new.marks):
+        raise OutputError(
+            f"{', '.join(mark for mark, _ in new.marks or before)} hangs on {name}, which the step returns, and is no "
+            "plain value, or not the same on each call; a replay would hang the first on each. Return it beside the "
+            "tensor"
+        )
+    return new.marks
+
+
+def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
+    written = [e.leaf for e in externals if e.role is Role.INPUT and e.mutated and e.leaf is not None]
+    shared = shared_leaf(feed, written)
+    if shared is not None:
+        names = feed.names()
+        raise FeedError(
+            f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
+            "each, so that the change would not show in the other. Clone one of them before the call"
+        )
+
+
+def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]) -> frozenset[str]:
+    """Slots of the memory that the step uses, beside those that stand for it: each of them may be rebound."""
+    known = {external.path for external in externals}
+    used = (slot for storage in trace.externals.keys() - shadows for slot in trace.entry_slots.get(storage, ()))
+    return frozenset(slot.path for slot in used if slot.path not in known and slot.param is None)
+
+
+def _shared_with_owners(trace: Trace, externals: Sequence[External]) -> frozenset[int]:
+    """Leaves of the feed that share memory with what the step changes in owners: no copy could stand for them."""
+    changed = {external.path for external in externals if external.mutated and external.path is not None}
+    return frozenset(
+        index
+        for index, storage in trace.leaf_storages.items()
+        if any(slot.path in changed for slot in trace.entry_slots.get(storage, ()))
+    )
+
+
+def _host_facts(trace: Trace) -> list[str]:
+    """What the host does in a step that a reader of the plan should know, each with its source line once."""
+    facts: dict[str, None] = {}
+    for operator in trace.operators:
+        if operator.random:
+            facts[f"{DRAWS}at {operator.source}"] = None
+        if operator.constant is not None:
+            facts[f"makes a constant from Python values at {operator.source}"] = None
+    return list(facts)
+
+
+def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
+    """Whether gradients may matter to the step: not to one that makes predictions while others train."""
+    if torch.is_grad_enabled() or walk.optimizers or "torch.is_grad_enabled()" in second.changes.flags:
+        return True
+    for facts in (first, second):
+        names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
+        if names_grad or any(path.endswith(".grad") for path in facts.changes.rebindings):
+            return True
+        if any(slot.param is not None for storage in facts.externals for slot in facts.entry_slots.get(storage, ())):
+            return True
+    return False
+
+
+def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
+    """What gradients must be on entry. A gradient that the step replaces unread may be anything."""
+    needed: dict[str, str] = {}
+    groups = [group for optimizer in walk.optimizers.values() for group in optimizer.param_groups]
+    zeroed = {id(parameter) for group in groups for parameter in group["params"]}
+    for path, parameter in walk.parameters.values():
+        slot = f"{path}.grad"
+        rebinding = trace.changes.rebindings.get(slot)
+        if rebinding is not None:
+            before = rebinding.before
+        else:
+            before = tuple(_grad_places(parameter))
+        if not before:
+            # An optimizer drops the gradients of frozen parameters too, which only shows where there are some.
+            # One whose flag the step changes asks for gradients at some time.
+            asks = parameter.requires_grad or f"{path}.requires_grad" in trace.changes.flags
+            if asks or id(parameter) in zeroed:
+                needed[path] = "none"
+        elif any(place[0] in trace.externals for place in before):
+            needed[path] = "kept"
+    return needed
+
+
+def _grad_places(parameter: Tensor) -> list[Any]:
+    return [] if parameter.grad is None else [place_of(parameter.grad)]
+
+
+def _shared_storages(first: Trace, second: Trace) -> list[Tensor]:
+    """Leaves that are views of one storage in both traces: the step may also read that storage by another name."""
+    shared = set(first.leaf_storages.values()) & set(second.leaf_storages.values())
+    return [second.externals[storage].tensor for storage in shared if storage in second.externals]

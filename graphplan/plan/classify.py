@@ -1,0 +1,150 @@
+"""Sorting externals into input, param and state: exclusive and exhaustive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graphplan.errors import HostSyncError, UnownedTensorError
+from graphplan.feed.signature import Feed
+from graphplan.owners.slots import Slot, Walk, is_optimizer_state
+from graphplan.specs.roles import External, Role, TensorSpec
+from graphplan.tensors.attributes import is_freed
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.records import Trace, TracedExternal
+
+
+def classify(
+    first: Trace,
+    second: Trace,
+    feed: Feed,
+    walk: Walk,
+    *,
+    carries: Sequence[str],
+    shadows: frozenset[int] = frozenset(),
+) -> tuple[External, ...]:
+    """Externals of the second trace with their roles.
+
+    A leaf of the feed is an input whatever its identity does. What an owner's slot holds is a param (parameters, and
+    buffers that are only read) or state. For the rest identity decides. ``shadows`` are the storages of device learning
+    rates.
+
+    Raises:
+        UnownedTensorError: a tensor that nobody feeds or owns is mutated, or is another one in each step.
+        HostSyncError: an external on the host in a step that computes elsewhere.
+    """
+    found = [
+        _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages
+    ]
+    slots = second.entry_slots
+    earlier = list(first.externals)
+    fed = set(second.leaf_storages.values())
+    unowned = 0
+    for position, (storage, external) in enumerate(second.externals.items()):
+        owned = _distinct(slots.get(storage, ()))
+        for slot in owned:
+            owned_external = _owned(slot, storage, external, carried=slot.path in carries)
+            # A shadow is in its slot only while the step runs: the program keeps the tensor, not the slot.
+            found.append(
+                replace(owned_external, path=None, tensor=external.tensor) if storage in shadows else owned_external
+            )
+        if not owned and storage not in fed:
+            unchanged = position < len(earlier) and earlier[position] == storage
+            found.append(_unowned(external, unowned, unchanged=unchanged))
+            unowned += 1
+    named = {external.path for external in found}
+    found += [_passed_on(walk.slots[path]) for path in carries if path not in named]
+    _check_devices(found, second.device)
+    return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
+
+
+def _distinct(slots: Iterable[Slot]) -> list[Slot]:
+    """Slots without the second names of one tensor (tied weights)."""
+    kept: dict[int, Slot] = {}
+    for slot in slots:
+        kept.setdefault(id(slot.get()), slot)
+    return list(kept.values())
+
+
+def _input(index: int, name: str, feed: Feed, trace: Trace) -> External:
+    tensor = feed.leaves[index]
+    traced = trace.externals.get(trace.leaf_storages[index])
+    # What an owner holds too is changed through the owner: the leaf only brings its values in.
+    owned = trace.leaf_storages[index] in trace.entry_slots
+    mutated = traced is not None and traced.mutated and not owned
+    return External(name, Role.INPUT, TensorSpec.of(tensor), mutated, leaf=index)
+
+
+def _owned(slot: Slot, storage: int, traced: TracedExternal, *, carried: bool) -> External:
+    # A slot that the step rebound holds something else by now; what it held came in through the trace.
+    tensor = next((t for t in slot.tensors() if storage_id(t) == storage), traced.tensor)
+    if slot.is_parameter:
+        role = Role.PARAM
+    elif traced.mutated or carried or slot.param is not None or _is_optimizer_path(slot.path):
+        role = Role.STATE
+    else:
+        role = Role.PARAM
+    where = str(traced.source)
+    return External(
+        slot.path, role, TensorSpec.of(tensor), traced.mutated or carried, carried, path=slot.path, where=where
+    )
+
+
+def _passed_on(slot: Slot) -> External:
+    """A slot whose old value no operator reads, but which another slot is bound to, or whose tensor stays."""
+    spec = TensorSpec.of(slot.tensors()[0])
+    role = Role.PARAM if slot.is_parameter else Role.STATE
+    return External(slot.path, role, spec, True, True, path=slot.path)
+
+
+def _is_optimizer_path(path: str) -> bool:
+    return is_optimizer_state(path) or ".param_groups[" in path
+
+
+def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:
+    spec = TensorSpec.of(traced.tensor)
+    if is_freed(traced.tensor):
+        raise UnownedTensorError(
+            f"the memory of a {spec} tensor that reaches {traced.operator} at {traced.source} is given back before the "
+            "step ends (storage.resize_(0)), so that nobody can say what is in it; a replay would use it all the "
+            "same. Keep it allocated, or pass on_failure='eager'",
+            component=traced.source.component,
+        )
+    if traced.mutated and not (unchanged and traced.is_buffer_of_collective):
+        raise UnownedTensorError(
+            f"a {spec} tensor that nobody owns is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
+            "change it where nothing can guard or restore it. Name the object that holds it in owners=, or feed it",
+            component=traced.source.component,
+        )
+    if traced.tensor.grad_fn is not None:
+        raise UnownedTensorError(
+            f"a {spec} tensor that was computed outside the step (by {traced.tensor.grad_fn.name()}) reaches "
+            f"{traced.operator} at {traced.source}, and gradients would flow out of the step; a replay would go on "
+            "reading the old one. Compute it in the step; if it is a cast of a weight that autocast remembers, enter "
+            "torch.autocast in the step, anew for each call, or with cache_enabled=False",
+            component=traced.source.component,
+        )
+    if not unchanged:
+        raise UnownedTensorError(
+            f"a {spec} tensor that nobody feeds or owns reaches {traced.operator} at {traced.source}, and it is "
+            "another tensor in each step; a replay would go on reading the old one. Feed it as an argument of the "
+            "step, or name the object that holds it in owners=",
+            component=traced.source.component,
+        )
+    where = str(traced.source)
+    role = Role.STATE if traced.mutated else Role.PARAM
+    return External(f"unowned[{number}]", role, spec, traced.mutated, tensor=traced.tensor, where=where)
+
+
+def _check_devices(externals: Sequence[External], device: torch.device | None) -> None:
+    if device is None or device.type == "cpu":
+        return
+    for external in externals:
+        if external.role is not Role.INPUT and external.spec.device.type != device.type:
+            raise HostSyncError(
+                f"{external.name} lies on {external.spec.device} while the step computes on {device} (first used at "
+                f"{external.where}); a graph would keep the value it had at capture. Move it to {device}",
+                component="optimizer" if is_optimizer_state(external.name) else "step",
+            )

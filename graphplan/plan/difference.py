@@ -1,0 +1,211 @@
+"""The difference of two consecutive traces: whatever differs would be frozen by a replay, so it is refused here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+
+from graphplan.errors import ControlFlowError, FeedError, GeneratorSeekError, HostScalarError
+from graphplan.feed.signature import Feed, is_literal
+from graphplan.observe.source import optimizer_fix
+from graphplan.tensors.attributes import attributes_on
+from graphplan.tensors.copying import same_bits
+from graphplan.trace.changes import same_value, told_apart
+from graphplan.trace.records import Operator, Trace
+
+
+def check_difference(first: Trace, second: Trace) -> None:
+    """Refuse two traces that do not run the same operators on the same operands with the same numbers.
+
+    Raises:
+        RefusalError: what either trace noted by itself (a host read, a copy from a temporary, a seek).
+        HostScalarError: a Python number, or a constant made from one, that differs.
+        ControlFlowError: another operator, or other operands.
+        GeneratorSeekError: another generator that an operator draws from.
+    """
+    for trace in (first, second):
+        if trace.violation is not None:
+            raise trace.violation
+    kept = _kept(first, second)
+    for number, (a, b) in enumerate(zip_longest(first.operators, second.operators)):
+        if a is None or b is None:
+            _refuse_length(a or b, number, first, second)
+        if a.name != b.name:
+            raise ControlFlowError(
+                f"operator {number} is {a.name} at {a.source} on one step and {b.name} at {b.source} on the next: "
+                "the step's control flow changes, and a replay repeats one path. Use torch.where, give each path a "
+                "step of its own, or name the calls that take the rarer one with eager_if=",
+                component=b.source.component,
+            )
+        if a.scalars or b.scalars or a.constant is not None:
+            _check_numbers(a, b)
+        if a.operands != b.operands or a.offsets != b.offsets:
+            _check_operands(a, b, number, kept)
+    _check_externals(first, second)
+    _check_generators(first, second)
+    if first.states != second.states:
+        raise GeneratorSeekError(
+            f"the step put {len(first.states.restores)} states of generators back on one step and "
+            f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
+            "back. Have each step save and restore alike, or pass on_failure='eager'"
+        )
+
+
+def is_reordered(first: Trace, second: Trace) -> bool:
+    """Whether two traces differ from where autograd's engine ran the same operators in another order.
+
+    Nodes that are ready are run in the order in which they were made, as counted by the thread that made them. Those of
+    a derivative of a derivative are made by the engine's own threads, whose counts lie anywhere beside the step's at
+    first, and move apart from step to step.
+    """
+    names = [Counter(operator.name for operator in trace.operators) for trace in (first, second)]
+    pairs = zip(first.operators, second.operators, strict=False)
+    differing = next((pair for pair in pairs if _facts(pair[0]) != _facts(pair[1])), None)
+    return names[0] == names[1] and differing is not None and all(operator.threaded for operator in differing)
+
+
+def form_of(trace: Trace) -> int:
+    """A number for what two traces of one step have in common whatever shapes they are fed: the operators, and on which
+    operands they work.
+    """
+    kept = _kept(trace, trace)
+    return hash(tuple([(op.name, op.operands, tuple(_offsets(op, kept)), len(op.scalars)) for op in trace.operators]))
+
+
+def _facts(operator: Operator) -> Any:
+    return operator.name, operator.operands, repr(operator.scalars)
+
+
+def _refuse_length(extra: Operator, number: int, first: Trace, second: Trace) -> NoReturn:
+    raise ControlFlowError(
+        f"one step runs {len(first.operators)} operators and the next {len(second.operators)}; the first extra one is "
+        f"operator {number}, {extra.name} at {extra.source}. Give each path a step of its own, or "
+        "name the calls that take the rarer one with eager_if=",
+        component=extra.source.component,
+    )
+
+
+def _check_numbers(a: Operator, b: Operator) -> None:
+    for (name, old), (other, new) in zip_longest(a.scalars, b.scalars, fillvalue=("", None)):
+        if name != other or not (old is new or same_value(old, new)):
+            _refuse_scalar(b, name or other, old, new)
+    if a.constant is not None and b.constant is not None and not same_bits(a.constant, b.constant):
+        _refuse_scalar(b, "value", _short(a.constant), _short(b.constant))
+
+
+def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoReturn:
+    if operator.source.component == "optimizer":
+        fix = optimizer_fix(operator.source)
+    else:
+        fix = "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step"
+    before, after = told_apart(old, new)
+    made = "a tensor made from a Python value" if operator.constant is not None else f"{operator.name}"
+    raise HostScalarError(
+        f"{made} at {operator.source} gets {name}={before} on one step and {name}={after} on the next; a replay would "
+        f"freeze the first. {fix}",
+        component=operator.source.component,
+    )
+
+
+def _kept(first: Trace, second: Trace) -> set[int]:
+    """Externals, by number, that are one memory in both traces: views of it must be the same, too.
+
+    Not those that are fed, or that a rebound slot held: what is there is copied to one place in any case.
+    """
+    rebound = second.changes.rebindings
+    brought = {*first.leaf_storages.values(), *second.leaf_storages.values()}
+    brought |= {storage for storage, slots in second.entry_slots.items() for slot in slots if slot.path in rebound}
+    pairs = enumerate(zip(first.externals, second.externals, strict=False))
+    return {number for number, (old, new) in pairs if old == new and new not in brought}
+
+
+def _offsets(operator: Operator, kept: set[int]) -> list[int]:
+    numbers = [number for kind, number in operator.operands if kind == "external"]
+    return [offset for number, offset in zip(numbers, operator.offsets, strict=True) if number in kept]
+
+
+def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> None:
+    if a.operands != b.operands or _offsets(a, kept) != _offsets(b, kept):
+        raise ControlFlowError(
+            f"operator {number}, {b.name} at {b.source}, works on other tensors than one step before "
+            f"({' then '.join(told_apart(a, b, _operand_text))}): the step chooses between tensors, and a replay "
+            "repeats one choice. Use torch.where or index with a tensor",
+            component=b.source.component,
+        )
+
+
+def _check_externals(first: Trace, second: Trace) -> None:
+    """What comes in at one place has to be one owner's slot, or one input, in both traces, at whatever address."""
+    for old, (new, traced) in zip(first.externals, second.externals.items(), strict=True):
+        if old == new:
+            continue
+        before, after = _names(first, old), _names(second, new)
+        if (before or after) and before.isdisjoint(after):
+            raise ControlFlowError(
+                f"{traced.operator} at {traced.source} works on another tensor than one step before "
+                f"({' then '.join(told_apart(before, after, _name_text))}): the step chooses between tensors, and a "
+                "replay repeats one choice. Use torch.where or index with a tensor",
+                component=traced.source.component,
+            )
+
+
+def _check_generators(first: Trace, second: Trace) -> None:
+    """A recorded operator draws from one generator, which goes on from replay to replay."""
+    for (old, _), (new, source) in zip(first.drawings, second.drawings, strict=True):
+        if old is not new:
+            raise GeneratorSeekError(
+                f"the random operator at {source} draws from another {new.device} torch.Generator than one step "
+                "before; a replay would go on drawing from one of them, where the step begins anew. Make the generator "
+                "once, outside the step, and seed it there; or draw outside the step and feed what was drawn",
+                component=source.component,
+            )
+
+
+def _names(trace: Trace, storage: int) -> set[str]:
+    """The slots that held a storage when the step began, and the inputs that it was fed as."""
+    slots = {slot.path for slot in trace.entry_slots.get(storage, ())}
+    return slots | {f"input {index}" for index, fed in trace.leaf_storages.items() if fed == storage}
+
+
+def _name_text(names: set[str]) -> str:
+    return min(names, default="a tensor that nobody owns")
+
+
+def _operand_text(operator: Operator) -> str:
+    offsets = iter(operator.offsets)
+    return ", ".join(
+        f"{kind} {number}" + (f" at {next(offsets)}" if kind == "external" else "")
+        for kind, number in operator.operands
+    )
+
+
+def _short(tensor: torch.Tensor) -> Any:
+    return tensor.item() if tensor.numel() == 1 else tensor.flatten()[:8].tolist()
+
+
+def check_marks(feed: Feed, first: Trace, second: Trace) -> None:
+    """Refuse a step that reads an attribute of a fed tensor which a feed's key cannot hold, or a copy of the tensor not
+    have.
+
+    Raises:
+        FeedError: naming the attribute.
+    """
+    for index, leaf in feed.tensors():
+        for name, value in attributes_on(leaf).items():
+            if not any(trace.reads.reads_mark(name) for trace in (first, second)):
+                continue
+            path = f"{feed.names()[index]}.{name}"
+            if not is_literal(value):
+                raise FeedError(
+                    f"the step's code reads {path}, a {type(value).__name__} that hangs on what is fed, and nobody "
+                    "would see that it changed; expected a number, a string or the like there. Feed it as an argument "
+                    "of its own"
+                )
+            if leaf.requires_grad:
+                raise FeedError(
+                    f"the step's code reads {path}, which hangs on a tensor that asks for gradients: the copy that a "
+                    "replay works on does not have it. Feed it as an argument of its own"
+                )

@@ -1,0 +1,258 @@
+"""The immutable plan of one step: its externals by role, what it carries, what it returns, and how it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphplan.effects.kinds import AliasedSlots, Append, Assignment, Counter
+from graphplan.feed.signature import Feed, FeedSpec
+from graphplan.owners.slots import Walk
+from graphplan.specs.policy import Policy
+from graphplan.specs.roles import External, Footprint, Role, TensorSpec
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.rng import SavedStates
+
+DRAWS = "draws random numbers "
+"""How facts about what may draw them begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One leaf of what the step returns.
+
+    ``kind`` is ``"tensor"`` (made by the step), ``"input"`` (leaf ``index`` of the feed as it is), ``"owned"`` (the
+    tensor in the owners' slot ``path``), or ``"literal"`` (the Python ``value``). ``spec`` is a tensor's geometry,
+    ``marks`` are the attributes that hang on one that the step makes.
+    """
+
+    kind: str
+    index: int | None = None
+    path: str | None = None
+    value: Any = None
+    spec: TensorSpec | None = None
+    marks: tuple[tuple[str, Any], ...] = ()
+
+
+class Rates(Protocol):
+    """Device learning rates of the step's optimizers."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Storages of the device learning rates."""
+
+    def push(self) -> None:
+        """Copy changed learning rates to the device."""
+
+    def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Follow optimizers whose groups were replaced."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
+
+    Attributes:
+        name: the step function's qualified name.
+        form: a number for the step's operators and what they work on, apart from shapes and numbers.
+        feed: structure and signature of what the step is called with.
+        externals: every tensor that comes from outside, each with one role.
+        carries: slots that the step rebinds and whose old value it reads: replays copy the new value into the old
+            storage.
+        replaced: those of ``carries`` whose old tensors the step only reads, so that whoever has these finds them
+            unchanged.
+        moved: those of ``carries`` whose tensors stay, and get other memory.
+        rebinds: slots that the step rebinds without reading what they held.
+        together: slots among these that overlap in memory after the step.
+        counters: Python numbers that every step raises by the same amount.
+        appends: lists and deques that every step appends to.
+        assignments: Python values that every step assigns alike.
+        left: modes, flags, values in parameter groups and switches of torch's that the step leaves otherwise than it
+            finds them, by path.
+        outputs: leaves of what the step returns; ``output_structure`` rebuilds them.
+        entry_grads: per parameter path, what ``.grad`` must be before the step: ``"none"`` or ``"kept"``; a parameter
+            that is missing here may have any gradient, since the step drops it unread.
+        host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
+        host_reads: reads of tensors on the host that refuse no step: of what it only asserts, and of constants.
+        host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
+        launches: operators that one eager step launches.
+        footprint: bytes of what one eager step makes, on the device where it computes.
+        device_constants: tensors that the step makes from Python values on the device, in order.
+        generators: generators other than torch's default ones that the step draws from.
+        states: the states of default generators that the step saves and puts back, as activation checkpointing does.
+        reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
+            only.
+        values: what ``reads`` were before each traced step, by path.
+        comparisons: by path, those of ``reads`` that are numbers which the code only compares, each with its
+            comparisons: a replay is good while these come out as they did.
+        traits: what tensors are like with which no operator works, but of which the step's code may tell that, by path.
+        twins: further slots of the memory that owned externals have.
+        shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
+        joined: slots that held one memory when the step began, as sets of paths.
+        device: where the step computes.
+        last_operators: the last ones that the step launches, with their source lines.
+        communicates: whether collectives are among the step's operators.
+        rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
+        may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
+            apart in :func:`graphplan.plan.is_reordered`.
+    """
+
+    name: str
+    form: int
+    feed: FeedSpec
+    externals: tuple[External, ...]
+    carries: tuple[str, ...]
+    replaced: frozenset[str]
+    moved: frozenset[str]
+    rebinds: tuple[str, ...]
+    together: tuple[AliasedSlots, ...]
+    counters: tuple[Counter, ...]
+    appends: tuple[Append, ...]
+    assignments: tuple[Assignment, ...]
+    left: Mapping[str, Any]
+    outputs: tuple[Output, ...]
+    output_structure: Any
+    entry_grads: Mapping[str, str]
+    launches: int
+    footprint: Footprint
+    device_constants: tuple[Tensor, ...]
+    generators: tuple[torch.Generator, ...]
+    states: SavedStates
+    reads: tuple[str, ...]
+    values: Mapping[str, Any]
+    comparisons: Mapping[str, tuple[Any, ...]]
+    traits: Mapping[str, Any]
+    twins: frozenset[str]
+    shared: frozenset[int]
+    joined: tuple[frozenset[str], ...]
+    device: torch.device
+    host_facts: tuple[str, ...]
+    host_reads: tuple[Any, ...]
+    host_draws: tuple[Callable[[], Any], ...]
+    keep_alive: tuple[Tensor, ...]
+    last_operators: tuple[str, ...]
+    communicates: bool
+    rounding: float
+    may_reorder: bool
+    rates: Rates
+    owners: Callable[[], Mapping[str, Any]]
+    function: Callable[[], Callable[..., Any]]
+
+    def by_role(self, role: Role) -> tuple[External, ...]:
+        """Externals of one role."""
+        return tuple(external for external in self.externals if external.role is role)
+
+    @property
+    def draws(self) -> list[str]:
+        """The places of operators that may draw random numbers, among ``host_facts``."""
+        return [fact.removeprefix(DRAWS) for fact in self.host_facts if fact.startswith(DRAWS)]
+
+    @property
+    def assertions(self) -> list[str]:
+        """What the step asserts and a replay does not, with source lines."""
+        places = dict.fromkeys(str(read.place) for read in self.host_reads if read.asserted)
+        return [f"asserts a tensor's value, in eager steps and checks only, at {place}" for place in places]
+
+    @property
+    def tells_gradients(self) -> bool:
+        """Whether it matters to the step which gradients are there when it begins."""
+        return bool(self.entry_grads) or any(path.endswith(".grad") for path in self.traits)
+
+    def untouched(self, walk: Walk) -> set[str]:
+        """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
+        if not walk.reached:
+            return set()
+        return walk.reached - {external.path for external in self.externals} - {*self.carries, *self.rebinds}
+
+    def changed_tensors(self, walk: Walk) -> list[Tensor]:
+        """The tensors in ``walk`` that the step changes."""
+        slots = [walk.slots[e.path] for e in self.externals if e.mutated and e.path in walk.slots]
+        return [tensor for slot in slots for tensor in slot.tensors()]
+
+    def go_apart(self, one: str, other: str) -> bool:
+        """Whether the step cannot tell if two slots hold one memory when it begins: it replaces what is in one of them,
+        and does not write to what is in the other, or replaces that as well.
+        """
+        written = {external.path for external in self.externals if external.mutated} - self.replaced
+        return not self.replaced.isdisjoint((one, other)) and written.isdisjoint((one, other))
+
+    def shared_leaves(self, feed: Feed, walk: Walk) -> frozenset[int]:
+        """Leaves of the feed that share memory with :meth:`changed_tensors`."""
+        changed = {storage_id(tensor) for tensor in self.changed_tensors(walk)}
+        return frozenset(index for index, leaf in feed.tensors() if storage_id(leaf) in changed)
+
+    @property
+    def inputs(self) -> tuple[External, ...]:
+        """Externals that are fed."""
+        return self.by_role(Role.INPUT)
+
+    @property
+    def params(self) -> tuple[External, ...]:
+        """Parameters, and buffers and constants that are only read."""
+        return self.by_role(Role.PARAM)
+
+    @property
+    def state(self) -> tuple[External, ...]:
+        """What the step carries on."""
+        return self.by_role(Role.STATE)
+
+    def table(self, policy: Policy | None = None) -> str:
+        """The plan as text: one line per external with its role, spec, storage under ``policy``, and what happens."""
+        policy = policy or Policy.train()
+        rows = [("name", "role", "tensor", "storage", "change")]
+        rows += [_row(external, policy) for external in self.externals]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([self._headline(), *lines, *self._footnotes()])
+
+    def _headline(self) -> str:
+        counts = ", ".join(f"{len(self.by_role(role))} {role}" for role in Role)
+        return f"plan of {self.name} on {self.device}: {counts}; {self.launches} launches per eager step"
+
+    def _footnotes(self) -> list[str]:
+        notes = [f"carried: {path}" for path in self.carries]
+        notes += [f"rebound: {path}" for path in self.rebinds if not path.endswith(".grad")]
+        if self.reads:
+            notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({_few(self.reads)})")
+        if self.traits:
+            notes.append(f"guarded: {len(self.traits)} tensors of which the step reads no values ({_few(self.traits)})")
+        if self.comparisons:
+            notes.append(f"guarded: comparisons with {len(self.comparisons)} of them ({_few(tuple(self.comparisons))})")
+        notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
+        notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
+        notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]
+        notes += [f"left: {path} = {value!r}" for path, value in self.left.items()]
+        return notes + [f"note: {fact}" for fact in (*self.host_facts, *self.assertions)]
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _few(paths: Collection[str]) -> str:
+    return ", ".join(list(paths)[:6]) + (", …" if len(paths) > 6 else "")
+
+
+def _row(external: External, policy: Policy) -> tuple[str, str, str, str, str]:
+    if external.role in policy.copy_roles:
+        storage = "copied in"
+    elif external.role in policy.static_roles:
+        storage = "adopted"
+    else:
+        storage = "uncovered"
+    change = "carried" if external.carried else "mutated" if external.mutated else ""
+    return (external.name, str(external.role), str(external.spec), storage, change)
+
+
+def frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A read-only copy."""
+    return MappingProxyType(dict(mapping))

@@ -1,0 +1,116 @@
+"""Errors that are not the step's own: what graphplan meets while it looks at a step becomes a refusal, with its place.
+
+Reading an object's attributes, items and comparisons runs code of its class, which may raise. So may graphplan itself,
+where torch raises an error that it does not expect. A run that succeeds without graphplan must not fail for either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from graphplan.backends.backend import first_line, is_out_of_memory
+from graphplan.errors import EffectError, FaultError, GraphPlanError
+from graphplan.feed.call_arguments import is_callers
+
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DOING = {
+    "owners": "while the owners were read",
+    "tracer": "while the step was traced",
+    "compiler": "while two traces were compared",
+    "fingerprint": "while the step was compared with its recordings",
+    "guards": "while the step was compared with its recordings",
+    "native": "while the step was compared with its recordings",
+    "optimizers": "while the optimizers were prepared",
+    "verify": "while a replay was checked",
+    "fed": "while what is fed was read",
+    "signature": "while what is fed was read",
+    "trees": "while what is fed or returned was read",
+}
+"""What graphplan does in which of its rooms."""
+_NAMES = ("path", "label", "place")
+"""What its own functions call the path of what they look at."""
+
+
+def refusal_of(error: Exception) -> FaultError | None:
+    """The refusal that ``error`` comes to, which came up in a call of a step. None for one that is to come out as it
+    is: the step's own, one that graphplan has raised on purpose, or want of memory.
+    """
+    if is_steps_own(error) or is_out_of_memory(error):
+        return None
+    if isinstance(error, GraphPlanError):
+        return error if isinstance(error, FaultError) and not error.is_raised else None
+    refusal = FaultError(
+        f"{describe(error)}. What the step works with has to be read before it can be recorded: an object whose "
+        "attributes, items or comparisons raise should not be among its owners, nor in what it is fed, or pass "
+        "on_failure='eager'"
+    )
+    refusal.__cause__ = error
+    return refusal
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Raise what the block raises, or the refusal that it comes to."""
+    try:
+        yield
+    except Exception as error:
+        refusal = refusal_of(error)
+        if refusal is None or refusal is error:
+            raise
+        raise refusal from error
+
+
+@contextmanager
+def having_run(name: str) -> Iterator[None]:
+    """Raise what the block raises, or what it comes to after the step ``name`` has run."""
+    try:
+        yield
+    except Exception as error:
+        if refusal_of(error) is None:
+            raise
+        raise lost(error, name) from error
+
+
+def lost(error: Exception, name: str) -> EffectError:
+    """What ``error`` comes to after the step ``name`` has run."""
+    return EffectError(
+        f"{describe(error)}. {name} has run: its tensors are those of the next step, but what it does in Python may be "
+        "half done, and what it returns is lost. Go on from a checkpoint, keep objects whose items raise out of what "
+        "the step counts, appends to or returns, or run it eagerly"
+    )
+
+
+def describe(error: Exception) -> str:
+    """What ``error`` is, what graphplan did then, where it was raised, and which path it looked at."""
+    frames = list(_frames(error.__traceback__))
+    ours = [frame for frame, _ in frames if frame.f_code.co_filename.startswith(_HERE)]
+    rooms = [frame.f_code.co_filename.removeprefix(_HERE).split(os.sep)[0].removesuffix(".py") for frame in ours]
+    doing = next((_DOING[room] for room in reversed(rooms) if room in _DOING), "in graphplan")
+    last, line = frames[-1]
+    place = f"{os.path.basename(last.f_code.co_filename)}:{line} in {last.f_code.co_name}"
+    paths = (frame.f_locals.get(name) for frame in reversed(ours) for name in _NAMES)
+    path = next((path for path in paths if type(path) is str and path), None)
+    return f"{type(error).__name__} {doing} at {place}: {_text_of(error)}{'' if path is None else f', of {path}'}"
+
+
+def is_steps_own(error: BaseException) -> bool:
+    """Whether ``error`` is the caller's, or may have come out of a dispatch mode of the caller's."""
+    return _get_current_dispatch_mode() is not None or is_callers(error)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trace is not None:
+        yield trace.tb_frame, trace.tb_lineno
+        trace = trace.tb_next
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return first_line(error)
+    except Exception:  # noqa: BLE001 - whatever the error's own text raises
+        return "no text"

@@ -1,0 +1,142 @@
+"""Which roles keep fixed addresses, and which of those are copied in from the feed, per mode.
+
+| mode        | static_roles        | copy_roles |
+|-------------|---------------------|------------|
+| `inference` | input, param        | input      |
+| `train`     | input, param, state | input      |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphplan.errors import PolicyError
+from graphplan.specs.roles import Role
+
+MODES = ("train", "inference")
+
+
+def parse_role(role: Role | str) -> Role:
+    """The :class:`Role` of that name.
+
+    Raises:
+        PolicyError: if there is none.
+    """
+    if isinstance(role, Role):
+        return role
+    try:
+        return Role(role)
+    except ValueError:
+        choices = ", ".join(r.value for r in Role)
+        raise PolicyError(f"no role is called {role!r}; choose from: {choices}") from None
+
+
+def _parse_roles(roles: Iterable[Role | str], field: str) -> tuple[Role, ...]:
+    if isinstance(roles, str):
+        raise PolicyError(f"{field} must be a list of roles, found the string {roles!r}; write [{roles!r}]")
+    parsed = tuple(parse_role(role) for role in roles)
+    return tuple(role for role in Role if role in parsed)
+
+
+def check_mode(mode: str) -> str:
+    """``mode`` itself.
+
+    Raises:
+        PolicyError: if it is not one of :data:`MODES`.
+    """
+    if mode not in MODES:
+        raise PolicyError(f"no mode is called {mode!r}; choose from: {', '.join(MODES)}")
+    return mode
+
+
+@dataclass(frozen=True, init=False)
+class Policy:
+    """Roles with fixed addresses (``static_roles``) and, among them, those copied in before a replay (``copy_roles``).
+
+    A static role that is not copied has its own storage adopted and guarded: for inputs, a feed that lies elsewhere
+    than the captured one is not replayed. A role that is copied gets a buffer of the program's. An external whose role
+    is in neither list is refused before capture.
+
+    Examples:
+        >>> from graphplan import Policy
+        >>> Policy.inference() == Policy("inference", static_roles=["input", "param"])
+        True
+        >>> [str(role) for role in Policy.train().static_roles]
+        ['input', 'param', 'state']
+
+    Args:
+        mode: ``"train"`` or ``"inference"``.
+        static_roles: ``"input"``, ``"param"``, ``"state"``, or some of them.
+        copy_roles: those of ``static_roles`` that are copied in.
+
+    Raises:
+        PolicyError: for an unknown mode or role, or a copied role that is not static.
+    """
+
+    mode: str
+    static_roles: tuple[Role, ...]
+    copy_roles: tuple[Role, ...]
+
+    def __init__(
+        self, mode: str, *, static_roles: Iterable[Role | str], copy_roles: Iterable[Role | str] = ("input",)
+    ) -> None:
+        static = _parse_roles(static_roles, "static_roles")
+        copied = _parse_roles(copy_roles, "copy_roles")
+        loose = [str(role) for role in copied if role not in static]
+        if loose:
+            raise PolicyError(
+                f"copy_roles has {', '.join(loose)}, which static_roles lacks: a role is copied into a fixed buffer, "
+                f"so add it to static_roles={[str(r) for r in static]}"
+            )
+        object.__setattr__(self, "mode", check_mode(mode))
+        object.__setattr__(self, "static_roles", static)
+        object.__setattr__(self, "copy_roles", copied)
+
+    @classmethod
+    def train(cls) -> Policy:
+        """Everything static; only the batch is copied in."""
+        return cls("train", static_roles=tuple(Role), copy_roles=(Role.INPUT,))
+
+    @classmethod
+    def inference(cls) -> Policy:
+        """Inputs and parameters static; a step that carries state of its own is refused."""
+        return cls("inference", static_roles=(Role.INPUT, Role.PARAM), copy_roles=(Role.INPUT,))
+
+    @classmethod
+    def of_mode(cls, mode: str) -> Policy:
+        """The default policy of ``mode``."""
+        return cls.train() if check_mode(mode) == "train" else cls.inference()
+
+    @classmethod
+    def parse(cls, mode: str, value: Policy | Mapping[str, Any] | None) -> Policy:
+        """A policy from what a configuration file can hold: None, a policy, or its two role lists.
+
+        Raises:
+            PolicyError: for anything else, naming the keys that are allowed.
+        """
+        if value is None:
+            return cls.of_mode(mode)
+        if isinstance(value, Policy):
+            return value
+        if not isinstance(value, Mapping):
+            raise PolicyError(f"policy of mode {mode!r}: expected a Policy or its role lists, found {value!r}")
+        unknown = set(value) - {"static_roles", "copy_roles"}
+        if unknown or "static_roles" not in value:
+            raise PolicyError(
+                f"policy of mode {mode!r} has the keys {sorted(value)}; expected static_roles and copy_roles"
+            )
+        return cls(mode, static_roles=value["static_roles"], copy_roles=value.get("copy_roles", ("input",)))
+
+
+def parse_policies(policies: Mapping[str, Any]) -> dict[str, Policy]:
+    """Policies by mode, each given as one or as its two role lists.
+
+    Raises:
+        PolicyError: for a mode or a policy that there is not.
+    """
+    unknown = sorted(set(policies) - set(MODES))
+    if unknown:
+        raise PolicyError(f"policies has the mode {unknown[0]!r}; choose from: {', '.join(MODES)}")
+    return {name: Policy.parse(name, value) for name, value in policies.items()}

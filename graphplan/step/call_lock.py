@@ -1,0 +1,88 @@
+"""One call of a step at a time, and one step for one set of owners.
+
+The lock is tried, never waited for, which costs a replay next to nothing. Only where it is taken does somebody look at
+who has it: an interrupt may have come between taking the lock and the call that it was taken for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident, local
+from types import FrameType
+from typing import NoReturn
+
+from graphplan.errors import BusyError, CopyError
+
+_RUNNING = local()
+
+
+def runs_within_step() -> bool:
+    """Whether this thread is in the Python of a step: what is called there is part of that step."""
+    return getattr(_RUNNING, "depth", 0) > 0
+
+
+@contextmanager
+def running_step() -> Iterator[None]:
+    """Make what the block calls a part of a step."""
+    _RUNNING.depth = getattr(_RUNNING, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _RUNNING.depth -= 1
+
+
+class CallLock:
+    """What may run once at a time, and can be neither copied nor pickled. ``takers`` are methods that take a turn."""
+
+    takers: tuple[str, ...] = ("__call__", "invalidate", "close")
+
+    def __init__(self) -> None:
+        self._turn = Lock()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have the turn for the block.
+
+        Raises:
+            BusyError: if somebody else has it.
+        """
+        if not self._turn.acquire(False):
+            self._check_turn()
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def _check_turn(self) -> None:
+        """Refuse the method that calls this, unless nobody is left who could have the turn."""
+        codes = {getattr(type(self), name).__code__ for name in self.takers}
+        within = -1  # The method that asks is in one of its own frames.
+        for thread, innermost in sys._current_frames().items():
+            for frame in _outwards(innermost):
+                if frame.f_code in codes and frame.f_locals.get("self") is self:
+                    if thread != get_ident():
+                        raise BusyError(
+                            "a graphed step was called, closed or invalidated while another thread is in one of its "
+                            "calls; expected one call at a time, since all work on the same storages. Give each thread "
+                            "a step and a model of its own, or put a lock around the calls"
+                        )
+                    within += 1
+        if within:
+            raise BusyError(
+                "a graphed step was called, closed or invalidated from within its own call; expected one call at a "
+                "time. Let the step's function call the functions that it is made of instead of the step"
+            )
+
+    def __reduce__(self) -> NoReturn:
+        raise CopyError(
+            "a graphed step cannot be copied or pickled: its programs work on the storages of its owners, in this "
+            "process. Copy or save the model and the optimizer instead, and make a step for them with graph_step"
+        )
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

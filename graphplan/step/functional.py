@@ -1,0 +1,353 @@
+"""Plans and programs without a state machine: compile once, capture, replay."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+
+from graphplan.backends.backend import Backend, refusing_memory, resolve_backend
+from graphplan.backends.cudagraph import CUDAGraphBackend
+from graphplan.backends.tape import TapeBackend
+from graphplan.environment.surroundings import check_surroundings
+from graphplan.errors import BackendError, ClosedError
+from graphplan.feed.buffers import Buffers
+from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.signature import Feed, check_feed, check_match, flatten
+from graphplan.observe.capture_state import presenting_capture
+from graphplan.optimizers.scaling import LENT
+from graphplan.owners.flags import Flags
+from graphplan.owners.sharding import come_to_rest
+from graphplan.owners.slots import Namespace, Walk
+from graphplan.owners.snapshot import Snapshot
+from graphplan.owners.walk import walk_owners
+from graphplan.plan.build import build_plan, find_device
+from graphplan.plan.plan import Plan
+from graphplan.program.capture import capture_program
+from graphplan.program.faults import refusing
+from graphplan.program.program import Program
+from graphplan.specs.policy import Policy
+from graphplan.step.compiled import refuse_graphs_within
+from graphplan.step.initial_state import create_state
+from graphplan.step.managed import Managed
+from graphplan.step.methods import check_form
+from graphplan.trace.records import Trace
+from graphplan.trace.run import trace
+
+Owners = Mapping[str, Any] | Sequence[Any] | None
+
+
+def compile_plan(
+    fn: Callable[..., Any],
+    *args: Any,
+    owners: Owners = None,
+    restore: bool = True,
+    allow: Sequence[str] = (),
+    prepare_optimizers: bool = True,
+) -> Plan:
+    """Compile the plan of ``fn`` called with ``args``.
+
+    Runs ``fn`` three times: once so that lazy state exists, and twice traced; once more if it uses objects that no
+    name leads to. With ``restore`` the tensors, optimizer state (state that did not exist is removed), gradients,
+    Python attributes of owners and the random generators are then put back as they were. Other Python effects of ``fn``
+    (files, prints, globals) cannot be undone.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import compile_plan
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with torch.no_grad():
+        ...     plan = compile_plan(model, torch.randn(8, 4), owners={"model": model})
+        >>> for external in plan.externals:
+        ...     print(external)
+        args[0]: input f32[8, 4]
+        model.weight: param f32[2, 4]
+        model.bias: param f32[2]
+
+    Args:
+        fn: the step.
+        *args: the positional arguments of one call: pytrees of tensors and literals.
+        owners: objects whose tensors the step uses, as for :func:`graph_step`.
+        restore: whether to undo these steps.
+        allow: paths of Python effects that replays may leave out.
+        prepare_optimizers: whether optimizers may be made capturable.
+
+    Returns:
+        The plan. ``print(plan)`` lists every tensor with its role.
+
+    Raises:
+        OptionError: for a function that only begins something when it is called, such as a generator function.
+        RefusalError: if the step cannot be replayed correctly.
+    """
+    strong = lambda: fn  # noqa: E731
+    return _compile(fn, args, owners, restore, allow, prepare_optimizers, strong)
+
+
+@refusing()
+def _compile(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    owners: Owners,
+    restore: bool,
+    allow: Sequence[str],
+    prepare: bool,
+    function: Callable[[], Callable[..., Any]],
+    *,
+    weak: bool = False,
+) -> Plan:
+    check_surroundings("a plan is compiled")
+    check_form(fn)
+    managed = Managed(fn, owners, prepare=prepare)
+    feed = flatten(args, {})
+    check_feed(feed, None)
+    _, walk = come_to_rest(managed.owners)
+    snapshots = [Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])]
+    flags = Flags(walk, {feed.names()[index]: tensor for index, tensor in feed.tensors()})
+    found = flags.read()
+
+    def on_first_sight(thing: Any) -> None:
+        # What nobody named is copied before its first run; its flags are already prepared, and stay so.
+        _, walk = come_to_rest({"": thing})
+        snapshots.append(Snapshot(walk, without=LENT, within=True))
+
+    traces: list[Trace] = []
+
+    def run(device: torch.device | None) -> tuple[Any, Walk]:
+        drawn = [generator for before in traces for generator in before.generators]
+        traces.append(Trace())
+        rates = lambda: managed.rates.storages  # noqa: E731
+        # Containers of its own: what the step does to them is not to last.
+        fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
+        return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates, drawn=drawn)
+
+    def begin_again() -> None:
+        # A program begins with the flags that are there now. What optimizers count with goes on.
+        counted = managed.walk().counted
+        flags.assign({path: value for path, value in found.items() if path not in counted})
+
+    try:
+        with managed.rates:
+            _, walk = managed.discover(lambda: run(None), on_first_sight)
+        managed.take_names(traces[0].ran, walk)
+        device = find_device(managed.walk(), feed)
+        check_feed(feed, device)
+        begin_again()
+        with managed.rates:
+            _, walk = managed.discover(lambda: run(device))
+        managed.check_kept()
+        if managed.take_names(traces[1].ran, walk):
+            # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
+            snapshots.append(Snapshot(managed.walk()))
+            begin_again()
+            with managed.rates:
+                run(device)
+        begin_again()
+        with managed.rates:
+            run(device)
+            first, second = traces[-2:]
+            held = _weak_owners(managed.owners) if weak else lambda: managed.owners
+            return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
+    finally:
+        if restore:
+            # An optimizer that nobody named was copied with its device learning rate in place.
+            with managed.rates:
+                for snapshot in reversed(snapshots):
+                    snapshot.restore()
+            for record in reversed(traces):
+                record.undo_unowned_writes()
+
+
+def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+    """Owners behind weak references, where their types allow that: a cached plan must not keep a model alive."""
+    references: dict[str, Callable[[], Any]] = {}
+    for name, owner in owners.items():
+        if isinstance(owner, Namespace):
+            references[name] = partial(_same, owner.plain())
+            continue
+        try:
+            references[name] = weakref.ref(owner)
+        except TypeError:
+            references[name] = partial(_same, owner)
+    return lambda: {name: owner for name, get in references.items() if (owner := get()) is not None}
+
+
+def _same(owner: Any) -> Any:
+    return owner
+
+
+class _IdentityCache:
+    """Values by the identity of a key that is held weakly: a reused ``id`` finds nothing of its predecessor's."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[Any], dict[Any, Plan]]] = {}
+
+    def of(self, key: Any) -> dict[Any, Plan]:
+        """The plans kept for ``key``; an empty dict the first time."""
+        number = id(key)
+        found = self._items.get(number)
+        if found is not None and found[0]() is key:
+            return found[1]
+        plans: dict[Any, Plan] = {}
+        self._items[number] = (weakref.ref(key, lambda _: self._items.pop(number, None)), plans)
+        return plans
+
+
+_PLANS = _IdentityCache()
+
+
+def compile_cached(
+    fn: Callable[..., Any],
+    *args: Any,
+    owners: Owners = None,
+    restore: bool = True,
+    allow: Sequence[str] = (),
+    prepare_optimizers: bool = True,
+) -> Plan:
+    """Compile a plan once per function and feed signature; see :func:`compile_plan`.
+
+    Plans are kept by the identity of the function object, those of a bound method by its ``self`` and its function,
+    both weakly: two instances of a class never share a plan, an ``id`` that is reused finds nothing, and a cached plan
+    keeps neither function nor model alive. The same plan object comes back each time.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import compile_cached
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with torch.no_grad():
+        ...     plan = compile_cached(model, torch.randn(8, 4))
+        ...     compile_cached(model, torch.randn(8, 4)) is plan
+        True
+
+    Args:
+        fn: the step.
+        *args: the positional arguments of one call: pytrees of tensors and literals.
+        owners: objects whose tensors the step uses, as for :func:`graph_step`.
+        restore: whether to undo these steps.
+        allow: paths of Python effects that replays may leave out.
+        prepare_optimizers: whether optimizers may be made capturable.
+
+    Returns:
+        The plan.
+
+    Raises:
+        OptionError: for a function that only begins something when it is called, such as a generator function.
+        RefusalError: if the step cannot be replayed correctly.
+    """
+    function: Callable[[], Any]
+    if isinstance(fn, MethodType):
+        plans, label, function = _PLANS.of(fn.__self__), fn.__func__, weakref.WeakMethod(fn)
+    else:
+        plans, label, function = _PLANS.of(fn), None, weakref.ref(fn)
+    key = (label, flatten(args, {}).key)
+    if key not in plans:
+        name = getattr(fn, "__qualname__", repr(fn))
+        plans[key] = _compile(
+            fn, args, owners, restore, allow, prepare_optimizers, lambda: _alive(function(), name), weak=True
+        )
+    return plans[key]
+
+
+def _alive(fn: Any, name: str) -> Callable[..., Any]:
+    if fn is None:
+        raise ClosedError(f"the function {name} of this plan no longer exists; keep it, or compile the plan again")
+    return fn
+
+
+def make_backend(name: str, plan: Plan) -> Backend:
+    """The backend called ``name`` for ``plan``'s device.
+
+    Raises:
+        BackendError: if it cannot record there.
+    """
+    resolved = resolve_backend(name, plan.device)
+    if resolved == "eager":
+        raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
+    backend: Backend = (
+        TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators, plan.device_constants)
+    )
+    backend.reads = plan.host_reads
+    backend.states = plan.states
+    return backend
+
+
+@refusing()
+@refusing_memory()
+def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
+    """Record a plan's step as a program.
+
+    Training state is left as it was found, on every backend; optimizer state that did not exist yet is made, with the
+    values that the optimizer starts from.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import Policy, capture, compile_plan
+        >>> model, x = torch.nn.Linear(4, 2), torch.randn(8, 4)
+        >>> with torch.no_grad():
+        ...     plan = compile_plan(model, x, owners={"model": model})
+        ...     program = capture(plan, feed=(x,), policy=Policy.inference())
+        ...     y = program.replay((torch.ones(8, 4),))
+        ...     torch.equal(y, model(torch.ones(8, 4)))
+        True
+
+    Args:
+        plan: from :func:`compile_plan` or :func:`compile_cached`.
+        feed: the positional arguments of one call, with the shapes, dtypes and devices of the plan.
+        policy: which roles are static and which are copied in; :meth:`Policy.train` by default.
+        backend: ``"auto"``, ``"cudagraph"`` or ``"tape"``.
+
+    Returns:
+        The program; ``replay(args)`` runs it, ``close()`` frees it.
+
+    Raises:
+        BackendError: if the backend does not exist, or cannot record on the plan's device.
+        FeedError: if the feed is not the planned one.
+        UncoveredRoleError: if the policy leaves an external without storage.
+        RefusalError: if the backend cannot record the step, or memory runs out.
+    """
+    check_surroundings("a step is captured")
+    flat = flatten(feed, {})
+    check_match(flat, plan.feed)
+    check_feed(flat, plan.device)
+    refuse_graphs_within(walk_owners(plan.owners()), plan.function(), plan.device)
+    recorder = make_backend(backend, plan)
+    with ExitStack() as made:
+        made.callback(Snapshot(walk_owners(plan.owners()), values=False).restore)
+        _make_missing_state(plan, flat, recorder)
+        snapshot = _snapshot(plan, flat)
+        try:
+            with plan.rates:
+                policy = policy or Policy.train()
+                program = capture_program(plan, flat, policy=policy, backend=recorder, buffers=Buffers())
+        finally:
+            snapshot.restore()
+        made.pop_all()
+        return program
+
+
+def _snapshot(plan: Plan, feed: Feed) -> Snapshot:
+    walk = walk_owners(plan.owners())
+    extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())]
+    return Snapshot(walk, extra=extra, generators=plan.generators)
+
+
+def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
+    """Make what the plan's step creates lazily, and warm the step up."""
+    walk = walk_owners(plan.owners())
+    missing = [external.path for external in plan.externals if external.path and external.path not in walk.slots]
+    snapshot = _snapshot(plan, feed)
+    args, kwargs = feed.rebuild(feed.leaves)
+
+    def step() -> None:
+        with plan.rates, presenting_capture():
+            backend.run(lambda: call_step(plan.function(), args, kwargs))
+
+    try:
+        make = create_state(missing, lambda: walk_owners(plan.owners()), step)
+    finally:
+        snapshot.restore()
+    make()

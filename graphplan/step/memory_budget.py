@@ -1,0 +1,113 @@
+"""Whether there is memory for one more program, within a budget and on the device, and whose goes for it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from graphplan.backends.backend import Backend
+from graphplan.errors import MemoryBudgetError
+from graphplan.owners.slots import Walk
+from graphplan.plan.plan import Plan
+from graphplan.step.entry import Entry
+from graphplan.step.options import Options
+from graphplan.step.peers import Peers
+from graphplan.step.programs import Programs
+from graphplan.verify.copy_placement import free_bytes
+
+_GROUPS = 4
+"""Groups of programs that share memory, of which one can go when a budget is used up."""
+
+
+class Room:
+    """What one step's programs may compute in.
+
+    A capture is preceded by an estimate: what the traced steps had alive at once, or on the tape all that they made.
+    """
+
+    def __init__(self, options: Options, programs: Programs, peers: Peers | None) -> None:
+        self._budget = options.memory_budget
+        self._programs = programs
+        self._peers = peers
+
+    def make(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:
+        """Drop programs of other entries until there is room for ``plan``'s, the least recently used first; or say why
+        there is none. The entry stays eager then, under a budget on every rank if the step communicates.
+        """
+        error = self._find(entry, plan, backend)
+        if self._peers is not None and self._budget is not None and plan.communicates:
+            error = self._agree(self._peers, error)
+        return None if error is None else self._give_up(entry, error)
+
+    def _agree(self, peers: Peers, error: MemoryBudgetError | None) -> MemoryBudgetError | None:
+        if peers.vote(f"memory {self._programs.attempts}", error is None) is False and error is None:
+            return MemoryBudgetError("another rank has no memory for a program of this step, so no rank captures it")
+        return error
+
+    def _find(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:
+        needed = backend.needs(plan.footprint, alone=True)
+        beside = partial(backend.needs, plan.footprint, alone=False)
+        if self._budget is not None:
+            while needed <= self._budget < self._programs.nbytes + beside():
+                if not self._programs.evict_for_memory(entry):
+                    break
+            if max(needed, self._programs.nbytes + beside()) > self._budget:
+                return _refusal(plan, f"is estimated to take {_mib(needed)}", self._bound())
+        free = free_bytes(plan.device)
+        if free is not None and beside() > free:
+            bound = f"{plan.device} has {_mib(free)} free"
+            return _refusal(plan, f"is estimated to take {_mib(beside())}", bound)
+        return None
+
+    def _bound(self) -> str:
+        assert self._budget is not None
+        taken = self._programs.nbytes
+        others = f", of which the step's other programs take {_mib(taken)}" if taken else ""
+        return f"memory_budget allows {_mib(self._budget)}{others}"
+
+    def _give_up(self, entry: Entry, error: MemoryBudgetError) -> MemoryBudgetError:
+        self._programs.close(entry)
+        entry.refusal = error
+        return error
+
+    def settle(self, entry: Entry, backend: Backend) -> MemoryBudgetError | None:
+        """After a capture: drop what is more than the budget in fact, at last the new program, and have programs share
+        memory in groups that can go one after the other. Memory that nobody uses goes back to the device: what the
+        eager steps of the way had, and the gradients that the program's own have replaced.
+        """
+        error = None
+        if self._budget is not None:
+            latest = entry.programs()[-1]
+            while self._programs.nbytes > self._budget and self._programs.evict_for_memory(entry):
+                pass
+            group = sum(program.nbytes for program in self._programs.all() if program.generation == latest.generation)
+            if group > self._budget:
+                error = self._give_up(
+                    entry, _refusal(latest.plan, f"takes {_mib(latest.nbytes)} in fact", self._bound())
+                )
+            if group > self._budget // _GROUPS:
+                backend.begin_generation()
+        backend.trim()
+        return error
+
+    def after_check(self, backend: Backend) -> None:
+        """Do not keep what the eager step of a check took for the next one, if it is much, or under a budget."""
+        if self._budget is not None or not backend.may_take(0):
+            backend.trim()
+
+    def for_copies(self, walk: Walk, backend: Backend) -> torch.device | None:
+        """Where a copy of all that owners hold is to lie: beside it (None), unless that is much."""
+        tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if t.is_cuda}
+        return None if backend.may_take(sum(tensors.values())) else torch.device("cpu")
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def _refusal(plan: Plan, what: str, bound: str) -> MemoryBudgetError:
+    return MemoryBudgetError(
+        f"a program of {plan.name} {what}, and {bound}; expected room for it. Make the batch smaller, or raise the "
+        "bound and call invalidate(); steps like this one are eager until then"
+    )

@@ -1,0 +1,47 @@
+"""Who has a tensor's memory, and tensors that lie where others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.dtensors import local
+
+_count_uses: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def memory_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """How many tensors have the memory behind each of ``tensors``, by storage. Nothing where torch does not tell."""
+    storages = {storage for tensor in tensors if (storage := storage_id(tensor)) is not None}
+    # Python's view of the storage, which asking for it has made, is one more.
+    return {storage: _count_uses(storage) - 1 for storage in storages} if _count_uses is not None else {}
+
+
+def places(tensors: Iterable[Tensor]) -> list[int]:
+    """Where ``tensors`` begin."""
+    return [local(tensor).data_ptr() for tensor in tensors]
+
+
+def lay(tensors: Iterable[Tensor], memories: Iterable[Tensor]) -> None:
+    """Give ``tensors`` the memory of ``memories``."""
+    for tensor, memory in zip(tensors, memories, strict=True):
+        tensor.data = memory
+
+
+def with_leaves(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """``value``, a tensor or a tuple, with ``tensors`` in place of its own."""
+    following = iter(tensors)
+    return pytree.tree_map_only(Tensor, lambda _: next(following), value)
+
+
+def storage_id(tensor: Tensor) -> int | None:
+    """Identity of the storage behind ``tensor``; None if it has none (sparse, opaque)."""
+    try:
+        return (tensor if type(tensor) in PLAIN_KINDS else local(tensor)).untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -1,0 +1,276 @@
+"""What one step left changed in its owners: rebound slots, changed Python values, grown lists and deques."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from operator import is_
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.environment.origin import is_librarys
+from graphplan.owners.flags import COMPUTED, Flags
+from graphplan.owners.kinds import SCALARS
+from graphplan.owners.slots import Items, Slot, Walk, holds_plain, tensor_leaves
+from graphplan.owners.tensor_metadata import THERE, is_there, metadata_of
+from graphplan.owners.views import Inherited, Numbers
+from graphplan.owners.walk import walk_owners
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.tensors.dtensors import local
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.memory_watch import WeakStorages
+
+Place = tuple[int | None, int, tuple[int, ...], tuple[int, ...], torch.dtype, bool, bool]
+"""Storage identity, offset, shape, strides, dtype, whether conjugated, whether negated: two tensors in one place are
+the same memory seen alike.
+"""
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where ``tensor`` lies."""
+    if type(tensor) not in PLAIN_KINDS:
+        tensor = local(tensor)
+    if tensor.layout is not torch.strided:
+        return (None, id(tensor), tuple(tensor.shape), (), tensor.dtype, False, False)
+    offset, shape, stride = int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+    return (storage_id(tensor), offset, shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+
+
+@dataclass(frozen=True, slots=True)
+class Rebinding:
+    """A slot that holds other memory after the step than before it. ``None`` places mean that it held no tensor.
+
+    ``plain``: whether others were as good as the tensors that it held (:func:`holds_plain`).
+    ``moved``: whether it holds the same tensors, which the step gave other memory (``tensor.data = ...``). ``joined``
+    is the path of a tensor with which they share memory before the step or after it, in a way that no replay repeats.
+    """
+
+    path: str
+    before: tuple[Place, ...] | None
+    after: tuple[Place, ...] | None
+    moved: bool = False
+    joined: str | None = None
+    plain: bool = False
+
+
+@dataclass(slots=True)
+class Changes:
+    """Differences between an owner walk before a step and one after. ``moved`` are lists and deques with fewer items,
+    or with more that are not all at the end: how many before and after. ``flags`` are those that a program is keyed by.
+    """
+
+    rebindings: dict[str, Rebinding] = field(default_factory=dict)
+    scalars: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    appended: dict[str, list[Any]] = field(default_factory=dict)
+    moved: dict[str, tuple[int, int]] = field(default_factory=dict)
+    flags: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+
+
+class Recorder:
+    """Notes what owners hold now, as ``walk`` has just found it, and what has changed when asked again. ``fed`` are the
+    tensors that the step is fed, by name.
+
+    Only weak storage references are kept of what lies in slots: a strong one would keep last step's gradients alive
+    through the step.
+    """
+
+    def __init__(self, owners: Mapping[str, Any], walk: Walk, fed: Mapping[str, Tensor]) -> None:
+        self._owners = owners
+        self.walk = walk
+        self._weak = WeakStorages()
+        self.places: dict[str, tuple[Place, ...]] = {}
+        self.traits: dict[str, Any] = {}
+        self._held: dict[str, list[weakref.ref[Tensor]]] = {}
+        self._plain: set[str] = set()
+        for path, slot in walk.slots.items():
+            value = slot.get()
+            tensors = tensor_leaves(value)
+            self.places[path] = self._note(tensors)
+            self.traits[path] = metadata_of(value)
+            # Gradients are other tensors in each step, which may get the places of those before.
+            if slot.param is None:
+                self._held[path] = list(map(weakref.ref, tensors))
+                if holds_plain(value):
+                    self._plain.add(path)
+        self.scalars = {path: scalar.get() for path, scalar in self.walk.scalars.items()}
+        self.objects = {path: scalar.get() for path, scalar in self.walk.objects.items()}
+        self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
+        self._flags = Flags(walk, fed)
+        self._found = self._flags.read()
+
+    def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:
+        places = tuple(map(place_of, tensors))
+        for tensor, place in zip(tensors, places, strict=True):
+            if place[0] is not None:
+                self._weak.add(tensor.untyped_storage())
+        return places
+
+    def entry_slots(self) -> dict[int, list[Slot]]:
+        """Slots by the storage that they held when this recorder was made."""
+        groups: dict[int, list[Slot]] = {}
+        for path, places in self.places.items():
+            for place in places:
+                if place[0] is not None:
+                    groups.setdefault(place[0], []).append(self.walk.slots[path])
+        return groups
+
+    def changes(self, used: Collection[int | None]) -> tuple[Changes, Walk]:
+        """What differs now, and the walk that found it. ``used`` are storages that the step read or returned."""
+        now = walk_owners(self._owners)
+        found = Changes(flags=self._changed_flags())
+        for path, items in now.lists.items():
+            self._compare_list(found, path, items, used)
+        grown = tuple(f"{path}[" for path in found.appended)
+        places = {path: tuple(map(place_of, slot.tensors())) for path, slot in now.slots.items()}
+        moved: list[str] = []
+        for path in {**self.places, **places}:
+            before, after = self.places.get(path), places.get(path)
+            if before != after and (before or after) and not (grown and path.startswith(grown)):
+                found.rebindings[path] = Rebinding(path, before or None, after or None, plain=path in self._plain)
+                if self._is_held(path, now):
+                    moved.append(path)
+        self._note_moved(found, moved, places)
+        for path, scalar in now.scalars.items():
+            if isinstance(scalar.container, (Numbers, Inherited)):
+                continue
+            value = scalar.get()
+            old = self.scalars.get(path, ABSENT)
+            if not same_value(old, value) and not (grown and path.startswith(grown)):
+                found.scalars[path] = (old, value)
+        for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():
+            if not (grown and path.startswith(grown)):
+                found.scalars[path] = (self.scalars[path], ABSENT)
+        return found, now
+
+    def _changed_flags(self) -> dict[str, tuple[Any, Any]]:
+        """Flags that are not what they were. What becomes of a group's tensor, and of a number that an optimizer counts
+        with, is told elsewhere.
+        """
+        now = self._flags.read()
+        pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
+        counted = self.walk.counted
+        return {
+            path: (THERE if isinstance(old, Tensor) else old, new)
+            for path, (old, new) in pairs.items()
+            if not (isinstance(new, Tensor) or new is COMPUTED or path in counted or same_value(old, new))
+        }
+
+    def _is_held(self, path: str, now: Walk) -> bool:
+        """Whether a slot holds the tensors that it held."""
+        held = self._held.get(path, [])
+        tensors = now.slots[path].tensors() if path in now.slots else []
+        return len(held) == len(tensors) > 0 and all(known() is t for known, t in zip(held, tensors, strict=True))
+
+    def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]]) -> None:
+        """Replays leave the tensors at ``moved`` where they lie: what shares memory with them has to move alike."""
+        if not moved:
+            return
+        before, after = (_Shared(sides, moved) for sides in (self.places, places))
+        for path in moved:
+            old, new = before.of(path), after.of(path)
+            others = (old.keys() | new.keys()) - {path}
+            if old == new:
+                others -= set(moved)
+            joined = min(others, default=None)
+            found.rebindings[path] = replace(found.rebindings[path], moved=True, joined=joined)
+
+    def _compare_list(self, found: Changes, path: str, items: Items, used: Collection[int | None]) -> None:
+        held, old = self.items.get(path, (None, ()))
+        if held is not items:
+            return
+        # A deque that drops items does not grow, but gives each item another place, if the step reads what lies there.
+        inner = (places for place, places in self.places.items() if place.startswith(f"{path}["))
+        drops = getattr(items, "maxlen", None) is not None
+        may_drop = drops and not any(place[0] in used for places in inner for place in places)
+        new = _new_items(old, items, may_drop=may_drop)
+        if new:
+            found.appended[path] = new
+        elif new is None and len(items) != len(old):
+            found.moved[path] = (len(old), len(items))
+
+
+class _Shared:
+    """Which of ``places`` are in the same storages as those at ``paths``."""
+
+    def __init__(self, places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> None:
+        self._places = places
+        wanted = {place[0] for path in paths for place in places[path]} - {None}
+        self._in: defaultdict[int | None, list[str]] = defaultdict(list)
+        for path, there in places.items():
+            for storage in {place[0] for place in there} & wanted:
+                self._in[storage].append(path)
+
+    def of(self, path: str) -> dict[str, tuple[Any, ...]]:
+        """What lies there, ``path`` included, and where in the storage."""
+        found = {other for place in self._places[path] for other in self._in[place[0]]}
+        return {other: tuple(place[1:] for place in self._places[other]) for other in found}
+
+
+def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[Any] | None:
+    """What was appended to ``items``, which held ``old``; None if anything else happened.
+
+    A deque that is full drops as many as it gets: the fewest that explain what it holds now. One whose items only took
+    each other's places got none.
+    """
+    now = list(items)
+    is_full = len(now) == getattr(items, "maxlen", None)
+    for dropped in range(len(old) + 1 if is_full and may_drop else 1):
+        kept = len(old) - dropped
+        if kept > len(now) or not all(map(is_, islice(old, dropped, None), now)):
+            continue
+        known = {id(item) for item in old if not isinstance(item, SCALARS)} if dropped else set()
+        return None if any(id(item) in known for item in now[kept:]) else now[kept:]
+    return None
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()
+"""Stands for the value of a place that has none."""
+
+
+def is_alike(known: Any, traits: Any) -> bool:
+    """Whether the traits of what lies somewhere now are those that are known, as far as these matter."""
+    return is_there(traits) if known is THERE else same_value(known, traits)
+
+
+def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tuple[str, str]:
+    """Texts of two values that are not the same, which never read alike."""
+    one, other = tell(first), tell(second)
+    if one != other:
+        return one, other
+    if type(first) is not type(second):
+        return f"{one} ({type(first).__name__})", f"{other} ({type(second).__name__})"
+    return one, f"another one that reads {other}"
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those whose
+    comparison is Python code of their class, which nobody should run here, are not, nor those that raise.
+    """
+    if first is second:
+        return True
+    if type(first) is not type(second) or isinstance(first, Tensor):
+        return False
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, float) and first == 0.0 == second:
+        return math.copysign(1.0, first) == math.copysign(1.0, second)
+    if isinstance(first, complex):
+        return same_value((first.real, first.imag), (second.real, second.imag))
+    if isinstance(type(first).__eq__, FunctionType) and not is_librarys(type(first)):
+        return False
+    try:
+        return bool(first == second) or (first != first and second != second)
+    except Exception:  # noqa: BLE001 - whatever the user's own comparison raises
+        return False

@@ -1,0 +1,116 @@
+"""Dispatch modes that hear of the parts of operators, in inference mode too.
+
+Operators that torch puts together from others (``narrow`` with a tensor, ``einsum``) are taken apart where torch looks
+after autograd, and come to a dispatch mode in parts. In inference mode they come whole: what they read on the host does
+not show, and the parts would not see the caller's autocast, which is off within a mode.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan.errors import Faults
+from graphplan.observe.watching import Aside, is_kept_from_compiler
+from graphplan.tensors.dtensors import is_imagined, is_wrapped
+from graphplan.trace.operator_schemas import schema_of
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_VIEWS = torch._C.DispatchKey.ADInplaceOrView
+_AUTOCAST = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode whose :meth:`operate` hears of every operator, and of composite ones only in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._casts: dict[str, bool] = {}
+        self._casting = ExitStack()
+        self._depth = 0
+        self.faults = Faults()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not is_kept_from_compiler(cls.__torch_dispatch__.__code__)
+
+    def __enter__(self) -> Any:
+        if not self._depth:
+            self._casts = {device: torch.is_autocast_enabled(device) for device in _AUTOCAST}
+            self._casting.enter_context(_watching_autocast(self._casts))
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._depth -= 1
+        if not self._depth:
+            self._casting.close()
+
+    @abstractmethod
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator: with ``aside.run``, since what else is done here is no part of the step."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if types and is_wrapped(types):
+            return NotImplemented
+        with Aside() as aside:
+            if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
+                with self, _as_outside(func, self._casts):
+                    return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
+            try:
+                return self.operate(aside, func, args, kwargs or {})
+            except Exception as error:  # noqa: BLE001 - the step goes on
+                out = aside.carry_on(error, func, args, kwargs or {})
+                self.faults.note(error)
+                return out
+
+
+@contextmanager
+def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
+    """Keep ``casts`` what the step sets: within a mode, torch says that autocast is off."""
+    set_enabled: Any = torch.set_autocast_enabled
+
+    @wraps(set_enabled)
+    def set_autocast_enabled(*args: Any) -> None:
+        set_enabled(*args)
+        device, enabled = args if len(args) > 1 else ("cuda", *args)
+        casts[device] = bool(enabled)
+
+    space = vars(torch)
+    space["set_autocast_enabled"] = set_autocast_enabled
+    try:
+        yield
+    finally:
+        space["set_autocast_enabled"] = set_enabled
+
+
+@cache
+def _makes_view(func: Any) -> bool:
+    """Whether torch makes the result of ``func`` itself a view, and those of its parts none."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+
+
+@contextmanager
+def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
+    """Have the parts of ``func`` cast as they do outside of the mode, and views of what needs gradients need them, too:
+    ``matmul`` folds by that.
+    """
+    keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
+    keys += [] if _makes_view(func) else [_VIEWS]
+    off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
+    for key in off:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in off:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)

@@ -1,0 +1,158 @@
+"""Reads of tensors on the host that a replay can do without, and what a capture gives for them.
+
+A value that code only asserts decides nothing but whether the step goes on (:mod:`graphplan.observe.branches`). Eager
+steps read it, and those that replays are checked with; a replay does not, and a capture on a device cannot. What is
+computed from Python's numbers alone is the same in each step.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from graphplan.environment.origin import is_ours
+from graphplan.observe.branches import Branches, Use
+from graphplan.observe.source import runs_steps
+from graphplan.observe.watching import Aside
+from graphplan.trace.composites import OperatorMode
+from graphplan.trace.operator_schemas import schema_of
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MACHINERY = tuple(
+    os.path.join(_TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
+)
+"""What calls a dispatch mode."""
+_ASSERTING = tuple(
+    check
+    for name, check in vars(torch).items()
+    if name.startswith("_check") and getattr(check, "__module__", None) == "torch"
+)
+"""torch's own ``torch._check(condition, message)`` and the like."""
+_MANY = 2**12
+_BRANCHES: dict[int, tuple[CodeType, Branches, dict[int, tuple[Use, frozenset[Any]]]]] = {}
+"""By the identity of code, which each entry holds."""
+
+
+class Place(NamedTuple):
+    """An expression in a file. One is several instructions: which of them calls differs while a profile is on."""
+
+    filename: str
+    line: int
+    function: str
+    where: tuple[int | None, ...]
+
+    def __str__(self) -> str:
+        text = linecache.getline(self.filename, self.line).strip()
+        return f"{os.path.basename(self.filename)}:{self.line} in {self.function}" + (f": `{text}`" if text else "")
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """A read that does not refuse a step, and the value that was read; ``asserted``: not a constant's."""
+
+    place: Place
+    value: Any
+    asserted: bool
+
+
+def _branches_of(frame: FrameType) -> tuple[Branches, dict[int, tuple[Use, frozenset[Any]]]]:
+    code = frame.f_code
+    known = _BRANCHES.get(id(code))
+    if known is None:
+        if len(_BRANCHES) >= _MANY:
+            _BRANCHES.clear()
+        known = _BRANCHES[id(code)] = (code, Branches(code, frame.f_globals, _ASSERTING), {})
+    return known[1:]
+
+
+def _use_in(frame: FrameType) -> tuple[Use, frozenset[Any]]:
+    branches, uses = _branches_of(frame)
+    if frame.f_lasti not in uses:
+        uses[frame.f_lasti] = branches.use_at(frame.f_lasti)
+    return uses[frame.f_lasti]
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """The frame that reads a tensor, for what is called in the middle of that."""
+    while frame is not None and (is_ours(frame.f_code.co_filename) or is_machinery(frame)):
+        frame = frame.f_back
+    return frame
+
+
+def is_machinery(frame: FrameType) -> bool:
+    """Return True for torch's code that calls a dispatch mode."""
+    return frame.f_code.co_filename.startswith(_MACHINERY)
+
+
+def find_place() -> Place:
+    """Where the tensor is read that is being read."""
+    frame = _asking(sys._getframe(1))
+    assert frame is not None
+    code = frame.f_code
+    positions: Any = getattr(code, "co_positions", None)
+    where = next(islice(positions(), frame.f_lasti // 2, None)) if positions is not None else (frame.f_lasti,)
+    return Place(code.co_filename, frame.f_lineno, code.co_name, where)
+
+
+def is_asserted() -> bool:
+    """Return True if the value that is being read is only asserted, and the step ends where that fails."""
+    frame = _asking(sys._getframe(1))
+    while frame is not None and not is_ours(frame.f_code.co_filename):
+        use, raised = _use_in(frame)
+        if use is not Use.RETURNED:
+            return use is Use.ASSERTED and _ends_step(frame.f_back, raised)
+        frame = frame.f_back
+    return False
+
+
+def _ends_step(frame: FrameType | None, raised: frozenset[Any]) -> bool:
+    """Whether an exception that comes to ``frame`` goes through all of the step's code."""
+    while frame is not None and not runs_steps(frame.f_code):
+        if not is_ours(frame.f_code.co_filename):
+            lets_out, raised = _branches_of(frame)[0].lets_out(frame.f_lasti, raised)
+            if not lets_out:
+                return False
+        frame = frame.f_back
+    return True
+
+
+class KnownReads:
+    """What the traced steps were seen to read, for a capture of the same step."""
+
+    def __init__(self, reads: Sequence[HostRead] = ()) -> None:
+        self._values: dict[Place, list[Any]] = {}
+        for read in reads:
+            self._values.setdefault(read.place, []).append(read.value)
+        self._taken: Counter[Place] = Counter()
+
+    def __contains__(self, place: Place) -> bool:
+        return place in self._values
+
+    def take(self, place: Place) -> Any:
+        """The next value of those read at ``place``; the last one once they are over."""
+        values = self._values[place]
+        self._taken[place] += 1
+        return values[min(self._taken[place], len(values)) - 1]
+
+
+class AnsweredReads(OperatorMode):
+    """Gives the values that the traced steps read, so that a capture need not wait for the device."""
+
+    def __init__(self, reads: Sequence[HostRead]) -> None:
+        super().__init__()
+        self._known = KnownReads(reads)
+
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, or say what it read."""
+        if schema_of(func).reads_values and (place := find_place()) in self._known:
+            return self._known.take(place)
+        return aside.run(func, args, kwargs)

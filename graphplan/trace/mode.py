@@ -1,0 +1,377 @@
+"""The dispatch mode that writes down a step's operators.
+
+Longer than most rooms: each operator is looked at once, and everything that is asked of it then is in here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
+from graphplan.observe.conversions import validates
+from graphplan.observe.source import Source, find_source, is_recomputed, optimizer_fix
+from graphplan.observe.watching import Aside
+from graphplan.owners.snapshot import default_generators
+from graphplan.tensors.dtensors import is_imagined
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.collectives import finish
+from graphplan.trace.composites import OperatorMode
+from graphplan.trace.deciding_arguments import explain
+from graphplan.trace.footprint import Allocations
+from graphplan.trace.host_reads import HostRead, find_place, is_asserted
+from graphplan.trace.memory_watch import MemoryWatch
+from graphplan.trace.operator_schemas import (
+    CHECK,
+    HOST_READS,
+    NESTED_FIX,
+    TRANSFERS,
+    Schema,
+    has_dynamic_shape,
+    schema_of,
+    tensors_and_others,
+    tensors_in,
+    written_tensors,
+)
+from graphplan.trace.rate_reads import RateWatch
+from graphplan.trace.records import Operator, Trace, TracedExternal
+from graphplan.trace.uniform import UNIFORM, Operand, UniformDraws
+
+_SYNC_FIX = (
+    "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns; "
+    "where only some calls do it, eager_if= names those"
+)
+_METRIC_FIX = "With torch.use_deterministic_algorithms(True), torchmetrics compares where it would count with bincount."
+_OWN_STATE_FIX = (
+    "Give nn.LSTM, nn.GRU or nn.RNN dropout=0 and put nn.Dropout between layers of their own, or set "
+    "torch.backends.cudnn.enabled = False: both draw from torch's generator"
+)
+_NOWHERE: Operand = ("internal", -1)
+LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
+
+
+def refuse_trace(error: type[RefusalError], message: str) -> None:
+    """Note a violation in the trace that is going on; nothing where none is."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, TraceMode):
+            mode.refuse(error, message)
+
+
+def is_traced() -> bool:
+    """Whether a trace is going on."""
+    return any(isinstance(mode, TraceMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def watch_memory(tensor: Tensor) -> MemoryWatch | None:
+    """Watch a tensor's memory through the rest of the trace that is going on; None where none is."""
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, TraceMode):
+            return MemoryWatch(tensor, mode.writes)
+    return None
+
+
+class TraceMode(OperatorMode):
+    """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
+
+    def __init__(self, trace: Trace, watch: RateWatch, drawn: Iterable[torch.Generator] = ()) -> None:
+        super().__init__()
+        self._trace = trace
+        self._watch = watch
+        self._operands: dict[int | None, Operand] = {}
+        """Of each storage, those that the step made and the others numbered apart."""
+        self._internals = 0
+        self._fixed: set[tuple[str, int]] = set()
+        """What is made of Python's numbers alone, or is certain whatever is drawn: other values of it would be another
+        program's.
+        """
+        self._draws = UniformDraws()
+        self._by_chance: set[Operand] = set()
+        """How numbers that were drawn on the host compare with others."""
+        self._allocations = Allocations()
+        self._thread = get_ident()
+        self._states = [(gen, gen.get_state()) for gen in default_generators()]
+        self.writes: Counter[int | None] = Counter()
+        """How often each storage was written to."""
+        for generator in drawn:
+            self._watch_generator(generator)
+
+    def refuse(
+        self, error: type[RefusalError], message: str, *, component: str | None = None, is_drawn: bool = False
+    ) -> None:
+        """Note a violation; the first one counts. ``is_drawn``: it reads how a number drawn on the host compares."""
+        if self._trace.violation is None:
+            said = explain(is_drawn=is_drawn)
+            message = f"{message.rstrip('.')}.{said}" if said else message
+            self._trace.violation = error(message, component=component or find_source().component)
+
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and write it down."""
+        schema, trace = schema_of(func), self._trace
+        if schema.is_ignored or is_imagined():
+            return aside.run(func, args, kwargs)
+        name, source = schema.name, find_source()
+        constant = self._lift(args) if name in LIFTS else None
+        tensors, scalars = tensors_and_others(schema, args, kwargs)
+        operands, offsets = self._take_operands(tensors, name, source)
+        written = written_tensors(schema, args, kwargs)
+        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
+        stay_fixed = not schema.is_random and self._fixed.issuperset(operands)
+        for tensor in written:
+            self._mark_written(tensor, schema, source)
+        if schema.is_random or schema.own_state is not None:
+            self._note_draw(schema, args, kwargs, source)
+        out = aside.run(schema.call, args, kwargs, is_native=schema.is_native)
+        if schema.communicates:
+            out = finish(name, out)
+        if schema.is_random:
+            self.take_states()
+        made = tensors_in(out)
+        self._watch.check(name, tensors, made, source)
+        if schema.may_synchronize:
+            self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
+        is_fresh = False
+        for tensor in made:
+            trace.dtypes.add(tensor.dtype)
+            is_fresh |= self._birth(tensor)
+        for tensor in (*tensors, *made):
+            if tensor.is_nested:
+                self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
+        if stay_fixed:
+            self._fixed.update(operands)
+        computes = not (written or schema.is_random or schema.allocates)
+        if self._draws.decides(name, operands):
+            self._by_chance.update(map(self._internal_operand, made))
+        is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
+        if constant is not None or is_certain or (computes and self._fixed.issuperset(operands)):
+            self._fixed.update(map(self._internal_operand, made))
+        if name in UNIFORM:
+            self._draws.add(self._internal_operand(out), func, args, kwargs, out)
+        launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
+        threaded = get_ident() != self._thread
+        if threaded and not trace.graph_elsewhere:
+            trace.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
+        trace.operators.append(
+            Operator(name, operands, offsets, tuple(scalars), source, launches, constant, schema.is_random, threaded)
+        )
+        return out
+
+    def finish(self) -> None:
+        """Check what only shows once the step is over."""
+        self._check_seek(None)
+        self._trace.footprint = self._allocations.footprint
+        if self._trace.device is not None and self._trace.device.type != "cpu":
+            self._trace.host_draws = self._draws.repeats()
+
+    def _take_operands(
+        self, tensors: list[Tensor], name: str, source: Source
+    ) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
+        """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
+        operands, offsets = [], []
+        known = self._operands
+        for tensor in tensors:
+            operand = known.get(storage_id(tensor)) or self._meet(tensor, name, source)
+            operands.append(operand)
+            if operand[0] == "external":
+                offsets.append(int(tensor.storage_offset()) if tensor.layout is torch.strided else 0)
+        return tuple(operands), tuple(offsets)
+
+    def _meet(self, tensor: Tensor, name: str, source: Source) -> Operand:
+        """The operand of a storage that turns up for the first time."""
+        storage = storage_id(tensor)
+        if storage is None:
+            self.refuse(
+                CaptureError,
+                f"{name} gets a {tensor.layout} tensor at {source}; only dense tensors can be captured: convert it "
+                "with .to_dense(), or for embeddings pass sparse=False",
+                component=source.component,
+            )
+            return ("sparse", 0)
+        if storage in self._trace.gathered:
+            self._birth(tensor)
+        else:
+            self._operands[storage] = ("external", len(self._trace.externals))
+            self._watch.meet(storage)
+            self._trace.externals[storage] = TracedExternal(tensor, name, source)
+        return self._operands[storage]
+
+    def _internal_operand(self, tensor: Tensor) -> Operand:
+        operand = self._operands.get(storage_id(tensor), _NOWHERE)
+        return operand if operand[0] == "internal" else _NOWHERE
+
+    def _birth(self, tensor: Tensor) -> bool:
+        """Number a storage that the step made; False if it was known (a view, or a result written in place)."""
+        storage = storage_id(tensor)
+        if storage is None or storage in self._operands:
+            return False
+        self._operands[storage] = ("internal", self._internals)
+        self._internals += 1
+        self._allocations.add(tensor.untyped_storage(), counts=tensor.device == self._trace.device)
+        return True
+
+    def _mark_written(self, tensor: Tensor, schema: Schema, source: Source) -> None:
+        storage = storage_id(tensor)
+        self.writes[storage] += 1
+        external = self._trace.externals.get(storage or 0)
+        operand = self._operands.get(storage, _NOWHERE) if external is None else _NOWHERE
+        self._fixed.discard(operand)
+        self._draws.discard(operand)
+        if external is None:
+            return
+        external.communicated |= schema.communicates
+        if not external.mutated:
+            is_copied = storage in self._trace.entry_slots and storage not in self._trace.found
+            if not is_copied:
+                self._trace.unowned_writes.append((external.tensor, external.tensor.detach().clone()))
+            external.mutated, external.mutated_by, external.mutated_at = True, schema.name, source
+
+    def _lift(self, args: tuple[Any, ...]) -> Tensor:
+        """A constant made from Python values: not an external, but its value must stay the same."""
+        value: Tensor = args[0]
+        self._birth(value)
+        constant = value.detach().clone()
+        if value.device.type != "cpu":
+            self._trace.device_constants.append(constant)
+        return constant
+
+    def _note_draw(self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], source: Source) -> None:
+        """Take in what a random operator is about to draw from."""
+        if schema.draws_from_own_state(args, kwargs):
+            self.refuse(
+                GeneratorSeekError,
+                f"{schema.name} draws dropout at {source} from a state that cuDNN keeps, which no generator shows and "
+                f"nobody can put back for a check; a replay would draw other numbers than the eager step. "
+                f"{_OWN_STATE_FIX}",
+                component=source.component,
+            )
+        if schema.is_random:
+            self._check_seek(source)
+            self._note_generator(kwargs.get("generator"), source)
+
+    def _check_seek(self, source: Source | None) -> None:
+        for position, (generator, state) in enumerate(self._states):
+            now = generator.get_state()
+            if not torch.equal(now, state):
+                self._states[position] = (generator, now)
+                place = f"before the random operator at {source}" if source else "within the step"
+                self.refuse(
+                    GeneratorSeekError,
+                    f"the {generator.device} generator's state was set {place}, to another one than the step had saved "
+                    "itself (manual_seed, Generator.set_state, a state from before the step, or another thread that "
+                    "draws); a replay only draws on. Seed outside the step, save the state in it with "
+                    "torch.get_rng_state, or pass on_failure='eager'",
+                )
+
+    def check_states(self) -> None:
+        """Note a violation if a generator's state was set since the latest random operator."""
+        with _disable_current_modes():
+            self._check_seek(find_source())
+
+    def take_states(self) -> None:
+        """Take the generators' states for those that random operators left."""
+        self._states = [(gen, gen.get_state()) for gen, _ in self._states]
+
+    def _note_generator(self, generator: torch.Generator | None, source: Source) -> None:
+        """Take in a generator that the step draws from, before it does."""
+        if generator is None:
+            return
+        if all(generator is not known for known, _ in self._states):
+            self._watch_generator(generator)
+        self._trace.drawings.append((generator, source))
+
+    def _watch_generator(self, generator: torch.Generator) -> None:
+        """From here on, nothing but random operators may change the state of a generator of the step's own."""
+        state = generator.get_state()
+        self._states.append((generator, state))
+        self._trace.unowned_draws.append((generator, state))
+
+    def read(self, name: str, tensor: Tensor | None) -> None:
+        """Note a read of a tensor's memory that is no operator."""
+        given = [(tensor, self._internal_operand(tensor))] if tensor is not None and name == "Tensor.tolist" else []
+        if given and self._are_constants(given):
+            self._trace.host_reads.append(HostRead(find_place(), None, asserted=False))
+            return
+        self.refuse(
+            HostSyncError,
+            f"{name} reads a tensor's values on the host at {find_source()}; a replay would keep the value it saw. "
+            "Keep the value in a tensor, or read it after the step from what the step returns; where only some calls "
+            "do it, eager_if= names those",
+        )
+
+    def _are_constants(self, given: list[tuple[Tensor, Operand]]) -> bool:
+        """Whether all values are computed on the host from Python's numbers alone."""
+        return all(tensor.device.type == "cpu" and operand in self._fixed for tensor, operand in given)
+
+    def _check_sync(
+        self,
+        schema: Schema,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        source: Source,
+        given: list[tuple[Tensor, Operand]],
+    ) -> None:
+        name = schema.name
+        if schema.reads_values:
+            is_constant = validates() or self._are_constants(given)
+            if is_constant or is_asserted():
+                self._trace.host_reads.append(HostRead(find_place(), out, asserted=not is_constant))
+            else:
+                is_comparison = name.startswith(("aten.equal", "aten.allclose"))
+                what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
+                is_drawn = any(operand in self._by_chance for _, operand in given)
+                self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source, is_drawn=is_drawn)
+        elif has_dynamic_shape(schema, args, kwargs) and not self._are_constants(given):
+            self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
+        if name in TRANSFERS:
+            self._check_transfer(name, args, out, source)
+        if name in HOST_READS and not (name == CHECK and given[0][0].device.type == "cpu"):
+            self._check_read(name, args, given, source)
+
+    def _check_read(
+        self, name: str, args: tuple[Any, ...], given: list[tuple[Tensor, Operand]], source: Source
+    ) -> None:
+        # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
+        read = [pair for pair in given if pair[0] is not args[0]] or given
+        if not self._are_constants(read):
+            what, fix = HOST_READS[name]
+            self._refuse_sync(f"{name} {what}", source, fix)
+
+    def _refuse_nested(self, verb: str, name: str, source: Source) -> None:
+        self.refuse(
+            CaptureError,
+            f"{name} {verb} a nested tensor at {source}; only dense tensors can be captured. {NESTED_FIX}",
+            component=source.component,
+        )
+
+    def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> None:
+        fix = optimizer_fix(source) if source.component == "optimizer" else fix
+        if source.by is not None and what.startswith("aten.bincount") and "torchmetrics" in source.by.filename:
+            fix = f"{_METRIC_FIX} {fix}"
+        place = find_place()
+        by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
+        self.refuse(
+            HostSyncError,
+            f"{what} at {source}{by}; a replay would keep the first value. {fix}",
+            component=source.component,
+            is_drawn=is_drawn,
+        )
+
+    def _check_transfer(self, name: str, args: tuple[Any, ...], out: Any, source: Source) -> None:
+        target, origin = (args[0], args[1]) if name == "aten.copy_.default" else (out, args[0])
+        if origin.device.type == target.device.type:
+            return
+        if target.device.type == "cpu":
+            self._refuse_sync(f"{name} copies from {origin.device} to the host", source)
+        elif origin.device.type == "cpu":
+            self.refuse(
+                TemporaryCopyError,
+                f"{name} copies host memory to {target.device} at {source}; a graph would copy from that address for "
+                "ever. Feed the tensor to the step, or make it on the device",
+                component=source.component,
+            )

@@ -1,0 +1,233 @@
+"""What an operator's schema and arguments tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.tensors.attributes import PLAIN_KINDS
+from graphplan.trace.collectives import is_collective, name_object, written_positions
+
+HIDDEN_WRITES = ("running_mean", "running_var")
+"""Arguments that batch-norm operators update although their schemas do not say so."""
+OWN_STATE = "dropout_state"
+"""An argument with memory that torch keeps for an operator: cuDNN draws the dropout between an RNN's layers from a
+state of its own on each device. torch makes a new one once the state of the device's generator was set, as every check
+and every undone step sets it; code can neither read nor set which one is used.
+"""
+_TRAINING = ("training", "train", "use_input_stats")
+"""Arguments that say whether they do."""
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+"""Types of arguments that are no tensors and hold none."""
+_IGNORED = ("profiler.", "prim.")
+_ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
+"""What only allocates: its contents are undefined, so it need not run again."""
+_KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
+"""Where :mod:`torch.library` may have a kernel in Python for one of torch's own operators."""
+_INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
+CHECK = "aten._linalg_check_errors.default"
+"""Looks at what an operator says of its success: on the host it does so in replays as well."""
+_LENGTHS = (
+    "reads the lengths of sequences on the host",
+    "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
+    "own",
+)
+_SCALE = (
+    "reads the scale of its quantised result on the host",
+    "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
+)
+_SUCCESS = (
+    "reads whether an operator could do its work on the host",
+    "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)",
+)
+NESTED_FIX = (
+    "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
+    "construct that with enable_nested_tensor=False"
+)
+HOST_READS = {
+    "aten._pack_padded_sequence.default": _LENGTHS,
+    CHECK: _SUCCESS,
+    "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
+    "aten.quantize_per_tensor.tensor_qparams": _SCALE,
+    "aten.quantize_per_tensor.tensors": _SCALE,
+    "aten.quantize_per_tensor_dynamic.default": _SCALE,
+    "aten.quantize_per_channel.default": _SCALE,
+    "aten._make_per_channel_quantized_tensor.default": _SCALE,
+    "aten._empty_per_channel_affine_quantized.default": _SCALE,
+}
+"""What operators read on the host although no tag says so, and what to do instead."""
+TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
+"""Operators that may copy from one device to another."""
+_BY_ARGUMENTS = (
+    *("aten.index.Tensor", *_INDEX_PUTS, "aten.repeat_interleave.Tensor"),
+    *("aten.one_hot.default", "aten._ctc_loss.default"),
+)
+"""Operators the shape of whose results depends on values for some arguments."""
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Tensors in an operator's argument or result, lists included."""
+    kind = type(value)
+    if kind in PLAIN_KINDS:
+        return [value]
+    # Asked several times for each operator of a trace: what most are is told without a call.
+    if kind in _ATOMS:
+        return []
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    if isinstance(value, list | tuple):
+        for item in value:
+            kind = type(item)
+            if kind in PLAIN_KINDS:
+                found += (item,)
+            elif kind not in _ATOMS:
+                found += tensors_in(item)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """What an operator is called, what its arguments are called, and the positions of those that it writes; those that
+    it updates although it does not say so, and the flags on which that depends; that of a state of its own, None
+    without one; and what it is tagged with.
+    """
+
+    operator: Any
+    name: str
+    call: Callable[..., Any]
+    """The operator's entry in C++: it saves the frame of the one in Python."""
+    is_native: bool
+    """Whether no Python runs in it: it is one of torch's own."""
+    arguments: tuple[str, ...]
+    written: tuple[int, ...]
+    hidden: tuple[int, ...]
+    flags: tuple[int, ...]
+    own_state: int | None
+    is_random: bool
+    reads_values: bool
+    has_dynamic_shape: bool
+    is_ignored: bool
+    """Whether it is no part of what a step computes."""
+    communicates: bool
+    allocates: bool
+    is_composite: bool
+    """Whether torch puts it together from other operators."""
+    may_synchronize: bool
+    """Whether the host may have to wait for what the operator reads or makes."""
+
+    def draws_from_own_state(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether the operator is given a state of its own to draw from, and draws: torch hands one on for a share of 0
+        as well.
+        """
+        if self.own_state is None or self.given(args, kwargs, self.own_state) is None:
+            return False
+        return "dropout" not in self.arguments or self.given(args, kwargs, self.arguments.index("dropout")) != 0
+
+    def given(self, args: Sequence[Any], kwargs: dict[str, Any], position: int) -> Any:
+        """The argument at ``position``; None if it has its default."""
+        return args[position] if position < len(args) else kwargs.get(self.arguments[position])
+
+
+_SCHEMAS: dict[int, Schema] = {}
+"""By the identity of operators, which each holds: their hash is computed in Python."""
+
+
+def schema_of(func: Any) -> Schema:
+    """The schema of an operator, which torch puts together anew whenever it is asked."""
+    known = _SCHEMAS.get(id(func))
+    if known is None:
+        known = _SCHEMAS[id(func)] = _new_schema(func)
+    return known
+
+
+def _new_schema(func: Any) -> Schema:
+    arguments, name = func._schema.arguments, str(func)
+    names = tuple(argument.name for argument in arguments)
+    written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+    reads = torch.Tag.data_dependent_output in func.tags
+    dynamic = torch.Tag.dynamic_output_shape in func.tags
+    return Schema(
+        func,
+        name,
+        call=func._op if type(func) is torch._ops.OpOverload else func,
+        is_native=name.startswith("aten.") and not _has_python_kernel(func),
+        arguments=names,
+        written=tuple(written) or written_positions(name),
+        hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
+        flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
+        own_state=names.index(OWN_STATE) if OWN_STATE in names else None,
+        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        reads_values=reads,
+        has_dynamic_shape=dynamic,
+        is_ignored=name.startswith(_IGNORED),
+        communicates=is_collective(name),
+        allocates=name.startswith(_ALLOCATIONS),
+        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *HOST_READS),
+    )
+
+
+def _has_python_kernel(func: Any) -> bool:
+    registered: Any = getattr(torch.library, "_impls", None)
+    place = func.name().replace("::", "/")
+    return registered is None or any(f"{place}/{key}" in registered for key in _KERNELS)
+
+
+def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
+    written: list[Tensor] = []
+    for at in schema.written:
+        written += tensors_in(schema.given(args, kwargs, at))
+    if schema.hidden and all(schema.given(args, kwargs, at) is not False for at in schema.flags):
+        written += [tensor for at in schema.hidden for tensor in tensors_in(schema.given(args, kwargs, at))]
+    return written
+
+
+def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the shape of what the operator gives depends on values."""
+    name = schema.name
+    if name == "aten.index.Tensor":
+        return _has_mask(args[1])
+    if name in _INDEX_PUTS:
+        value = args[2]
+        # torch turns a mask with a one-element host value into masked_fill, which has a fixed shape.
+        return _has_mask(args[1]) and not (value.numel() == 1 and value.device.type == "cpu")
+    if name == "aten.repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    if name == "aten.one_hot.default":
+        return schema.given(args, kwargs, 1) in (None, -1)
+    if name == "aten._ctc_loss.default":
+        # Its lengths are numbers, which it copies to a device.
+        return bool(args[0].device.type != "cpu")
+    return schema.has_dynamic_shape
+
+
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def tensors_and_others(
+    schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[tuple[str, Any]]]:
+    """The operator's tensors, lists included, and its other arguments by name."""
+    tensors: list[Tensor] = []
+    others: list[tuple[str, Any]] = []
+    named = zip(schema.arguments, args, strict=False)
+    for name, value in [*named, *kwargs.items()] if kwargs else named:
+        kind = type(value)
+        if kind in PLAIN_KINDS:
+            tensors.append(value)
+        elif kind in _ATOMS:
+            others.append((name, value))
+        elif found := tensors_in(value):
+            tensors += found
+        elif isinstance(value, torch.ScriptObject):
+            others.append((name, name_object(value)))
+        elif not isinstance(value, torch.Generator | torch.UntypedStorage | torch.TypedStorage):
+            others.append((name, tuple(value) if isinstance(value, list | tuple) else value))
+    return tensors, others

@@ -1,0 +1,65 @@
+"""Whether a traced step's own code uses a learning rate that only its optimizer may read from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torch import Tensor
+
+from graphplan.errors import LearningRateError
+from graphplan.observe.source import Source, is_scheduled
+from graphplan.owners.slots import Walk
+from graphplan.tensors.storages import storage_id
+from graphplan.trace.records import Trace
+
+_COPIES = tuple(f"aten.{name}.default" for name in ("clone", "detach", "_to_copy", "alias", "squeeze"))
+_FIX = (
+    "Feed the number to the step, hold it in a tensor that is filled between steps, or leave optimizer.step() out of "
+    "the step (in a Trainer that is done for you)"
+)
+_SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that is there then"
+
+
+class RateWatch:
+    """Follows learning rates, and their copies, through a trace. To copy one, as logging it does, is right.
+
+    ``rates`` has their storages.
+    """
+
+    def __init__(self, trace: Trace, rates: Callable[[], Collection[int]]) -> None:
+        self._trace = trace
+        self._rates = rates
+        self._seen: set[int | None] = set()
+
+    def meet(self, storage: int) -> None:
+        """A storage from outside turned up."""
+        if storage in self._rates():
+            self._seen.add(storage)
+
+    def check(self, name: str, operands: Sequence[Tensor], results: Iterable[Tensor], source: Source) -> None:
+        """Look at an operator that has run."""
+        if not self._seen or source.component == "optimizer" or self._seen.isdisjoint(map(storage_id, operands)):
+            return
+        if name in _COPIES:
+            self._seen |= set(map(storage_id, results))
+        else:
+            self._refuse(f"computes with a learning rate at {source}", _SCHEDULED if is_scheduled() else _FIX)
+
+    def finish(self, after: Walk, returned: Iterable[object]) -> None:
+        """Look at what the step returned, and at what is left where."""
+        rates = self._rates()
+        if any(isinstance(value, Tensor) and storage_id(value) in rates for value in returned):
+            self._refuse("returns a learning rate")
+        known = {slot.path for storage in rates for slot in self._trace.entry_slots.get(storage, ())}
+        for path, slot in after.slots.items():
+            if path not in known and any(storage_id(tensor) in rates for tensor in slot.tensors()):
+                self._refuse(f"keeps a learning rate in {path}")
+
+    def _refuse(self, what: str, fix: str = _FIX) -> None:
+        """Before whatever else speaks against the step, since an eager step would have seen a number."""
+        if not isinstance(self._trace.violation, LearningRateError):
+            self._trace.violation = LearningRateError(
+                f"the step's own code {what}; expected that only the optimizer uses it, which reads it from the "
+                f"device, while a replay would freeze a number. {fix}",
+                component="optimizer",
+            )

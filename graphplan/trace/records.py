@@ -1,0 +1,158 @@
+"""Frozen records of a traced step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import RefusalError
+from graphplan.observe.executed_code import ExecutedCode
+from graphplan.observe.profile import Reads
+from graphplan.observe.source import Source
+from graphplan.owners.slots import Slot
+from graphplan.specs.roles import Footprint, TensorSpec
+from graphplan.tensors.attributes import is_freed
+from graphplan.trace.changes import Changes
+from graphplan.trace.collectives import is_collective
+from graphplan.trace.host_reads import HostRead
+from graphplan.trace.rng import SavedStates
+
+
+class Operator(NamedTuple):
+    """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
+    first appearance; ``offsets`` are those of the external ones within their storages; ``scalars`` are the other
+    arguments by name; ``launches`` is False for views and allocations. ``threaded``: another thread than the step's ran
+    it, as autograd's engine does on devices.
+    """
+
+    name: str
+    operands: tuple[tuple[str, int], ...]
+    offsets: tuple[int, ...]
+    scalars: tuple[tuple[str, Any], ...]
+    source: Source
+    launches: bool
+    constant: Tensor | None = None
+    random: bool = False
+    threaded: bool = False
+
+
+@dataclass(slots=True)
+class TracedExternal:
+    """A storage that existed before the step, through the tensor that first brought it in (held alive)."""
+
+    tensor: Tensor
+    operator: str
+    source: Source
+    mutated: bool = False
+    mutated_by: str = ""
+    mutated_at: Source | None = None
+    communicated: bool = False
+
+    @property
+    def is_buffer_of_collective(self) -> bool:
+        """Whether the step fills it, lets a collective work on it, and cares for nothing that it held before."""
+        fills = self.operator.endswith((".out", ".copy_.default")) or is_collective(self.operator)
+        return self.communicated and fills and (self.operator, self.source) == (self.mutated_by, self.mutated_at)
+
+
+@dataclass(slots=True)
+class Trace:
+    """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
+
+    ``graph_elsewhere``: whether another thread than the step's worked with gradients enabled, as autograd's engine does
+    where a derivative is derived again. An activation that is recomputed does not count: nobody adds it to others.
+    """
+
+    operators: list[Operator] = field(default_factory=list)
+    externals: dict[int, TracedExternal] = field(default_factory=dict)
+    leaf_storages: dict[int, int] = field(default_factory=dict)
+    output_leaves: list[Any] = field(default_factory=list)
+    output_names: list[str] = field(default_factory=list)
+    output_storages: set[int | None] = field(default_factory=set)
+    output_structure: Any = None
+    changes: Changes = field(default_factory=Changes)
+    violation: RefusalError | None = None
+    entry_slots: dict[int, list[Slot]] = field(default_factory=dict)
+    found: set[int | None] = field(default_factory=set)
+    gathered: set[int | None] = field(default_factory=set)
+    entry_paths: frozenset[str] = frozenset()
+    entry_scalars: dict[str, Any] = field(default_factory=dict)
+    entry_traits: dict[str, Any] = field(default_factory=dict)
+    reads: Reads = field(default_factory=Reads)
+    host_reads: list[HostRead] = field(default_factory=list)
+    draws: list[str] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    """Where the step left tensors that it had made, and that have a gradient."""
+    host_draws: list[Callable[[], Any]] = field(default_factory=list)
+    """What draws again what the step drew on the host, while it computed elsewhere, and nothing depends on."""
+    states: SavedStates = field(default_factory=SavedStates)
+    """The states of generators that the step saved and put back."""
+    prints: list[str] = field(default_factory=list)
+    ran: ExecutedCode = field(default_factory=ExecutedCode)
+    drawings: list[tuple[torch.Generator, Source]] = field(default_factory=list)
+    """What each random operator that is given a generator draws from, and where."""
+    device: torch.device | None = None
+    dtypes: set[torch.dtype] = field(default_factory=set)
+    footprint: Footprint = field(default_factory=Footprint)
+    device_constants: list[Tensor] = field(default_factory=list)
+    graph_elsewhere: bool = False
+    unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators other than torch's default ones that the step draws from."""
+        return list({id(generator): generator for generator, _ in self.drawings}.values())
+
+    def undo_unowned_writes(self) -> None:
+        """Put back what the step changed in tensors and generators that no snapshot has: those that nobody owns, and
+        tensors that only a name in the code leads to.
+        """
+        with torch.no_grad():
+            for tensor, value in self.unowned_writes:
+                if not is_freed(tensor):
+                    tensor.detach().copy_(value)
+        for generator, state in self.unowned_draws:
+            generator.set_state(state)
+
+    def moved_since(self, before: Trace) -> str | None:
+        """What ``before``'s step made where nothing was, or somebody moved, made or took away after it; or None."""
+        then, now = (
+            {slot.path: storage for storage, slots in trace.entry_slots.items() for slot in slots if slot.param is None}
+            for trace in (before, self)
+        )
+        replaced = {path for path, change in before.changes.rebindings.items() if change.before is not None}
+        paths = sorted((then.keys() | now.keys()) - replaced)
+        return next((path for path in paths if then.get(path) != now.get(path)), None)
+
+    @property
+    def rounding(self) -> float:
+        """:func:`rounding_of` the types that operators gave."""
+        return rounding_of(self.dtypes)
+
+    @property
+    def launches(self) -> int:
+        """Operators that the device would run: views and allocations are free."""
+        return sum(op.launches for op in self.operators)
+
+
+def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Relative error of rounding to the coarsest floating-point type, at most that of bfloat16; 0 without any."""
+    steps = [torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point]
+    return min(max(steps, default=0.0), torch.finfo(torch.bfloat16).eps) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """Stands for a tensor that the step returned: ``leaf`` or ``path`` if it is one that went in, else internal, with
+    ``marks``, the attributes that hang on it.
+    """
+
+    leaf: int | None = None
+    path: str | None = None
+    spec: TensorSpec | None = None
+    marks: tuple[tuple[str, Any], ...] = ()

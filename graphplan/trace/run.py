@@ -1,0 +1,180 @@
+"""Tracing one real call of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.errors import HostEffectError
+from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.signature import Feed, is_dense, is_literal
+from graphplan.observe.capture_state import presenting_capture
+from graphplan.observe.profile import Profile
+from graphplan.observe.source import find_source, runs_step
+from graphplan.owners.sharding import Sharding, come_to_rest
+from graphplan.owners.slots import Walk
+from graphplan.owners.snapshot import host_generators
+from graphplan.specs.roles import TensorSpec
+from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on, has_memory, is_freed
+from graphplan.tensors.dtensors import is_sharded
+from graphplan.tensors.storages import storage_id
+from graphplan.tensors.trees import flatten_result
+from graphplan.trace.changes import Changes, Recorder
+from graphplan.trace.mode import TraceMode
+from graphplan.trace.rate_reads import RateWatch
+from graphplan.trace.records import OutputTensor, Trace
+from graphplan.trace.rng import TracedStates, saving_states
+
+_HELD = (
+    "a module under fully_shard keeps gradients that it did not reduce (set_requires_gradient_sync(False), "
+    "set_requires_all_reduce(False)) before or after the step; a replay can neither find nor leave them there. Have "
+    "each step reduce its own, or run those steps eagerly"
+)
+
+
+@runs_step
+def trace(
+    fn: Callable[..., Any],
+    feed: Feed,
+    fed: CallArguments,
+    *,
+    owners: Mapping[str, Any],
+    device: torch.device | None,
+    record: Trace,
+    rates: Callable[[], Collection[int]] = tuple,
+    drawn: Iterable[torch.Generator] = (),
+) -> tuple[Any, Walk]:
+    """Run ``fn`` on ``feed`` for real, whose containers are ``fed``; return its result, and what a walk over the owners
+    finds then. The facts are in ``record``, so that a step that was broken off can be undone. ``rates`` has the
+    storages of learning rates that only optimizers may use, ``drawn`` the generators that the trace before drew from.
+
+    The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
+    first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
+    """
+    record.device = device
+    sharding, walk = come_to_rest(owners)
+    tensors = feed.tensors()
+    names = feed.names() if tensors else []
+    recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})
+    _note_entry(record, feed, recorder, sharding)
+    watch = RateWatch(record, rates)
+    result = _run(fn, feed, fed, TraceMode(record, watch, drawn), record, sharding)
+    named, record.output_structure = flatten_result(result)
+    leaves = [leaf for _, leaf in named]
+    record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    changes, after = recorder.changes(record.externals.keys() | record.output_storages)
+    record.changes = changes
+    paths = _lasting_paths(after, changes)
+    leaves_fed = {id(leaf) for _, leaf in feed.tensors()}
+    made = {name: [leaf] for name, leaf in named if id(leaf) not in paths.keys() | leaves_fed}
+    left = {
+        path: [part for part in parts if id(part) not in leaves_fed] for path, parts in _left(after, changes).items()
+    }
+    record.gradients = _with_gradients({**left, **made})
+    for path, parts in {**left, **made}.items():
+        if record.violation is None and any(isinstance(p, Tensor) and has_memory(p) and is_freed(p) for p in parts):
+            record.violation = HostEffectError(
+                f"the step leaves or returns {path}, whose memory it has given back (untyped_storage().resize_(0)); a "
+                "replay would copy what is not there. Leave or return what has memory, or nothing"
+            )
+    for path, items in changes.appended.items():
+        changes.appended[path] = [_describe_item(item) for item in items]
+    watch.finish(after, leaves)
+    record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
+    record.output_names = [name for name, _ in named]
+    return result, after
+
+
+def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding) -> None:
+    """What the feed and the owners hold before the step."""
+    storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
+    record.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
+    found = recorder.walk.found
+    record.found = {storage_id(t) for slot in recorder.walk.slots.values() for t in slot.tensors() if id(t) in found}
+    record.entry_paths = frozenset(recorder.places)
+    record.entry_slots = recorder.entry_slots()
+    record.entry_scalars = {**recorder.scalars, **recorder.objects}
+    record.entry_traits = recorder.traits
+    record.gathered = {storage_id(tensor) for tensor in sharding.gathered()}
+
+
+def _run(
+    fn: Callable[..., Any], feed: Feed, fed: CallArguments, mode: TraceMode, record: Trace, sharding: Sharding
+) -> Any:
+    """Run the step under everything that watches it, and note what it ran, read and drew."""
+    profile = Profile(mode.read, lambda: record.prints.append(str(find_source())))
+    drawn, held = host_generators(), sharding.holds_gradients()
+    states = TracedStates(mode.check_states, mode.take_states)
+    with presenting_capture(), saving_states(states.save, states.put), mode, profile:
+        result = fed.lend(partial(call_step, fn))
+        sharding.settle()
+    mode.faults.check()
+    profile.faults.check()
+    change = fed.change()
+    if change is not None:
+        mode.refuse(HostEffectError, change, component="step")
+    if held or sharding.holds_gradients():
+        mode.refuse(HostEffectError, _HELD)
+    mode.finish()
+    record.states = states.facts(record.device)
+    record.draws = [name for name, state in host_generators().items() if state != drawn.get(name, state)]
+    record.reads = profile.reads()
+    record.ran = profile.ran
+    record.ran.leave_out(fed.objects())
+    for kind in {type(leaf) for _, leaf in feed.tensors()} - PLAIN_KINDS:
+        record.ran.note_class(kind)
+    return result
+
+
+def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:
+    """The tensors, perhaps among others, that the step left in slots and appended to lists; not parameters."""
+    rebound = (path for path, change in changes.rebindings.items() if path in after.slots and not change.moved)
+    slots = (after.slots[path] for path in rebound)
+    left = {slot.path: slot.tensors() for slot in slots if slot.param is None and not slot.is_parameter}
+    return left | {f"{path}[-1]": pytree.tree_leaves(items) for path, items in changes.appended.items()}
+
+
+def _with_gradients(values: Mapping[str, list[Any]]) -> list[str]:
+    """Paths of those of ``values`` with a tensor that has a gradient: a leaf, or one that retains it."""
+    return [path for path, parts in values.items() if any(map(_has_gradient, parts))]
+
+
+def _has_gradient(value: Any) -> bool:
+    if not isinstance(value, Tensor) or not value.requires_grad:
+        return False
+    # To ask others is warned of.
+    return (value.is_leaf or value.retains_grad) and value.grad is not None
+
+
+def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
+    """Where each tensor lies that a later step may leave in the same place: not the items that this one appended."""
+    new = tuple(
+        f"{path}[{len(after.lists[path]) - number}]"
+        for path, items in changes.appended.items()
+        for number in range(1, len(items) + 1)
+    )
+    slots = {path: slot for path, slot in after.slots.items() if not path.startswith(new)}
+    return {id(tensor): path for path, slot in slots.items() for tensor in (*slot.tensors(), slot.get())}
+
+
+def _describe_item(item: Any) -> Any:
+    """An appended item with its tensors taken out."""
+    return pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), item)
+
+
+def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:
+    """``value``, or what stands for it if it is a tensor: a trace must not keep the step's results alive."""
+    if not isinstance(value, Tensor):
+        return value
+    leaf = next((index for index, fed in feed.tensors() if fed is value), None)
+    spec = None if is_sharded(value) or not is_dense(value) else TensorSpec.of(value)
+    if leaf is not None or id(value) in paths:
+        return OutputTensor(leaf=leaf, path=None if leaf is not None else paths[id(value)], spec=spec)
+    held = attributes_on(value).items() if type(value) is Tensor else ()
+    # A trace must not keep more of the step's alive than numbers and strings.
+    return OutputTensor(spec=spec, marks=tuple((name, item if is_literal(item) else type(item)) for name, item in held))

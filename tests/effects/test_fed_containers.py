@@ -1,0 +1,579 @@
+"""Steps that change the containers that they are fed: as in eager code where Python runs, and refused by name else."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from graphplan import FeedError, HostEffectError, SkipReason, VerifyError, compile_plan, graph_step, graphed, piecewise
+from graphplan.feed.call_arguments import CallArguments
+from tests.facts import assert_same, flatten
+from tests.lightning.parts import fit, tape, with_step
+from tests.models import CALLS, float_batches
+from tests.twins import (
+    WARMUP,
+    Rig,
+    assert_equals_eager,
+    assert_falls_back,
+    assert_refused,
+    build,
+    managed,
+)
+
+
+@dataclass
+class AdoptedTensors:
+    """A batch with room for what a step makes of it."""
+
+    x: Tensor
+    seen: Any = None
+
+    def scaled(self) -> Tensor:
+        return 0.5 * self.x
+
+
+class Pair(NamedTuple):
+    """A container that cannot change, around one that can."""
+
+    x: Tensor
+    notes: list[Any]
+
+
+def rig_of(step_of: Callable[..., Tensor], make_calls: Callable[[], list[tuple[Any, ...]]]) -> Rig:
+    """A training step on ``step_of(model, *args)``."""
+    model = nn.Linear(8, 4)
+    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+    def train_step(*args: Any) -> Tensor:
+        optimizer.zero_grad()
+        loss = step_of(model, *args)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, make_calls())
+
+
+def _xs() -> list[Tensor]:
+    return [x for x, _ in float_batches(CALLS)]
+
+
+def _fresh(make: Callable[[Tensor], Any]) -> Callable[[], list[tuple[Any, ...]]]:
+    """A container of its own for each call."""
+    return lambda: [(make(x),) for x in _xs()]
+
+
+def _kept(make: Callable[[], Any]) -> Callable[[], list[tuple[Any, ...]]]:
+    """The same container for all calls."""
+
+    def calls() -> list[tuple[Any, ...]]:
+        kept = make()
+        return [(x, kept) for x in _xs()]
+
+    return calls
+
+
+def appends(model: nn.Module, x: Tensor, history: list[Tensor]) -> Tensor:
+    loss = model(x).square().mean()
+    history.append(loss.detach())
+    return loss
+
+
+def carries(model: nn.Module, x: Tensor, memory: dict[str, Tensor]) -> Tensor:
+    hidden = model(x) + memory.get("h", torch.zeros(()))
+    memory["h"] = hidden.detach()
+    return hidden.square().mean()
+
+
+def counts(model: nn.Module, x: Tensor, metrics: dict[str, int]) -> Tensor:
+    metrics["n"] += 1
+    return model(x).square().mean()
+
+
+def puts(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    batch["y"] = model(batch["x"]).detach()
+    return F.mse_loss(model(batch["x"]), 0.5 * batch["y"])
+
+
+def pops(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch["x"]), batch.pop("labels"))
+
+
+def replaces(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    batch[0] = batch[0] / 2
+    return model(batch[0]).square().mean()
+
+
+def sets(model: nn.Module, batch: AdoptedTensors) -> Tensor:
+    batch.seen = batch.x.mean()
+    return model(batch.scaled()).square().mean()
+
+
+def adds_attribute(model: nn.Module, batch: AdoptedTensors) -> Tensor:
+    batch.new = 3  # type: ignore[attr-defined]
+    return model(batch.x).square().mean()
+
+
+def notes(model: nn.Module, batch: tuple[Any, ...]) -> Tensor:
+    batch[0]["inner"].notes.append(1)
+    return model(batch[0]["inner"].x).square().mean()
+
+
+def enqueues(model: nn.Module, x: Tensor, queue: deque[Tensor]) -> Tensor:
+    queue.append(x)
+    return model(x).square().mean()
+
+
+def _labelled(x: Tensor) -> dict[str, Tensor]:
+    return {"x": x, "labels": torch.ones(6, 4), "more": x}
+
+
+CHANGES: list[tuple[Any, Any, str]] = [
+    (appends, _kept(list), r"args\[1\] had 0 items, and has 1"),
+    (carries, _kept(lambda: {"h": torch.ones(6, 4)}), r"args\[1\]\['h'\] is another tensor than it was"),
+    (counts, _kept(lambda: {"n": 0}), r"args\[1\]\['n'\] was 0, and is 1"),
+    (puts, _fresh(lambda x: {"x": x}), r"args\[0\] had 1 item, and has 2"),
+    (puts, _fresh(lambda x: OrderedDict(x=x)), r"args\[0\] had 1 item, and has 2"),
+    (pops, _fresh(_labelled), r"args\[0\] had 3 items, and has 2"),
+    (replaces, _fresh(lambda x: [x, x]), r"args\[0\]\[0\] is another tensor than it was"),
+    (sets, _fresh(AdoptedTensors), r"args\[0\]\.seen was None, and is a Tensor"),
+    (adds_attribute, _fresh(AdoptedTensors), r"args\[0\]\.new was not there, and is"),
+    (notes, _fresh(lambda x: ({"inner": Pair(x, [])}, x)), r"args\[0\]\[0\]\['inner'\]\[1\] had 0 items, and has 1"),
+    (enqueues, _kept(lambda: deque(maxlen=50)), r"args\[1\] had 0 items, and has 1"),
+]
+NAMES = [f"{step.__name__}-{number}" for number, (step, _, _) in enumerate(CHANGES)]
+
+
+@pytest.mark.parametrize(("step", "calls", "text"), CHANGES, ids=NAMES)
+def test_a_change_is_refused_by_name(step: Any, calls: Any, text: str) -> None:
+    """The eager calls before are as eager code is, containers included, and the refused one has not happened."""
+    make = partial(rig_of, step, calls)
+    assert_refused(
+        make, HostEffectError, rf"the step changes a container that it is fed: {text}\. .*on_failure='eager'"
+    )
+
+
+@pytest.mark.parametrize(("step", "calls", "text"), CHANGES, ids=NAMES)
+def test_a_change_in_a_step_that_falls_back(step: Any, calls: Any, text: str) -> None:
+    """Every call changes the caller's own containers, that of the refusal too."""
+    assert_falls_back(partial(rig_of, step, calls), SkipReason.HOST_EFFECT, text)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_what_a_trace_changes_is_put_back_or_stands(on_failure: str) -> None:
+    """After one warm-up step, a trace is the first to know."""
+    rigs = [build(lambda: rig_of(carries, _kept(lambda: {"h": torch.ones(6, 4)}))) for _ in range(2)]
+    step = managed(rigs[0], on_failure=on_failure, warmup_steps=1)
+    text = r"args\[1\]\['h'\] is another tensor than it was"
+    x, memory = rigs[0].calls[0]
+    step(x, memory)
+    after_one = memory["h"]
+    if on_failure == "raise":
+        with pytest.raises(HostEffectError, match=text):
+            step(x, memory)
+        assert memory["h"] is after_one
+        return
+    with pytest.warns(UserWarning, match=text):
+        step(x, memory)
+    step(x, memory)
+    for _ in range(3):
+        rigs[1].step(x, rigs[1].calls[0][1])
+    assert_same(flatten(memory=rigs[1].calls[0][1]), flatten(memory=memory))
+    assert step.stats.traced == 1
+
+
+def test_state_that_the_first_call_makes() -> None:
+    """The structure is another one only once: a trace comes one call later."""
+    make = partial(rig_of, carries, _kept(dict))
+    text = r"args\[1\]\['h'\] is another tensor than it was"
+    assert_refused(make, HostEffectError, text, done=WARMUP + 1)
+    assert_falls_back(make, SkipReason.HOST_EFFECT, text)
+
+
+def test_what_is_changed_in_every_call_of_another_signature() -> None:
+    """No trace would ever come, since each call has one item more."""
+    assert_refused(partial(rig_of, appends, _kept(list)), HostEffectError, "has 1", done=2, warmup_steps=1)
+
+
+def first_call_only(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if "mask" not in batch:
+        batch["mask"] = (batch["x"] > 0).float()
+    return model(batch["x"] * batch["mask"]).square().mean()
+
+
+def pops_and_puts_back(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    x = batch.pop("x")
+    loss = model(x).square().mean()
+    batch["x"] = x
+    return loss
+
+
+def puts_what_is_there(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    batch["x"] = batch["x"].to("cpu")
+    batch["n"] = batch["n"] - 1 + 1
+    batch["parts"] = list(batch["parts"])
+    return model(batch["x"]).square().mean()
+
+
+def asks_its_batch(model: nn.Module, batch: AdoptedTensors) -> Tensor:
+    return model(batch.scaled()).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("step", "make"),
+    [
+        (pops_and_puts_back, lambda x: {"y": x, "x": x}),
+        (puts_what_is_there, lambda x: {"x": x, "n": 1000, "parts": [x]}),
+        (asks_its_batch, AdoptedTensors),
+    ],
+)
+def test_containers_that_are_as_they_were(step: Any, make: Any) -> None:
+    """Fresh ones, and one for all calls followed by others."""
+    assert_equals_eager(partial(rig_of, step, _fresh(make)))
+
+    def one_and_others() -> list[tuple[Any, ...]]:
+        first, *others = map(make, _xs())
+        return [(first,)] * (CALLS - 5) + [(other,) for other in others[:5]]
+
+    assert_equals_eager(partial(rig_of, step, one_and_others))
+
+
+def test_a_batch_with_methods_is_no_owner() -> None:
+    """Though the same one turns up in each call: it is not kept."""
+    rig = build(lambda: rig_of(asks_its_batch, list))
+    step = managed(rig)
+    batch = AdoptedTensors(_xs()[0])
+    for _ in range(CALLS):
+        step(batch)
+    kept = weakref.ref(batch)
+    del batch
+    assert step.stats.replayed > 0
+    assert kept() is None
+
+
+def test_what_the_first_call_makes_is_there_for_the_others() -> None:
+    """One eager step that changes its batch is no reason to refuse those that do not."""
+    batch = {"x": torch.randn(6, 8)}
+    rig = build(lambda: rig_of(first_call_only, lambda: [(batch,)] * CALLS))
+    step = managed(rig)
+    for args in rig.calls:
+        step(*args)
+    assert set(batch) == {"x", "mask"}
+    assert step.stats.replayed > 8
+
+
+def test_keyword_arguments() -> None:
+    """The path is that of the keyword."""
+    rig = build(lambda: rig_of(appends, list))
+
+    def step_of(x: Tensor, *, history: list[Tensor]) -> Tensor:
+        return rig.step(x, history)
+
+    step = graph_step(step_of, owners=rig.owners, backend="tape")
+    history: list[Tensor] = []
+    for x in _xs()[:WARMUP]:
+        step(x, history=history)
+    with pytest.raises(HostEffectError, match=r"kwargs\['history'\] had 0 items, and has 1"):
+        step(_xs()[0], history=history)
+    assert len(history) == WARMUP
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"eager_if": lambda batch: True}, {"backend": "eager"}, {"device": "cpu"}, {"mode": "inference"}]
+)
+@pytest.mark.parametrize("make", [lambda x: {"x": x}, lambda x: [x, 1], AdoptedTensors, lambda x: OrderedDict(x=x)])
+def test_an_eager_call_gets_the_caller_s_own_container(options: Any, make: Any) -> None:
+    """A step that hands its batch on hands on that very object."""
+    step = graph_step(lambda batch: batch, **{"owners": {}, "backend": "tape", **options})
+    batch = make(torch.randn(6, 8))
+    assert step(batch) is batch
+
+
+def test_calls_that_are_refused_or_surrounded_get_it_too() -> None:
+    """Every way on which Python runs: what nobody can feed, a mode around, gradients that are wanted."""
+    step = graph_step(lambda batch: batch, owners={}, backend="tape", on_failure="eager")
+    odd = {"x": {1, 2}}
+    with pytest.warns(UserWarning, match="a set is fed"):
+        assert all(step(odd) is odd for _ in range(WARMUP + 2))
+    batch = {"x": torch.randn(3)}
+    with torch.autograd.forward_ad.dual_level():
+        assert step(batch) is batch
+    assert graphed(lambda batch: batch, backend="tape")(batch) is batch
+    wanted = {"x": torch.randn(3, requires_grad=True)}
+    assert graphed(lambda batch: batch, backend="tape")(wanted) is wanted
+
+
+def test_a_change_that_only_a_check_sees() -> None:
+    """The eager step of the first check is the first that changes its container."""
+    counter = iter(range(1000))
+
+    def step_of(model: nn.Module, x: Tensor, history: dict[str, Any]) -> Tensor:
+        # What an iterator has given lies where no guard looks.
+        if next(counter) >= WARMUP + 3:
+            history["seen"] = True
+        return model(x).square().mean()
+
+    rig = build(lambda: rig_of(step_of, _kept(lambda: {"seen": False})))
+    step = managed(rig, allow=("*",))
+    with pytest.raises(VerifyError, match=r"args\[1\]\['seen'\] was False, and is True") as caught:
+        for args in rig.calls:
+            step(*args)
+    assert isinstance(caught.value.result, Tensor)
+    assert rig.calls[0][1] == {"seen": True}
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+def test_a_change_that_only_the_capture_sees(on_failure: str) -> None:
+    """What is recorded has containers of its own; the call is undone, or made eagerly on the caller's."""
+    counter = iter(range(1000))
+
+    def step_of(model: nn.Module, x: Tensor, history: list[Any]) -> Tensor:
+        if next(counter) >= WARMUP + 2:
+            history[0] = "seen"
+        return model(x).square().mean()
+
+    rig = build(lambda: rig_of(step_of, _kept(lambda: ["nothing"])))
+    step = managed(rig, allow=("*",), on_failure=on_failure)
+    for args in rig.calls[: WARMUP + 2]:
+        step(*args)
+    history = rig.calls[0][1]
+    text = r"args\[1\]\[0\] was 'nothing', and is 'seen'"
+    if on_failure == "raise":
+        with pytest.raises(HostEffectError, match=text):
+            step(*rig.calls[0])
+        assert history == ["nothing"]
+    else:
+        with pytest.warns(UserWarning, match=text):
+            step(*rig.calls[0])
+        assert history == ["seen"]
+    assert step.stats.captured == 0
+
+
+def test_pieces() -> None:
+    """A chain whose first segment changes what it is fed goes on in pieces, that one eagerly."""
+
+    def note(x: Tensor, seen: dict[str, Any]) -> Tensor:
+        seen["sum"] = 2 * x.sum()
+        return 2 * x
+
+    def add_one(x: Tensor) -> Tensor:
+        return x + 1
+
+    chain = piecewise([note, add_one], backend="tape")
+    seen = {"sum": torch.zeros(())}
+    for number in range(12):
+        x = torch.full((3,), float(number))
+        assert torch.equal(chain(x, seen), 2 * x + 1)
+        assert seen["sum"] == 6 * number
+    assert "args[1]['sum'] is another tensor" in chain.reasons["note"]
+    assert chain.num_graphs == 1
+
+
+def test_a_plan_is_not_compiled_of_such_a_step() -> None:
+    """And the container of the call is left alone."""
+    history: list[Tensor] = []
+    rig = build(lambda: rig_of(appends, list))
+    with pytest.raises(HostEffectError, match=r"args\[1\] had 0 items, and has 1"):
+        compile_plan(rig.step, _xs()[0], history, owners=rig.owners)
+    assert history == []
+
+
+@pytest.mark.parametrize("options", [{"shapes": "exact"}, {"shapes": "bucket", "buckets": [4, 8]}])
+def test_a_graphed_function(options: Any) -> None:
+    """Calls as they came change the caller's own containers; others are refused."""
+    model = nn.Linear(8, 4)
+
+    def score(x: Tensor, found: dict[str, Any]) -> Tensor:
+        found["best"] = model(x).max()
+        return model(x)
+
+    for on_failure in ("raise", "eager"):
+        fast = graphed(score, owners={"model": model}, backend="tape", on_failure=on_failure, **options)
+        found = {"best": torch.zeros(())}
+        text = r"args\[1\]\['best'\] is another tensor than it was"
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fast(torch.ones(3, 8), found)
+        assert torch.equal(found["best"], model(torch.ones(3, 8)).max())
+        before = copy(found)
+        with torch.no_grad():
+            if on_failure == "raise":
+                with pytest.raises(HostEffectError, match=text):
+                    fast(torch.zeros(3, 8), found)
+                assert found["best"] is before["best"]
+                continue
+            with pytest.warns(UserWarning, match=text):
+                fast(torch.zeros(3, 8), found)
+            for _ in range(3):
+                fast(torch.rand(3, 8), found)
+                assert found["best"] is not before["best"]
+                before = copy(found)
+        assert fast.num_graphs == 0
+
+
+def test_a_padded_function_that_is_called_at_a_capture_size() -> None:
+    """Its container is a copy, and nothing compares the call: it is told, and later calls get the caller's own."""
+
+    def score(x: Tensor, found: dict[str, Any]) -> Tensor:
+        found["best"] = x.max()
+        return 2 * x
+
+    fast = graphed(score, backend="tape", shapes="bucket", buckets=[4], on_failure="eager")
+    found = {"best": torch.zeros(())}
+    with pytest.warns(UserWarning, match=r"args\[1\]\['best'\] is another tensor than it was"):
+        fast(torch.ones(4, 8), found)
+    for number in (1.0, 2.0, 3.0):
+        fast(torch.full((4, 8), number), found)
+        assert found["best"] == number
+    fast = graphed(score, backend="tape", shapes="bucket", buckets=[4])
+    with pytest.raises(HostEffectError, match=r"args\[1\]\['best'\] is another tensor than it was"):
+        fast(torch.ones(4, 8), found)
+
+
+def _takes_out(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    y = batch.pop()
+    loss: Tensor = self.loss_of((batch[0], y))
+    return loss
+
+
+def _halves(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    batch[0] = batch[0] / 2
+    loss: Tensor = self.loss_of(batch)
+    return loss
+
+
+def _looks_at_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    self.__dict__.setdefault("at_end", []).append([len(batch), batch[0].sum()])
+
+
+def _crops(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    batch.x, batch.y = batch.x[:4], batch.y[:4]
+    loss: Tensor = self.loss_of((batch.x, batch.y))
+    return loss
+
+
+@dataclass
+class Batch:
+    """A batch of a loader's."""
+
+    x: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.x, self.y)[index]
+
+
+@pytest.mark.parametrize("step", [_takes_out, _halves, _crops])
+def test_a_training_step_that_changes_its_batch(step: Any, tmp_path: Path) -> None:
+    """Training is the same; that later hooks get the batch as it came, throughout, is said."""
+
+    def as_class(self: Any, batch: Any, index: int) -> Any:
+        return Batch(*batch) if step is _crops else batch
+
+    module = with_step(step, on_train_batch_end=_looks_at_end, on_before_batch_transfer=as_class)
+    callback = tape(warmup_steps=1)
+    with pytest.warns(UserWarning, match=r"puts something else into .*\(batch = dict\(batch\)\)"):
+        found = fit(module, tmp_path / "graphed", callback)
+    eager = fit(module, tmp_path / "eager")
+    assert_same(*(flatten(model=run.module.state_dict()) for run in (eager, found)))
+    assert callback.stats.replayed > 10
+    untouched = with_step(lambda self, batch, batch_idx: self.loss_of(batch[:2]), on_train_batch_end=_looks_at_end)
+    plain = fit(untouched, tmp_path / "untouched")
+    assert len(found.module.at_end) == len(plain.module.at_end)
+    assert_same(
+        flatten(at_end=[end[1] for end in plain.module.at_end]), flatten(at_end=[end[1] for end in found.module.at_end])
+    )
+
+
+def test_copies_hand_back_what_is_changed_in_them() -> None:
+    """Where tensors had to be moved, the caller's containers change as the copies do, and keep what stayed."""
+    x, y = torch.zeros(2), torch.ones(2)
+    given = ({"x": x, "inner": [y, x]}, [x], AdoptedTensors(x), {"z": y})
+    new = torch.full((2,), 3.0)
+
+    def run(args: Any, kwargs: Any) -> None:
+        batch, items, held, gone = args
+        batch["new"] = new
+        batch["inner"].reverse()
+        items.append(batch["x"])
+        held.seen = new
+        gone.pop("z")
+
+    moved = ({"x": x + 0, "inner": [y + 0, x + 0]}, [x + 0], AdoptedTensors(x + 0), {"z": y + 0})
+    fed = CallArguments(moved, {}, (given, {}))
+    fed.lend(run)
+    batch, items, held, gone = given
+    assert batch["x"] is x
+    assert batch["new"] is new
+    assert batch["inner"][0] is x
+    assert batch["inner"][1] is y
+    assert items[0] is x
+    assert items[1] is x
+    assert held.x is x
+    assert held.seen is new
+    assert gone == {}
+    fed.restore()
+    assert list(batch) == ["x", "inner"]
+    assert batch["inner"][0] is y
+    assert items == [x]
+    assert held.seen is None
+    assert gone["z"] is y
+
+
+class Registered:
+    """A container that only pytree knows."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.cache: dict[str, Tensor] = {}
+
+
+torch.utils._pytree.register_pytree_node(Registered, lambda held: ([held.x], None), lambda items, _: Registered(*items))
+
+
+def test_a_registered_container() -> None:
+    """What pytree finds in it counts; what else it keeps is only put back."""
+    held = Registered(torch.zeros(2))
+    fed = CallArguments((held,), {}).watch()
+    held.cache["seen"] = held.x
+    assert fed.change() is None
+    old, held.x = held.x, torch.ones(2)
+    assert "args[0][0] is another tensor than it was" in str(fed.change())
+    fed.restore()
+    assert held.x is old
+    assert held.cache == {}
+
+
+@pytest.mark.parametrize(
+    ("thing", "read", "text"),
+    [
+        (
+            lambda: SGD([nn.Parameter(torch.zeros(2))]),
+            lambda optimizer: optimizer.param_groups[0]["lr"],
+            r"a SGD is fed, .*: use it from the enclosing scope, and name it",
+        ),
+        (lambda: {1, 2}, len, r"a set is fed, .*: feed tensors in dicts, tuples, lists, dataclasses or objects"),
+    ],
+)
+def test_advice_for_what_cannot_be_fed(thing: Any, read: Any, text: str) -> None:
+    """Once a trace has shown that the step reads it."""
+    step = graph_step(lambda x, other: x * read(other), owners={}, backend="tape")
+    with pytest.raises(FeedError, match=text):
+        for _ in range(WARMUP + 2):
+            step(torch.zeros(2), thing())

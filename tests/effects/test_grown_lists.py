@@ -1,0 +1,385 @@
+"""Lists and deques that a step appends to: replays go on with that, whatever way the code has to them, and a step that
+also looks at what it makes longer is refused by name.
+
+Checks are off in here, so that it is the refusal alone that keeps a length from being frozen.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict, defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import HostScalarError, graph_step
+from graphplan.observe.looks import looks_of
+from tests.models import attributes, updating_rig
+from tests.twins import SECOND_TRACE, Rig, assert_equals_eager, assert_refused, line_of
+
+Update = Callable[[Any, Tensor, Tensor], Any]
+MANY = 10
+"""As many items as no list has before the first replay."""
+
+
+class _Kept:
+    """Has lists of its own, in a dictionary and in an object, and methods that append to them."""
+
+    def __init__(self) -> None:
+        self.hist: dict[str, list[Tensor]] = {"loss": [], "other": []}
+        self.log = SimpleNamespace(losses=[])
+        self.plain: list[Tensor] = []
+        self.stage = "loss"
+
+    def directly(self, x: Tensor, loss: Tensor) -> None:
+        self.plain.append(loss)
+        self.plain.extend([loss, x.mean()])
+        self.plain += [x.sum()]
+
+    def by_key(self, x: Tensor, loss: Tensor) -> None:
+        for name, value in {"loss": loss, "sum": x.sum()}.items():
+            if name not in self.hist:
+                self.hist[name] = []
+            self.hist[name].append(value)
+        self.hist[f"{self.stage}" if self.stage else "none"].append(loss)
+        self.hist["other"] += [loss]
+
+    def by_default(self, x: Tensor, loss: Tensor) -> None:
+        self.hist.setdefault("late", []).append(loss)
+
+    def by_alias(self, x: Tensor, loss: Tensor) -> None:
+        losses, others = self.hist["loss"], self.hist["other"]
+        plain = self.plain
+        losses.append(loss)
+        for _ in range(2):
+            others.append(x.mean())
+        if plain is not None:
+            plain.append(loss)
+
+    def by_method(self, x: Tensor, loss: Tensor) -> None:
+        add = self.plain.append
+        add(loss)
+
+    def by_object(self, x: Tensor, loss: Tensor) -> None:
+        with torch.no_grad():
+            try:
+                self.log.losses.append(loss * 2)
+            except ValueError:
+                self.log.losses.clear()
+
+    def first(self, x: Tensor, loss: Tensor) -> Tensor:
+        self.plain.append(loss)
+        return self.plain[0] + loss
+
+
+def _by(name: str) -> tuple[Update, Callable[[nn.Module], object]]:
+    def update(model: Any, x: Tensor, loss: Tensor) -> Any:
+        return getattr(model.kept, name)(x, loss.detach())
+
+    return update, attributes(kept=_Kept)
+
+
+@pytest.mark.parametrize("name", ["directly", "by_key", "by_default", "by_alias", "by_method", "by_object", "first"])
+def test_what_is_only_appended_to(name: str) -> None:
+    """Each replay appends, whichever way the code came to the list."""
+    assert_equals_eager(partial(updating_rig, *_by(name)), verify="off")
+
+
+@pytest.mark.parametrize("kind", [list, deque])
+def test_a_list_that_a_variable_has(kind: Callable[[], Any]) -> None:
+    """A variable of a function around the step, alone and within a dictionary."""
+
+    def make() -> Rig:
+        history, log = kind(), defaultdict(kind)
+
+        def update(model: Any, x: Tensor, loss: Tensor) -> None:
+            history.append(loss.detach())
+            log["loss"].append(loss.detach())
+
+        rig = updating_rig(update, attributes())
+        rig.extra = {"history": history, "log": log}
+        return rig
+
+    assert_equals_eager(make, verify="off")
+
+
+class _Other:
+    """Has a list that is called as the model's is, and looks at that."""
+
+    def __init__(self) -> None:
+        self.seen = [1.0, 2.0]
+
+    def size(self) -> int:
+        return len(self.seen)
+
+
+def test_a_list_of_another_object_that_has_the_same_name() -> None:
+    """What a method asks of its own object says nothing about the model's list."""
+
+    def update(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        model.seen.append(loss.detach())
+        return x * model.other.size()
+
+    assert_equals_eager(partial(updating_rig, update, attributes(seen=list, other=_Other)), verify="off")
+
+
+def _alias(model: Any, x: Tensor, loss: Tensor) -> Any:
+    losses = model.hist["loss"]
+    losses.append(loss.detach())
+    return loss * 2 if len(losses) > MANY else loss * 1  # culprit
+
+
+def _held(model: Any, x: Tensor, loss: Tensor) -> Any:
+    seen = model.seen
+    seen.append(loss.detach())
+    return loss * 2 if len(seen) > MANY else loss * 1  # culprit
+
+
+def _by_key(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.hist["loss"].append(loss.detach())
+    return loss * 2 if len(model.hist["loss"]) > MANY else loss * 1  # culprit
+
+
+def _in_a_sum(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.hist["loss"].append(loss.detach())
+    return loss * 2 if sum(len(v) for v in model.hist.values()) > MANY else loss * 1  # culprit
+
+
+def _dunder(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    return loss * 2 if model.seen.__len__() > MANY else loss * 1  # culprit
+
+
+def _slice(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    return loss * 2 if model.seen[MANY:] else loss * 1  # culprit
+
+
+def _truth(model: Any, x: Tensor, loss: Tensor) -> Any:
+    scale = 1 if model.seen else 2  # culprit
+    model.seen.append(loss.detach())
+    return loss * scale
+
+
+def _enumerated(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    return loss * 2 if max(i for i, _ in enumerate(model.seen)) > MANY else loss * 1  # culprit
+
+
+def _counted(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    return loss * 2 if sum(1 for _ in model.seen) > MANY else loss * 1  # culprit
+
+
+def _looped(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    count = 0
+    for _ in model.seen:  # culprit
+        count += 1
+    return loss * 2 if count > MANY else loss * 1
+
+
+def _joined(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append("a")
+    return loss * 2 if "a" * MANY in "".join(model.seen) else loss * 1  # culprit
+
+
+def _by_name(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    return loss * 2 if len(getattr(model, "seen")) > MANY else loss * 1  # noqa: B009  # culprit
+
+
+def _compared(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(1)
+    return loss * 2 if model.seen == [1] * MANY else loss * 1  # culprit
+
+
+def _tail(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(1.0)
+    return loss * sum(model.seen[-MANY:])  # culprit
+
+
+def _size_of(items: Any) -> int:
+    return len(items)
+
+
+def _passed_on(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.hist["loss"].append(loss.detach())
+    return loss * 2 if _size_of(model.hist["loss"]) > MANY else loss * 1  # culprit
+
+
+def _cut(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.seen.append(loss.detach())
+    del model.seen[:-MANY]  # culprit
+
+
+def _cut_by_assignment(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.seen.append(loss.detach())
+    model.seen[:-MANY] = []  # culprit
+
+
+def _cut_in_a_dictionary(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.hist["loss"].append(loss.detach())
+    for values in model.hist.values():
+        del values[MANY:]  # culprit
+
+
+def _missed(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    try:
+        return loss * 2 if model.seen[MANY] is not None else loss  # culprit
+    except IndexError:
+        return loss * 1
+
+
+LOOKS_IN_A_DICTIONARY: list[Update] = [_alias, _by_key, _in_a_sum, _passed_on, _cut_in_a_dictionary]
+LOOKS: list[Update] = [_held, _dunder, _slice, _truth, _enumerated, _counted, _looped, _joined, _by_name, _compared]
+LOOKS += [_cut, _cut_by_assignment, _missed]
+
+
+@pytest.mark.parametrize("look", [*LOOKS, *LOOKS_IN_A_DICTIONARY], ids=lambda look: look.__name__)
+def test_what_shows_how_long_a_list_is(look: Update) -> None:
+    """However the code comes to know: list, line and what to do instead."""
+    path = r"len\(model\.hist\.loss\)" if look in LOOKS_IN_A_DICTIONARY else r"len\(model\.seen\)"
+    make = partial(updating_rig, look, attributes(seen=list, hist=lambda: {"loss": []}))
+    text = rf"asks for {path}, which the step itself makes longer, or can tell it otherwise, at {line_of(look)}"
+    fix = r"Count in a tensor, append after the step, or, .*, pass allow=\('len\(model\."
+    # That there are more tensors is first taken for the work of somebody else between the steps, and traced again.
+    done = SECOND_TRACE + (0 if look in (_joined, _compared) else 2)
+    assert_refused(make, HostScalarError, text, fix, done=done, verify="off")
+
+
+def test_the_last_numbers_of_a_list() -> None:
+    """What an operator gets of them differs from step to step."""
+    make = partial(updating_rig, _tail, attributes(seen=list))
+    assert_refused(make, HostScalarError, r"test_grown_lists\.py", done=SECOND_TRACE, verify="off")
+
+
+def _returns_it(model: Any, x: Tensor, loss: Tensor) -> None:
+    _seen_of(model).append(loss.detach())
+
+
+def _seen_of(model: Any) -> Any:
+    return model.seen  # culprit
+
+
+def test_a_list_that_is_allowed() -> None:
+    """A function gives the list away, and nobody can tell what is done with it: its length is declared harmless."""
+    make = partial(updating_rig, _returns_it, attributes(seen=list))
+    text = rf"asks for len\(model\.seen\), .* can tell it otherwise, at {line_of(_seen_of)}"
+    assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
+    assert_equals_eager(make, verify="off", allow=("len(model.seen)",))
+
+
+def test_a_list_in_a_dictionary_that_two_owners_have() -> None:
+    """Any of its names leads to it."""
+    log: dict[str, list[Tensor]] = {"loss": []}
+    x = torch.ones(3)
+
+    def step(x: Tensor) -> Tensor:
+        log["loss"].append(x * 2)
+        return x * 2 if len(holder.log["loss"]) > MANY else x * 1
+
+    holder = SimpleNamespace(log=log)
+    call = graph_step(step, owners={"held": log}, backend="tape", warmup_steps=1, verify="off")
+    with pytest.raises(HostScalarError, match=r"asks for len\(\w+\.loss\), which the step itself makes longer"):
+        for _ in range(8):
+            call(x)
+
+
+def _unusual(items: Any, other: Any) -> Any:
+    first, *_ = items[0], other
+    items["a"], items["b"] = other, other
+    chosen = items if other else first
+    with other as items["c"]:
+        return {**other, "n": [*chosen]}
+
+
+@pytest.mark.parametrize("code", [_unusual.__code__, _Kept.by_key.__code__, test_a_list_that_is_allowed.__code__])
+def test_code_of_any_kind_is_followed_to_its_end(code: Any) -> None:
+    """Variables that hold nothing known are looked at by nobody."""
+    assert not any(look.name in ("items", "other") for look in looks_of(code))
+
+
+def _append_dict(model: Any, x: Tensor, loss: Tensor) -> None:
+    pair = {"pair": (x.mean(), "a"), "sums": [x.sum()]}
+    model.seen.append({"loss": loss.detach(), "size": len(x), "inner": pair})
+
+
+def _append_tuple(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.seen.append((loss.detach(), {"size": len(x)}, [x.sum()]))
+
+
+def _append_deep(model: Any, x: Tensor, loss: Tensor) -> None:
+    model.hist["loss"].append({"loss": loss.detach(), "size": len(x)})
+
+
+def _clear(model: Any, index: int) -> None:
+    if index % 10 == 9:
+        model.seen.clear()
+        model.hist["loss"].clear()
+
+
+@pytest.mark.parametrize("append", [_append_dict, _append_tuple, _append_deep])
+def test_items_that_hold_more_are_cleared(append: Update) -> None:
+    """An epoch's end clears the list: what lay in its items was never looked at, and is no reason to capture anew."""
+    make = partial(updating_rig, append, attributes(seen=list, hist=lambda: {"loss": []}), _clear)
+    assert_equals_eager(make, verify="off")
+
+
+def _appends(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.seen.append(loss.detach())
+    return x * model.settings["scale"]
+
+
+def _looks_within(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.seen.append({"scale": 2.0})
+    return x * model.seen[0]["scale"]
+
+
+@pytest.mark.parametrize("update", [_appends, _looks_within])
+def test_an_item_that_the_step_reads(update: Update) -> None:
+    """There, or under another name: what lies in it is compared before each replay."""
+
+    def prepare(model: Any) -> None:
+        model.seen = [{"scale": 2.0}]
+        if update is _appends:
+            model.settings = model.seen[0]
+
+    def change(model: Any, index: int) -> None:
+        if index == 9:
+            model.seen[0]["scale"] = 3.0
+
+    assert_equals_eager(partial(updating_rig, update, prepare, change), verify="off", captured=2, replayed=10)
+
+
+class _Shown(dict[str, Any]):
+    """A dictionary that shows its keys as attributes."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [_Shown, UserDict])
+@pytest.mark.parametrize("looks", [True, False])
+def test_a_list_in_what_stands_for_a_dictionary(kind: Callable[..., Any], looks: bool) -> None:
+    """It is called as the dictionary is, or by its key."""
+
+    def update(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        model.hist["loss"].append(loss.detach())
+        return loss * 2
+
+    def looking(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+        model.hist["loss"].append(loss.detach())
+        losses = model.hist.loss if kind is _Shown else model.hist["loss"]
+        return loss * 2 if len(losses) > MANY else loss * 1
+
+    make = partial(updating_rig, looking if looks else update, attributes(hist=lambda: kind(loss=[])))
+    if not looks:
+        assert_equals_eager(make, verify="off")
+        return
+    text = r"asks for len\(model\.hist(\.data)?\.loss\), which the step itself makes longer"
+    assert_refused(make, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")

@@ -1,0 +1,218 @@
+"""Numbers that a step only compares: programs stay good while the comparisons come out as they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import ControlFlowError, HostScalarError, graph_step
+from graphplan.observe.comparisons import Attribute, Comparison, come_out_alike, comparisons_in
+
+
+class Forms:
+    """Ways to use ``self.n``, each with the comparisons that are all there is to it."""
+
+    n: Any
+    other: Any
+    flag: Any
+
+    def unused(self) -> Any:
+        number = self.n  # noqa: F841
+
+    def compared(self) -> Any:
+        return 1 if self.n > 3 else 2
+
+    def in_variable(self) -> Any:
+        number = self.other.n
+        if number == 0 or number > 7:
+            return 1
+        return number == 3
+
+    def with_remainder(self) -> Any:
+        return self.n % 10 == 0
+
+    def by_remainder(self) -> Any:
+        return 1 if not self.n % 5 else 2
+
+    def with_attribute(self) -> Any:
+        return self.n < self.other
+
+    def exchanged(self) -> Any:
+        return 3 < self.n  # noqa: SIM300
+
+    def among(self) -> Any:
+        return self.n in (1, 2)
+
+    def truth(self) -> Any:
+        return 1 if self.n else 2
+
+    def negated(self) -> Any:
+        return not self.n
+
+    def called(self) -> Any:
+        return self.other.n()
+
+
+FORMS: dict[str, set[Comparison]] = {
+    "unused": set(),
+    "compared": {Comparison(">", 3)},
+    "in_variable": {Comparison("==", 0), Comparison(">", 7), Comparison("==", 3)},
+    "with_remainder": {Comparison("==", 0, modulus=10)},
+    "by_remainder": {Comparison(modulus=5)},
+    "with_attribute": {Comparison("<", Attribute("other"))},
+    "exchanged": {Comparison("<", 3, is_exchanged=True)},
+    "among": {Comparison("in", (1, 2))},
+    "truth": {Comparison()},
+    "negated": {Comparison()},
+    "called": set(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_code_that_only_compares(form: str) -> None:
+    assert comparisons_in(getattr(Forms, form).__code__, "n") == FORMS[form]
+
+
+COMPUTING: dict[str, Callable[..., Any]] = {
+    "returned": lambda self: self.n,
+    "added": lambda self: self.n + 1 > 3,
+    "formatted": lambda self: f"{self.n}",
+    "index": lambda self: [1, 2][self.n],
+    "handed on": lambda self: abs(self.n),
+    "either": lambda self: self.n or 3,
+    "between": lambda self: 1 < self.n < 4,
+    "a bound that varies": lambda self: self.n > (3 if self.flag else 4),
+    "another's attribute": lambda self: self.n > self.other.limit,
+    "by name": lambda self: getattr(self, "n") > 3,  # noqa: B009
+    "identity": lambda self: self.n is self.other,
+    "all variables": lambda self: locals() and self.n > 3,
+    "divided by zero": lambda self: self.n % 0 == 1,
+}
+
+
+def _changed(self: Any) -> None:
+    self.n += 1
+
+
+def _two_values(self: Any) -> bool:
+    number = self.n
+    if self.flag:
+        number = 3
+    return number > 3
+
+
+@pytest.mark.parametrize("form", [*COMPUTING, "changed", "two values"])
+def test_code_that_computes_with_it(form: str) -> None:
+    function = {**COMPUTING, "changed": _changed, "two values": _two_values}[form]
+    assert comparisons_in(function.__code__, "n") is None
+
+
+def test_attributes_of_the_first_argument_alone() -> None:
+    code = COMPUTING["returned"].__code__
+    assert comparisons_in(code, "n", of_self=True) is None
+    assert comparisons_in(Forms.in_variable.__code__, "n", of_self=True) == set()
+
+
+@pytest.mark.parametrize(
+    ("comparison", "yes", "no"),
+    [
+        (Comparison(">", 3), 4, 3),
+        (Comparison("<", 3, is_exchanged=True), 4, 3),
+        (Comparison("in", (1, 2)), 2, 3),
+        (Comparison(), 1, 0),
+        (Comparison("==", 1, modulus=2), 5, 6),
+        (Comparison(modulus=5), 4, 5),
+        (Comparison("!=", None), 4, None),
+    ],
+)
+def test_outcomes(comparison: Comparison, yes: Any, no: Any) -> None:
+    assert comparison.outcome(yes)
+    assert not comparison.outcome(no)
+    assert not come_out_alike([comparison], yes, no)
+    assert come_out_alike([comparison], yes, yes)
+    assert not come_out_alike(None, yes, yes)
+
+
+class Model(nn.Module):
+    """A model with a number that the host moves on, and one that is compared with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.step, self.warm_up, self.scale = 0, 12, 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y * self.scale if self.step >= self.warm_up else y
+
+
+def run(calls: int, act: Callable[[Model, int], None], *, graphed: bool) -> tuple[list[Tensor], Any, Model]:
+    """Train a model; ``act`` is the host's between two steps."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
+
+    def train(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step: Any = graph_step(train, owners={"model": model, "optimizer": optimizer}) if graphed else train
+    losses = []
+    for index in range(calls):
+        act(model, index)
+        losses.append(step(torch.randn(8, 4)))
+    return losses, step, model
+
+
+def _count(model: Model, index: int) -> None:
+    model.step = index
+
+
+def _count_and_move_the_bound(model: Model, index: int) -> None:
+    model.step = index
+    if index == 16:
+        model.warm_up = 20
+
+
+@pytest.mark.parametrize(
+    ("act", "captured"), [(_count, 2), (_count_and_move_the_bound, 4)], ids=["a bound", "a bound that moves"]
+)
+def test_a_number_that_differs_in_each_step_and_is_only_compared(
+    act: Callable[[Model, int], None], captured: int
+) -> None:
+    """It is captured anew where a comparison comes out otherwise, or what it is compared with changes."""
+    expected, _, eager = run(36, act, graphed=False)
+    found, step, model = run(36, act, graphed=True)
+    assert all(map(torch.equal, expected, found))
+    assert torch.equal(eager.net.weight, model.net.weight)
+    assert (step.stats.captured, step.stats.traced) == (captured, 2 * captured)
+    # Each further capture comes after one eager step.
+    assert step.stats.replayed == 36 - 2 - 4 * captured
+    assert "comparisons with 1 of them (model.step)" in str(step.plan)
+
+
+def test_a_number_that_differs_in_each_step_and_is_computed_with() -> None:
+    """Other code of the step decides what is done with it."""
+
+    def act(model: Model, index: int) -> None:
+        model.step, model.warm_up, model.scale = index, 0, float(index)
+
+    with pytest.raises(HostScalarError, match=r"gets other=\d\.0 on one step and other=\d\.0 on the next"):
+        run(8, act, graphed=True)
+
+
+def test_a_comparison_that_alternates() -> None:
+    """The two traces go different ways."""
+
+    def act(model: Model, index: int) -> None:
+        model.step, model.warm_up = index % 2, 1
+
+    with pytest.raises(ControlFlowError, match="the step's control flow changes"):
+        run(8, act, graphed=True)

@@ -1,0 +1,170 @@
+"""Functions that a step calls: a replay depends on the variables of those that outlive it, not of its own ones."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from graphplan import GuardError, capture, compile_plan
+from graphplan.observe import executed_code as spaces
+from tests.models import CALLS, Box, Mlp, float_batches
+from tests.twins import Rig, assert_equals_eager, build
+
+CHANGED = 12
+CHANGE = r"weight(_\d)? was 0\.5 and is 2\.0"
+"""Other functions of the same code may be waiting to be collected, with a variable of the same name."""
+
+
+def rig_of(loss_of: Callable[[Box, Any, Tensor, Tensor], Tensor], box: Box, after: Callable[[int], object]) -> Rig:
+    """A training step that computes ``loss_of(box, model, x, y)``; nobody can look into the box."""
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(box, model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
+
+
+def _recursive(box: Box, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    def scaled(times: int) -> Tensor:
+        return x if times == 0 else 0.5 * scaled(times - 1)
+
+    return F.cross_entropy(model(scaled(3)), y)
+
+
+def _kept(box: Box, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    box.item = lambda: F.cross_entropy(model(x), y)
+    return box.item()
+
+
+def _generated(box: Box, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return sum(F.cross_entropy(model(x * factor), y) for factor in (0.5, 1.0))
+
+
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    """Collections come when they come; a function that refers to itself may wait for a long time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collections")
+@pytest.mark.parametrize("loss_of", [_recursive, _kept, _generated])
+def test_a_function_that_the_step_makes(loss_of: Callable[..., Tensor]) -> None:
+    """Its variables are new ones each time, so that no replay depends on them, though it may outlive the step."""
+    assert_equals_eager(lambda: rig_of(loss_of, Box(None), lambda index: None))
+
+
+def hidden_rig(*, changed: float = 2.0) -> Rig:
+    """A step that calls a function to which no name leads, and a change of that function's variable."""
+    weight = 0.5
+
+    def after(index: int) -> None:
+        nonlocal weight
+        weight = changed if index >= CHANGED else 0.5
+
+    box = Box(lambda model, x, y: weight * F.cross_entropy(model(x), y))
+    return rig_of(lambda box, model, x, y: box.item(model, x, y), box, after)
+
+
+def test_a_function_in_a_box() -> None:
+    """A function that outlives the step is found although nothing names it, and its variables are guarded."""
+    assert_equals_eager(partial(hidden_rig, changed=0.5))
+    step = assert_equals_eager(hidden_rig, captured=2, replayed=CALLS - 6 - 4)
+    assert re.search(CHANGE, step.report())
+
+
+def weighted(weight: float) -> tuple[Callable[..., Tensor], Callable[[float], None]]:
+    """A loss, and what sets its variable."""
+
+    def put(value: float) -> None:
+        nonlocal weight
+        weight = value
+
+    return lambda model, x, y: weight * F.cross_entropy(model(x), y), put
+
+
+def later_rig() -> Rig:
+    """The first batches have a function, later and smaller ones another one of the same code, made later."""
+    losses = {"large": weighted(0.5)}
+
+    def after(index: int) -> None:
+        if index == CHANGED:
+            losses["small"] = weighted(0.25)
+        elif index == CALLS + CHANGED:
+            losses["small"][1](2.0)
+
+    box = Box(lambda model, x, y: losses["large" if len(x) > 3 else "small"][0](model, x, y))
+    rig = rig_of(lambda box, model, x, y: box.item(model, x, y), box, after)
+    rig.calls += [(x[:3], y[:3]) for x, y in rig.calls]
+    return rig
+
+
+def test_functions_that_were_found_are_not_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector goes through all objects until they have turned up twice; another one of that code is found."""
+    looked: list[int] = []
+    monkeypatch.setattr(spaces, "gc", SimpleNamespace(get_referrers=lambda *codes: searched(looked, *codes)))
+    assert_equals_eager(partial(hidden_rig, changed=0.5))
+    assert len(looked) == 2
+
+
+def searched(looked: list[int], *codes: Any) -> list[Any]:
+    """What refers to ``codes``, and a note that it was looked for."""
+    looked.append(len(codes))
+    return gc.get_referrers(*codes)
+
+
+def test_another_function_of_the_same_code() -> None:
+    """It is a name once it has turned up twice, which one trace of a further shape would not do."""
+    step = assert_equals_eager(later_rig, captured=4, replayed=CALLS)
+    assert re.search(r"weight(_\d)? was 0\.25 and is 2\.0", step.report())
+
+
+def test_a_function_in_a_box_under_a_bare_plan() -> None:
+    """A plan without a state machine guards it too."""
+    rig = build(hidden_rig)
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    program = capture(plan, feed=rig.calls[0], backend="tape")
+    program.replay(rig.calls[0])
+    rig.after(CHANGED)
+    with pytest.raises(GuardError, match=f"no longer fits: the step's code reads .*{CHANGE}; capture it again"):
+        program.replay(rig.calls[1])
+
+
+class Total:
+    """Adds losses up in a tensor; a plain object."""
+
+    def __init__(self) -> None:
+        self.value = torch.full((), 7.0)
+
+    def add(self, loss: Tensor) -> Tensor:
+        self.value += loss.detach()
+        return loss
+
+
+def test_an_object_in_a_box_under_a_bare_plan() -> None:
+    """It is found in the second run, taken for an owner from then on, and has its values back afterwards."""
+    total = Total()
+    rig = build(lambda: rig_of(lambda box, model, x, y: box.item.add(_recursive(box, model, x, y)), Box(total), print))
+    plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
+    assert [external.name for external in plan.state if external.path == "total.value"]
+    assert total.value.item() == 7.0
+    program = capture(plan, feed=rig.calls[0], backend="tape")
+    loss = program.replay(rig.calls[0])
+    assert total.value.item() == (7.0 + loss).item()

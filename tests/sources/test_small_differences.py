@@ -1,0 +1,179 @@
+"""Changes between two calls that are easily taken for none: each makes the next call what it is eagerly."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphplan import HostScalarError, graph_step
+from tests.sources.test_odd_values import Odd, OddNumber
+
+X = torch.arange(8.0).reshape(2, 4)
+
+
+def _layers_in_another_order() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.Tanh())})
+
+    def step(x: Tensor) -> Tensor:
+        for layer in layers.values():
+            x = layer(x)
+        return x.detach()
+
+    def change() -> None:
+        layer = layers.pop("a")
+        layers["a"] = layer
+
+    return {"layers": layers}, step, change
+
+
+def _sign_of_an_imaginary_zero() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings = {"factor": complex(-4.0, 0.0)}
+
+    def step(x: Tensor) -> Tensor:
+        return x * (settings["factor"] ** 0.5).imag
+
+    return {"settings": settings}, step, lambda: settings.update(factor=complex(-4.0, -0.0))
+
+
+def _key_that_a_dictionary_would_make() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings: defaultdict[str, float] = defaultdict(lambda: 1.5)
+    settings["a"] = 1.5
+
+    def step(x: Tensor) -> Tensor:
+        return x * settings["a"] if "a" in settings else x
+
+    return {"settings": settings}, step, lambda: settings.pop("a")
+
+
+def _number_that_cannot_be_compared() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings = {"factor": OddNumber(2)}
+    return {"settings": settings}, lambda x: x * int(settings["factor"]), lambda: settings.update(factor=OddNumber(3))
+
+
+def _object_that_cannot_be_compared() -> tuple[Any, Callable[[Tensor], Tensor], Callable[[], Any]]:
+    settings = {"factor": Odd(2.0)}
+    return {"settings": settings}, lambda x: x * settings["factor"].value, lambda: settings.update(factor=Odd(3.0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _layers_in_another_order,
+        _sign_of_an_imaginary_zero,
+        _key_that_a_dictionary_would_make,
+        _number_that_cannot_be_compared,
+        _object_that_cannot_be_compared,
+    ],
+)
+def test_a_change_is_seen(make: Callable[[], Any]) -> None:
+    owners, step, change = make()
+    call = graph_step(step, owners=owners, backend="tape", warmup_steps=1, verify="off")
+    for _ in range(8):
+        before = call(X)
+    assert call.stats.replayed > 2
+    assert torch.equal(before, step(X))
+    change()
+    after = call(X)
+    assert torch.equal(after, step(X))
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("hold", [lambda s: {}, lambda s: {"other": s}, lambda s: {"box": SimpleNamespace(s=s)}])
+def test_a_dictionary_that_an_owner_has_and_code_names(hold: Callable[[Any], Any], nested: bool) -> None:
+    """It is guarded, whoever holds it, and whatever leads to it there."""
+    settings: dict[str, Any] = {"rates": {"a": 1.5}, "a": 1.5}
+
+    def step(x: Tensor) -> Tensor:
+        return x * (settings["rates"]["a"] if nested else settings["a"])
+
+    call = graph_step(step, owners=hold(settings), backend="tape", warmup_steps=1, verify="off")
+    for _ in range(8):
+        call(X)
+    assert call.stats.replayed > 2
+    (settings["rates"] if nested else settings)["a"] = 2.5
+    assert torch.equal(call(X), X * 2.5)
+
+
+@pytest.mark.parametrize("owners", [True, False])
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_count_in_a_dictionary_that_an_owner_has(reads: bool, owners: bool) -> None:
+    """Counting alone is repeated; what the count decides cannot be."""
+    counts = {"n": 0}
+
+    def deciding(x: Tensor) -> Tensor:
+        counts["n"] += 1
+        return x * 2 if counts["n"] > 12 else x
+
+    def counting(x: Tensor) -> Tensor:
+        counts["n"] += 1
+        return x * 2
+
+    held = {"counted": counts} if owners else {}
+    call = graph_step(deciding if reads else counting, owners=held, backend="tape", warmup_steps=1, verify="off")
+    if reads:
+        with pytest.raises(HostScalarError, match=r"the step's code reads count\w+\.n, which it also counts up"):
+            for _ in range(4):
+                call(X)
+        return
+    for _ in range(10):
+        call(X)
+    assert call.stats.replayed > 4
+    assert counts == {"n": 10}
+
+
+def test_the_length_of_a_list_that_an_owner_has() -> None:
+    seen: list[int] = []
+
+    def step(x: Tensor) -> Tensor:
+        seen.append(1)
+        return x * 2 if len(seen) > 12 else x
+
+    call = graph_step(step, owners={"held": seen}, backend="tape", warmup_steps=1, verify="off")
+    with pytest.raises(HostScalarError, match=r"asks for len\(held\), which the step itself makes longer"):
+        for _ in range(4):
+            call(X)
+
+
+class Twice(Tensor):
+    """A tensor whose products are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Doubles what ``mul`` gives."""
+        plain = [arg.as_subclass(Tensor) if isinstance(arg, Twice) else arg for arg in args]
+        out = func(*plain, **(kwargs or {}))
+        return out * 2 if func is Tensor.mul else out
+
+
+def test_a_tensor_of_another_class() -> None:
+    """It has a program of its own, or none."""
+
+    def step(x: Tensor) -> Tensor:
+        return x.mul(3)
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off", on_failure="eager")
+    for _ in range(8):
+        call(X)
+    assert call.stats.replayed > 2
+    assert torch.equal(call(X.as_subclass(Twice)), X * 6)
+
+
+@pytest.mark.parametrize("make", [lambda: (1.0, [1.0]), lambda: [1.0], lambda: frozenset({1.0})])
+def test_items_of_a_long_list_that_hold_more(make: Callable[[], Any]) -> None:
+    items = [make() for _ in range(5000)]
+
+    def step(x: Tensor) -> Tensor:
+        return x * len(items[4999])
+
+    call = graph_step(step, backend="tape", warmup_steps=1, verify="off")
+    with pytest.raises(HostScalarError, match=r"items\[4096:\], of which there are more than 4096; what they"):
+        for _ in range(8):
+            call(X)

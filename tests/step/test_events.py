@@ -1,0 +1,154 @@
+"""What the report says of changes, how many captures they may cost, and the two ways to debug a step."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphplan import OptionError, RecaptureError, SkipReason, graph_step
+from tests.effects.test_carries import CARRIES
+from tests.failure_modes.naive import WHEN, changing_rig, stay
+from tests.models import attributes, training_rig, updating_rig
+from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
+
+
+def _load_optimizer(model: Any, optimizer: Any) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _load_model(model: Any, optimizer: Any) -> None:
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+
+def _add_group(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+def _freeze(model: Any, optimizer: Any) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def _drop_bias(model: Any, optimizer: Any) -> None:
+    model[0].bias = None
+
+
+def _drop_layer(model: Any, optimizer: Any) -> None:
+    del model[1]
+
+
+def _other_decay(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+
+
+EVENTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
+    "optimizer.load_state_dict": (_load_optimizer, "followed (after optimizer.load_state_dict)"),
+    "model.load_state_dict": (_load_model, "(after model.load_state_dict)"),
+    "add_param_group": (_add_group, "another program: optimizer.param_groups[1].params[0] is new; optimizer"),
+    "freezing": (_freeze, "another program: model.0.weight.requires_grad: True then False"),
+    "no bias": (_drop_bias, "recapture: model.0.bias was a Parameter at capture and is None now"),
+    "no bias, new key": (
+        _drop_bias,
+        "another program: model.0.bias is gone; optimizer.param_groups[0].params[1] is new",
+    ),
+    "no layer": (_drop_layer, "another program: model.1.bias is gone; model.1.weight is gone"),
+    "weight decay": (_other_decay, "another program: AdamW optimizer.param_groups[0].weight_decay: 0.01 then 0.3"),
+}
+
+
+@pytest.mark.parametrize("what", EVENTS)
+def test_the_report_names_the_event(what: str) -> None:
+    """Not only that something moved, but what was done."""
+    change, text = EVENTS[what]
+    rig = build(partial(changing_rig, change))
+    step = managed(rig)
+    drive(rig, step)
+    assert any(text in event for event in step.stats.events), step.stats.events
+    assert text in step.report()
+
+
+def test_notices_do_not_travel() -> None:
+    """A copy or a pickle of a model works while its step lives, and its hook notes nothing for the original."""
+    rig = build(partial(changing_rig, stay))
+    step, model = managed(rig), rig.owners["model"]
+    drive(rig, step)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.load_state_dict(model.state_dict())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    before = dict(step.stats.events)
+    step(*rig.calls[0])
+    assert step.stats.events == before
+    step.close()
+    assert not model._load_state_dict_post_hooks
+
+
+def _flag_rig(every: int, ahead: int = 0) -> Any:
+    """A flag that the step reads takes another value after each ``every`` calls, ``ahead`` calls earlier."""
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        return nn.functional.cross_entropy(model(x), y) * model.sharpness
+
+    each = lambda model, optimizer, index: setattr(model, "sharpness", 1.0 + (index + ahead) // every)  # noqa: E731
+    return changing_rig(stay, loss, prepare=attributes(sharpness=1.0), each=each)
+
+
+def test_captures_that_do_not_pay_come_to_an_end() -> None:
+    """Three captures in a row for fewer than 16 replays each: eager from then on, and the reasons are listed."""
+    make = partial(_flag_rig, 6)
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, max_recaptures=2)
+    with pytest.warns(UserWarning, match=r"captured again 2 times in a row.*model\.sharpness was 1\.0 and is 2\.0"):
+        assert_same_runs(expected, drive(rig, step))
+    assert step.stats.skipped[SkipReason.RECAPTURE] > 0
+    assert step.stats.captured == 3
+
+
+def test_captures_that_do_not_pay_raise_before_the_first_replay() -> None:
+    """Where nothing was ever replayed, nobody would lose a run."""
+    rig = build(partial(_flag_rig, 4, 1))
+    step = managed(rig, max_recaptures=1, warmup_steps=1)
+    with pytest.raises(RecaptureError, match=r"fewer than 16 replays each.*max_recaptures \(now 1\)"):
+        drive(rig, step)
+    assert step.stats.replayed == 0
+
+
+def test_a_bad_bound() -> None:
+    """Fewer than no captures make no sense."""
+    with pytest.raises(OptionError, match=r"max_recaptures is -1; expected an int >= 0"):
+        graph_step(lambda: None, max_recaptures=-1)
+
+
+DEBUGGED: dict[str, Callable[[], Any]] = {"mlp": partial(training_rig, "mlp", "adamw", sizes=(8,) * 24)}
+DEBUGGED |= {name: partial(updating_rig, *case) for name, case in CARRIES.items()}
+
+
+@pytest.mark.parametrize("make", DEBUGGED.values(), ids=DEBUGGED)
+def test_debug_eager_is_eager(make: Any) -> None:
+    """The step runs where a program would be replayed: everything around the recording gives eager's numbers."""
+    rig = build(make)
+    expected = drive(rig, rig.step)
+    rig = build(make)
+    step = managed(rig, debug_eager=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same_runs(expected, drive(rig, step))
+    assert step.stats.replayed > 0
+    # A check would run the recording.
+    assert step.stats.verified == 0
+
+
+def test_debug_changes_nothing() -> None:
+    """``debug=True`` only waits."""
+    assert WHEN < 24
+    assert_equals_eager(partial(changing_rig, stay), debug=True)

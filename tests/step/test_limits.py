@@ -1,0 +1,95 @@
+"""What a long run may not pile up: programs, keys, and texts in the statistics."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import SGD
+
+from graphplan import SkipReason
+from graphplan.report.stats import OTHERS, TEXTS, Stats
+from graphplan.step.entry import Entry
+from tests.models import MODELS, Mlp, batches
+from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, build, managed
+
+
+def rig_of(sizes: list[int], *rest: list[Any]) -> Rig:
+    """A training step on batches of these sizes; the values in ``rest`` are fed beside them and scale the loss."""
+    model = Mlp()
+    optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+    def train_step(x: Tensor, y: Tensor, *factors: float) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y) * sum(factors, 1.0)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    calls = zip(batches(MODELS["mlp"][1], sizes), *rest, strict=True)
+    owners = {"model": model, "optimizer": optimizer}
+    return Rig(train_step, owners, [(*batch, *factors) for batch, *factors in calls])
+
+
+def test_the_program_that_was_used_least_recently_goes() -> None:
+    """The usual size keeps its program while rare ones take each other's place."""
+    usual, rare = [8] * BEFORE_REPLAY, (5, 6, 7)
+    sizes = [*usual, *(size for other in rare for _ in range(FURTHER + 1) for size in (other, 8))]
+    step = assert_equals_eager(lambda: rig_of(sizes), captured=4, further=3, max_graphs=2)
+    assert step.stats.recaptured == 0
+    assert step.stats.events == {"evicted: more programs than max_graphs": 2}
+    assert "event 2x: evicted" in step.report()
+
+
+def entries_of() -> int:
+    """How many keys all steps remember."""
+    return sum(type(thing) is Entry for thing in gc.get_objects())
+
+
+def test_keys_that_never_come_back_are_forgotten() -> None:
+    """A number in the feed that is another one each time makes a key for every call, and none of them a program."""
+    rig = build(lambda: rig_of([8] * 12, [float(index) for index in range(12)]))
+    gc.collect()
+    known = entries_of()
+    step = managed(rig, max_graphs=1)
+    counts = []
+    for args in rig.calls:
+        step(*args)
+        counts.append(entries_of() - known)
+    assert counts == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 8]
+    assert step.stats.calls == 12
+
+
+def test_new_values_of_a_hyper_parameter_for_ever() -> None:
+    """Each value has a program until others need the room, and the latest ones are found again."""
+    rig = build(lambda: rig_of([8] * 60))
+    group = rig.owners["optimizer"].param_groups[0]
+    step = managed(rig, max_graphs=1, warmup_steps=1, verify="off")
+    gc.collect()
+    known = entries_of()
+    for index, args in enumerate(rig.calls):
+        group["weight_decay"] = index // 4 * 1e-3
+        step(*args)
+    assert step.stats.captured == 15
+    gc.collect()
+    assert entries_of() == known + 8
+    texts = [text for text in step.stats.events if not text.startswith("another program: SGD")]
+    assert texts == ["evicted: more programs than max_graphs"]
+
+
+@pytest.mark.parametrize("table", ["events", "reasons"])
+def test_texts_with_ever_new_numbers(table: str) -> None:
+    """Statistics keep the first texts apart and count the rest together, also when two are merged."""
+    first, second = Stats(), Stats()
+    for stats in (first, second):
+        for number in range(TEXTS + 9):
+            stats.note(f"event {number}")
+            stats.skip(SkipReason.SHAPE, f"reason {number}")
+    assert len(getattr(first, table)) == TEXTS + 1
+    assert getattr(first, table)[OTHERS] == 9
+    first.merge(second)
+    assert len(getattr(first, table)) == TEXTS + 1
+    assert sum(getattr(first, table).values()) == 2 * (TEXTS + 9)

@@ -1,0 +1,219 @@
+"""Reports as text, as JSON, and as a drawing, of what `graph_step`, `graphed` and `piecewise` make."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphplan import GraphedStep, OptionError, graph_step, graphed, piecewise
+from graphplan.backends import cudanodes
+from graphplan.backends.backend import Node, Nodes
+
+
+def trained_step() -> GraphedStep:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x[:, :2])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = graph_step(train_step, owners={"model": model, "optimizer": optimizer}, backend="tape", eager_if=5)
+    for _ in range(12):
+        step(torch.randn(3, 4))
+    return step
+
+
+def served(*sizes: int, **options: Any) -> Any:
+    fast = graphed(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), backend="tape", **options)
+    with torch.no_grad():
+        for size in sizes * 6:
+            fast(torch.randn(size, 4))
+    return fast
+
+
+def test_json_of_a_step_says_what_the_text_says() -> None:
+    step = trained_step()
+    data = json.loads(step.report("json"))
+    stats = step.stats
+    assert data["plans"] == 1
+    assert (
+        data["stats"]["calls"] == 12 == sum(data["stats"][name] for name in ("eager", "traced", "captured", "replayed"))
+    )
+    assert data["stats"]["replayed"] == stats.replayed > 0
+    assert data["skipped"] == {"eager_if": 3}
+    assert data["reasons"] == stats.reasons
+    assert data["notes"][0].startswith("prepared: ") and data["notes"][0] in step.report()
+    assert data["phases"]["capture"]["calls"] == 1 and data["phases"]["capture"]["seconds"] > 0
+    [program] = data["programs"]
+    assert program["key"].startswith("args[0] torch.float32 [3, 4] strides (4, 1) on cpu")
+    assert program["name"].endswith("train_step")
+    assert program["inputs"] == {"args[0]": "f32[3, 4]"}
+    assert program["roles"]["input"] == {"tensors": 1, "bytes": 48}
+    assert program["roles"]["param"] == {"tensors": 2, "bytes": 40}
+    assert program["policy"] == {"static": ["input", "param", "state"], "copied": ["input"]}
+    assert program["launches"]["replay"] == 1 and program["launches"]["eager"] == step.plan.launches  # type: ignore[union-attr]
+    assert program["nodes"]["types"] == {"Operator": program["nodes"]["count"]}
+    assert program["nodes"]["names"]["aten.mse_loss.default"] == 1
+    assert program["nodes"]["missing"] == ""
+
+
+def test_json_of_a_graphed_function_has_its_shapes_and_memory() -> None:
+    fast = served(3, 2, shapes="bucket", buckets=[4])
+    data = json.loads(fast.report(format="json"))
+    assert data["shapes"]["shapes"] == 2 and data["shapes"]["capture_sizes"] == 1
+    assert data["shapes"]["hits"] == fast.shapes.hits and data["shapes"]["padding"] == pytest.approx(1.6)
+    assert data["memory"]["pool"] == fast.memory.pool > 0
+    assert data["reasons"]["a padded call was compared with the call as it came"] == fast.shapes.checked
+    [program] = data["programs"]
+    assert program["nodes"]["names"] == {"aten.addmm.default": 2, "aten.relu.default": 1}
+    assert program["replays"] == fast.programs[0].replays
+
+
+def parse_dot(text: str) -> tuple[dict[str, str], list[tuple[str, str]], list[str]]:
+    """Nodes with their labels, edges, and clusters of a drawing; fails for a line that is none of these."""
+    nodes: dict[str, str] = {}
+    edges, clusters = [], []
+    quoted = r'"((?:[^"\\]|\\.)*)"'
+    lines = text.splitlines()
+    assert (lines[0], lines[1], lines[-1]) == ("digraph graphplan {", "  node [shape=box];", "}")
+    for line in lines[2:-1]:
+        if found := re.fullmatch(rf"    (p\d+_\d+) \[label={quoted}, tooltip={quoted}\];", line):
+            nodes[found[1]] = found[2]
+        elif found := re.fullmatch(r"    (p\d+_\d+) -> (p\d+_\d+);", line):
+            edges.append((found[1], found[2]))
+        elif found := re.fullmatch(rf"    label={quoted};", line):
+            clusters.append(found[1])
+        else:
+            assert re.fullmatch(r"  subgraph cluster_\d+ \{|  \}", line), line
+    return nodes, edges, clusters
+
+
+def test_a_drawing_has_a_cluster_for_each_program_and_follows_the_data() -> None:
+    nodes, edges, clusters = parse_dot(served(3, 2).report("dot"))
+    assert len(clusters) == 2 and "args[0] torch.float32 [3, 4]" in clusters[0] and "[2, 4]" in clusters[1]
+    for number in (0, 1):
+        labels = [nodes[f"p{number}_{index}"] for index in range(3)]
+        assert labels == ["aten.addmm.default", "aten.relu.default", "aten.addmm.default"]
+    assert edges == [("p0_0", "p0_1"), ("p0_1", "p0_2"), ("p1_0", "p1_1"), ("p1_1", "p1_2")]
+
+
+def test_one_program_is_drawn_alone() -> None:
+    fast = served(3, 2)
+    nodes, edges, clusters = parse_dot(fast.report("dot", program=1))
+    assert len(clusters) == 1 and "[2, 4]" in clusters[0]
+    assert set(nodes) == {"p1_0", "p1_1", "p1_2"} and len(edges) == 2
+
+
+def test_a_drawing_follows_what_is_written_in_place() -> None:
+    def fn(x: Tensor) -> Tensor:
+        first = x * 2
+        second = x + 1
+        first.add_(second)
+        return first.exp()
+
+    fast = graphed(fn, backend="tape")
+    for _ in range(6):
+        fast(torch.randn(3))
+    nodes, edges, _ = parse_dot(fast.report("dot"))
+    assert [nodes[f"p0_{index}"].split(".")[1] for index in range(4)] == ["mul", "add", "add_", "exp"]
+    assert edges == [("p0_0", "p0_2"), ("p0_1", "p0_2"), ("p0_2", "p0_3")]
+
+
+def test_pieces_report_all_their_programs() -> None:
+    def pick(x: Tensor) -> Tensor:
+        return x * (2 if x.sum().item() > 0 else 3)
+
+    run = piecewise([torch.sin, pick, torch.cos], backend="tape")
+    for _ in range(12):
+        run(torch.randn(3))
+    data = json.loads(run.report("json"))
+    assert (data["scope"], data["graphs"]) == ("piecewise", 2)
+    assert set(data["reasons"]) >= {"pick"} and len(data["pieces"]) == 2
+    nodes, _, clusters = parse_dot(run.report("dot"))
+    assert (nodes["p0_0"], nodes["p1_0"]) == ("aten.sin.default", "aten.cos.default") and len(clusters) == 2
+
+
+def test_forms_and_programs_that_there_are_not() -> None:
+    fast = served(3)
+    with pytest.raises(OptionError, match=r"format is 'html'; expected one of: text, json, dot"):
+        fast.report("html")
+    with pytest.raises(OptionError, match=r"program is given with format='json'; expected format='dot'"):
+        fast.report("json", program=0)
+    for wrong in (1, -1, True, "0"):
+        with pytest.raises(OptionError, match=rf"program is {wrong!r}, and there are 1 of them; expected a number"):
+            fast.report("dot", program=wrong)
+    fast.invalidate("a test")
+    assert parse_dot(fast.report("dot")) == ({}, [], [])
+
+
+class _Driver:
+    """What CUDA's Python bindings answer for a graph of a copy, a kernel that waits for it, and another one."""
+
+    def __init__(self, *properties: Any, edges_fail: bool = False) -> None:
+        self._properties = properties
+        self._edges_fail = edges_fail
+
+    def cuGraphGetNodes(self, graph: int, number: int) -> tuple[Any, ...]:
+        return (0, [10, 20, 30] if number else [], 3)
+
+    def cuGraphGetEdges(self, graph: int, number: int) -> tuple[Any, ...]:
+        ends = ([10, 10], [20, 30]) if number else ([], [])
+        return (7 if self._edges_fail else 0, *ends, *self._properties, 2)
+
+    def cuGraphNodeGetType(self, node: int) -> tuple[Any, ...]:
+        name = "MEMCPY" if node == 10 else "KERNEL"
+        return (0, SimpleNamespace(name=f"CU_GRAPH_NODE_TYPE_{name}"))
+
+    def cuGraphKernelNodeGetParams(self, node: int) -> tuple[Any, ...]:
+        return (0, SimpleNamespace(func=5, kern=0) if node == 20 else SimpleNamespace(func=0, kern=6))
+
+    def cuFuncGetName(self, function: int) -> tuple[Any, ...]:
+        return (0, b"_ZN2at4copyEv")
+
+    def cuKernelGetName(self, kernel: int) -> tuple[Any, ...]:
+        return (500, None)
+
+
+@pytest.mark.parametrize("properties", [(), ([None, None],)], ids=["12", "13"])
+def test_both_releases_of_the_bindings_are_understood(properties: tuple[Any, ...]) -> None:
+    """They differ in what they say of edges; a kernel without a name is left without one."""
+    found = cudanodes._walk(_Driver(*properties), 1)
+    assert found == Nodes((Node("Memcpy"), Node("Kernel", "at::copy()", (0,)), Node("Kernel", "", (0,))))
+    assert found.types() == {"Memcpy": 1, "Kernel": 2} and found.names() == {"at::copy()": 1}
+
+
+def test_a_graph_is_not_uploaded_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or where torch does not show it: its first replay sends it."""
+    stream: Any = SimpleNamespace(cuda_stream=0)
+    graph: Any = SimpleNamespace(raw_cuda_graph_exec=lambda: 1)
+    monkeypatch.setattr(cudanodes, "_driver_library", lambda: None)
+    assert not cudanodes.upload(graph, stream)
+    asked: list[int] = []
+    driver = SimpleNamespace(cuGraphUpload=lambda graph, stream: asked.append(graph.value) or 0)
+    monkeypatch.setattr(cudanodes, "_driver_library", lambda: driver)
+    assert cudanodes.upload(graph, stream) and asked == [1]
+    assert not cudanodes.upload(cast("Any", SimpleNamespace()), stream)
+
+
+def test_what_cannot_be_found_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph: Any = SimpleNamespace(raw_cuda_graph=lambda: 1)
+    assert re.search(
+        r"nodes are not known: CUDA's Python bindings are not", cudanodes.read_nodes(graph, kept=False).missing
+    )
+    driver = _Driver(edges_fail=True)
+    driver.CUgraph = int  # type: ignore[attr-defined]
+    monkeypatch.setattr(cudanodes, "bindings", lambda part: driver)
+    assert re.search(r"could not tell \(cuGraphGetEdges: 7\)", cudanodes.read_nodes(graph, kept=True).missing)
+    monkeypatch.setattr(_Driver, "cuFuncGetName", lambda self, function: (500, None))
+    assert cudanodes._walk(_Driver(), 1).missing == "the kernels' names are not known: this driver does not tell them"

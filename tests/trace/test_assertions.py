@@ -1,0 +1,413 @@
+"""Values that code reads only to assert them: steps are captured, and eager steps and checks assert."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from graphplan import HostSyncError, RefusalError, graph_step, graphed
+from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.signature import flatten
+from graphplan.trace.host_reads import AnsweredReads, HostRead, Place
+from graphplan.trace.records import Trace
+from graphplan.trace.run import trace
+
+ASSERTED = r"""
+assert x
+assert x, f"bad {x.item()}"
+assert x.item()
+assert x.item() > 0
+assert x.min() >= 0 and x.max() < 5
+assert 0 <= x.item() <= 3
+assert not (x.item() < 0 or x.item() > 4)
+assert float(x) > 0, float(x)
+assert bool(x) is True
+assert math.isfinite(x.item())
+assert math.isfinite(x)
+assert torch.allclose(x, x)
+assert torch.equal(x, x), "no"
+assert x in torch.arange(3, device=x.device)
+assert abs(int(x)) < 5
+if not x: raise ValueError("no")
+if not (x > 0).all(): raise ValueError("no")
+if torch.any(x < 0): raise ValueError
+if torch.any(x < 0) or torch.any(x > 3): raise ValueError
+if x > 3: raise ValueError(f"bad {x.item():.3f} {3!r}")
+if x.item() > 3 or x.item() < 0: raise ValueError
+if x.item() != 1: raise RuntimeError("a" + str(x.item()))
+v = x.item()\nif v > 3: raise ValueError(f"{v}")
+v = x.item()\nif v > 3 or v < 0: raise ValueError("%s" % v)
+v = x.item()\nif v > 3:\n    msg = f"{v}"\n    raise ValueError(msg)
+v = x.item()\nmsg = f"bad {v}"\nassert v < 3, msg
+v = int(x)\nif v < 0 and flag: raise ValueError(v)
+a, b = x.item(), x.item()\nassert a <= b
+n = x.item() + 1\nassert n == 2
+for i in range(2):\n    if not x: raise ValueError(i)
+for i in range(2):\n    assert x.item() >= i, (x, i)
+with torch.no_grad():\n    assert x
+try:\n    assert x\nfinally:\n    z = 1
+if x.item() == 1: pass\nelse: raise ValueError
+assert helper(x)
+assert helper2(x) > 0
+if not helper(x): raise ValueError(helper2(x))
+check(x)
+while not x: raise ValueError
+assert all(y.item() > 0 for y in [x, x])
+assert max([y.item() for y in [x, x]]) < 3
+if any(y.item() > 3 for y in [x]): raise ValueError
+assert x.item() in (1, 2)
+assert x.item() == 1 if flag else True
+if flag and not x: raise ValueError
+if x > 1 or flag is None: raise ValueError
+try:\n    assert x\nexcept AssertionError as e:\n    raise ValueError("no") from e
+try:\n    assert x\nexcept KeyError:\n    z = 2
+try:\n    check(x)\nexcept ZeroDivisionError:\n    z = 2
+v = x.item()\nw = v * 2\nassert w == 2\nv = 3\nz = v
+assert type(x.item()) is float
+assert {1.0: 2}[x.item()]
+try:\n    assert {1.0: 2}[x.item()] == 2\nexcept KeyError:\n    raise ValueError
+assert len(str(x.item())) < 9
+assert isinstance(x.item(), float)
+if not x:\n    if flag: raise ValueError(1)\n    raise KeyError(2)
+if not x:\n    for i in range(3): log(i)\n    raise ValueError(1)
+torch._check(x.item() > 0, lambda: "no")
+torch._check_tensor_all(x > 0)
+torch._check_value(bool(x > 0))
+assert x or x > 3
+assert x and x > 0
+assert not x or x > 0
+assert x.any() or (~x.bool()).all(), "{} must".format(flag)
+assert (x > 3).any() or (x > 0).all(), helper(x)
+assert not x.any() or torch.isfinite(x).all(), str(helper2(x))
+assert x.any() and (x > 0).any(dim=0), log(1)
+assert x.any() or x[None].sum() > 3 or (x + 1).all(), "{}".format(flag)
+assert (x > 3).any() and (x < 4).any() or (x > 0).any(), "no"
+assert ((x > 3).any() or (x < 4).any()) and (x > 0).any(), "no"
+if (x > 3).any() and (x < 4).any(): raise ValueError
+if x.any() and (x > 3).any(): raise ValueError(log(1))
+if torch.isnan(x).any() and torch.isinf(x).any(): raise ValueError("no")
+for i in range(2):\n    assert x.any() or (x > i).all(), "no"\n    log(i)
+for i in range(2):\n    if (x > 3).any() and (x > i).all(): raise ValueError
+with torch.no_grad():\n    assert x.any() or (x > 3).all(), "no"
+"""
+COMPUTED = r"""
+x.item()
+float(x)
+if x: log(1)
+if x: log(1)\nelse: log(2)
+if x > 3: log(1)
+if not x: return x
+if x: return x
+z = 1 if x else 2
+z = x.item()\nlog(z)
+log(x.item())
+v = x.item()\nif v > 3: raise ValueError\nlog(v)
+v = x.item()\nassert v > 0\nreturn x * v
+v = x.item()\nassert v > 0\nstore = {}\nstore[v] = 1
+v = int(x)\nassert v > 0\nfor i in range(v): log(i)
+v = x.item()\nassert v > 0\nif v == 1: log(2)
+v = x.item()\nassert v > 0\nlst = []\nlst.append(v)
+v = x.item()\nassert v > 0\nf = lambda: v
+if not x:\n    log(1)\n    if flag: raise ValueError
+try:\n    assert x\nexcept AssertionError:\n    log(1)
+try:\n    assert x\nexcept Exception:\n    log(1)
+try:\n    assert x\nexcept:\n    log(1)
+try:\n    check(x)\nexcept ValueError:\n    log(1)
+try:\n    check(x)\nexcept (KeyError, ValueError):\n    log(1)
+with suppress(AssertionError):\n    assert x
+while x.item() > 3: log(1)
+for i in range(int(x)): assert i < 9
+x and log(1)
+z = x or log(1)
+log(x and 1)
+assert log(x.item())
+assert [].append(x.item()) is None
+z = [y.item() for y in [x]]\nlog(z)
+[].extend(y.item() for y in [x])
+[].extend(map(Tensor.item, [x]))
+z = sorted([x], key=lambda y: y.item())
+z = sorted([x], key=lambda y: y.item())\nassert z\nlog(z)
+assert x.item() > 0 or log(1)
+z = f"{x.item()}"\nlog(z)
+return helper(x)
+z = helper(x)\nlog(z)
+total = [1]\ntotal += [x.item()]\nlog(total)
+for i in range(2):\n    if x: break
+for i in range(2):\n    if not x: continue\n    log(i)
+local = log\nassert local(float, x.item())
+try:\n    assert x\nfinally:\n    return x
+try:\n    assert {1.0: 2}[x.item()]\nexcept KeyError:\n    log(1)
+try:\n    assert int(x.item())\nexcept ValueError:\n    log(1)
+assert (x > 3).any() or log(1)
+assert (x > 3).any() or log(1) or x.all(), "no"
+if x.any() and log(1) and (x > 3).any(): raise ValueError
+if x.any() and (x > 3).any(): log(1)
+if x.any() and flag: log(1)
+z = 1 if x.any() and (x > 0).any() else 2\nlog(z)
+if x.any() and {}.setdefault(1, 0): raise ValueError
+y = x * (2 if x.any() else 3)
+y = [x, 2 if x > 0 else 3][0] + (1 if flag and x.any() else -1)
+y = x.sum(0 if x else -1)
+"""
+
+
+def helper(x: Tensor) -> bool:
+    return bool(x)
+
+
+def helper2(x: Tensor) -> float:
+    v = x.item()
+    del x
+    return v
+
+
+def check(x: Tensor) -> None:
+    if x > 3:
+        raise ValueError("c")
+
+
+def log(*values: Any) -> bool:
+    return True
+
+
+def snippets(text: str) -> list[str]:
+    return text.strip().split("\n")
+
+
+def step_of(snippet: str) -> Callable[[Tensor], Any]:
+    """A step with those lines in it."""
+    body = snippet.replace("\\n", "\n    ")
+    space: dict[str, Any] = {**globals(), "flag": True, "suppress": suppress, "math": math}
+    exec(compile(f"def step(x):\n    y = x * 2\n    {body}\n    return y\n", "snippet.py", "exec"), space)
+    step: Callable[[Tensor], Any] = space["step"]
+    return step
+
+
+@pytest.mark.parametrize("snippet", snippets(ASSERTED))
+def test_what_is_only_asserted_refuses_nothing(snippet: str) -> None:
+    step = step_of(snippet)
+    fast = graph_step(step, backend="tape", verify=4)
+    for _ in range(11):
+        assert torch.equal(fast(torch.tensor(1.0)), torch.tensor(2.0))
+    assert (fast.stats.replayed, fast.stats.verified) == (5, 1)
+    assert "asserts a tensor's value, in eager steps and checks only, at " in fast.report()
+
+
+@pytest.mark.parametrize("snippet", snippets(COMPUTED))
+def test_what_is_computed_with_is_refused(snippet: str) -> None:
+    fast = graph_step(step_of(snippet), backend="tape")
+    with pytest.raises(RefusalError, match="on the host"):
+        for _ in range(6):
+            fast(torch.tensor(1.0))
+
+
+def training(assertion: Callable[[Tensor], object], **options: Any) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        assertion(x)
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return graph_step(step, owners={"model": model, "optimizer": optimizer}, backend="tape", **options), model
+
+
+def only_positive(x: Tensor) -> None:
+    if not (x > 0).all():
+        raise ValueError(f"found {x.min().item():.1f}")
+
+
+@pytest.mark.parametrize("bad", range(9))
+def test_where_assertions_fail(bad: int) -> None:
+    """In warm-up, traces, the capture and checks (replays 1 and 2) as in eager; other replays go on."""
+    data = [torch.rand(4, 3) + 0.1 for _ in range(10)]
+    data[bad][0, 0] = -1.0
+    step, model = training(only_positive, verify="geometric")
+    losses = []
+    is_asserted = bad < 8
+    for number, x in enumerate(data):
+        if number == bad and is_asserted:
+            with pytest.raises(ValueError, match=r"found -1\.0"):
+                step(x)
+        else:
+            losses.append(step(x))
+    found = [value.clone() for value in model.state_dict().values()]
+    twin, model = training(only_positive if is_asserted else lambda x: None)
+    expected = []
+    for x in data:
+        with suppress(ValueError):
+            expected.append(twin._runner.fn(x))
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert all(map(torch.equal, model.state_dict().values(), found))
+    assert step.stats.replayed > 0
+
+
+def validated(x: Tensor) -> Tensor:
+    return Normal(x.mean(), x.std(), validate_args=True).log_prob(x)
+
+
+def recomputed(x: Tensor) -> Tensor:
+    def block(y: Tensor) -> Tensor:
+        assert y.isfinite().all(), y.max().item()
+        return y.exp()
+
+    y = x.clone().requires_grad_()
+    checkpoint(block, y, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    return y
+
+
+@pytest.mark.parametrize("assertion", [validated, recomputed])
+def test_libraries_that_assert(assertion: Callable[[Tensor], Tensor]) -> None:
+    """torch's distributions validate what they are given; activation checkpointing asserts a second time."""
+    step, _ = training(assertion)
+    for _ in range(8):
+        step(torch.rand(4, 3) + 0.1)
+    assert step.stats.replayed > 0
+    assert "asserts a tensor's value" in step.report()
+
+
+def test_the_plan_says_what_is_asserted() -> None:
+    step, _ = training(only_positive)
+    for _ in range(8):
+        step(torch.rand(4, 3))
+    line = r"checks only, at test_assertions\.py:\d+ in only_positive: `if not \(x > 0\)\.all\(\):`"
+    assert len(step.plan.assertions) == 1
+    assert re.search(line, str(step.plan)), str(step.plan)
+
+
+def calls(function: Callable[[Tensor], Any], x: Tensor) -> Any:
+    """The function graphed, after calls in inference mode."""
+    fast = graphed(function, backend="tape")
+    with torch.inference_mode():
+        for _ in range(6):
+            assert torch.equal(fast(x), function(x))
+    return fast
+
+
+def test_assertions_in_inference_mode() -> None:
+    def ask(x: Tensor) -> Tensor:
+        assert x.max().item() < 9
+        if not x.all():
+            raise ValueError(x)
+        return x * 2
+
+    assert calls(ask, torch.ones(3)).stats.replayed > 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "read", [lambda x: F.one_hot(x), lambda x: x * 2 if x.all() else x, lambda x: F.one_hot(x, -1)]
+)
+def test_reads_in_inference_mode_are_refused(mode: Callable[[], Any], read: Callable[[Tensor], Any]) -> None:
+    fast = graphed(read, backend="tape")
+    with mode(), pytest.raises(HostSyncError, match=r"on the host|depends on values"):
+        for _ in range(6):
+            fast(torch.tensor([0, 1, 2]))
+
+
+CONSTANT = [
+    lambda x: F.one_hot(x.argmax(-1), 6),
+    lambda x: F.one_hot(x.argmax(-1), num_classes=x.shape[-1]),
+    lambda x: torch.nn.functional.one_hot(num_classes=7, input=x.argmax(-1)),  # type: ignore[call-arg]
+    lambda x: x.sum(torch.arange(1, x.ndim).tolist()),
+    lambda x: x.sum(torch.tensor([1, 2]).tolist()),
+    lambda x: x.sum(torch.tensor(1).item()),
+    lambda x: x * 2 if torch.tensor([1, 2]).sum() == 3 else x,
+    lambda x: x.flatten()[torch.tensor([True, False]).nonzero().item()],
+    lambda x: F.ctc_loss(x.log_softmax(-1), torch.ones(2, 3, dtype=torch.long), [5, 5], (3, 3)),  # type: ignore[arg-type]
+]
+
+
+IN_INFERENCE_MODE = [CONSTANT[number] for number in (0, 1, 2, 3, 8)]
+"""Where torch shows no mode that it makes a tensor of numbers."""
+
+
+@pytest.mark.parametrize(
+    ("function", "mode"),
+    [(function, torch.no_grad) for function in CONSTANT]
+    + [(function, torch.inference_mode) for function in IN_INFERENCE_MODE],
+)
+def test_constants_are_read(function: Callable[[Tensor], Tensor], mode: Callable[[], Any]) -> None:
+    fast = graphed(function, backend="tape")
+    with mode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x in [torch.randn(5, 2, 6) for _ in range(8)]:
+            assert torch.equal(fast(x), function(x))
+    assert fast.stats.replayed == 4
+    assert "asserts" not in fast.report()
+
+
+def test_constants_that_are_written_to_are_none() -> None:
+    def read(x: Tensor) -> Tensor:
+        sizes = torch.tensor([1, 2])
+        sizes[0] = x.shape[0]
+        sizes += x.argmax()
+        return x.sum() * sizes.tolist()[0]
+
+    fast = graph_step(read, backend="tape")
+    with pytest.raises(HostSyncError, match=r"Tensor\.tolist reads"):
+        for _ in range(6):
+            fast(torch.ones(3))
+
+
+def test_a_class_out_of_range_is_found_in_replays() -> None:
+    fast = graph_step(lambda x: F.one_hot(x, 3), backend="tape", verify="off")
+    for _ in range(8):
+        fast(torch.tensor([0, 1]))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        fast(torch.tensor([0, 3]))
+
+
+def test_other_functions_stay_what_they_are() -> None:
+    """torch's own function is back after traces."""
+    before = F.one_hot
+    fast = graph_step(lambda x: F.one_hot(x, 3), backend="tape")
+    for _ in range(8):
+        fast(torch.tensor([0, 1]))
+    assert F.one_hot is before
+
+
+def place_of(reads: Callable[[], object]) -> Place:
+    """Where the function reads a tensor, as a trace would find it."""
+    record = Trace()
+    feed = flatten((), {})
+    trace(reads, feed, CallArguments.of(feed), owners={}, device=torch.device("cpu"), record=record, rates=set)
+    return record.host_reads[0].place
+
+
+def test_a_capture_is_answered_without_the_device() -> None:
+    """Each read gets what it got in the traces, in their order, and the last value once they are over."""
+
+    def reads() -> list[float]:
+        return [torch.tensor(float(number)).item() for number in range(3)]
+
+    known = [HostRead(place_of(reads), value, asserted=True) for value in (7.0, 8.0)]
+    with AnsweredReads(known):
+        assert reads() == [7.0, 8.0, 8.0]
+        assert torch.tensor(3.0).item() == 3.0
+
+
+def test_a_refusal_names_the_line_that_reads() -> None:
+    """The user's line, and torch's own that it leads to."""
+    fast = graph_step(lambda x: x.sum() if 2 in x else x, backend="tape")
+    with pytest.raises(
+        HostSyncError, match=r"reads a tensor's value .* at test_assertions\.py.* \(by _tensor\.py:\d+ in "
+    ):
+        for _ in range(6):
+            fast(torch.ones(3))

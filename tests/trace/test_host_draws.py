@@ -1,0 +1,187 @@
+"""Random numbers that are drawn on the host, and compared with what they always, or never, are."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from graphplan import HostSyncError, graph_step
+from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.signature import flatten
+from graphplan.trace.records import Trace
+from graphplan.trace.run import trace
+from graphplan.trace.uniform import is_certain
+
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+BOUNDS = [-math.inf, -1, -1e-50, -0.0, 0, 1e-50, 0.3, 1 - 2**-24, 1 - 2**-30, 1, True, 1.5, math.inf, math.nan]
+LEAST_AND_MOST = {torch.float32: (0.0, 1 - 2**-24), torch.float64: (0.0, 1 - 2**-53)}
+"""Of what is drawn."""
+
+
+@given(
+    st.sampled_from(COMPARISONS),
+    st.floats() | st.integers(-(2**60), 2**60) | st.sampled_from(BOUNDS),
+    st.sampled_from(list(LEAST_AND_MOST)),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_what_is_certain_is_so_for_all_numbers(name: str, bound: Any, dtype: torch.dtype, other: float) -> None:
+    """The least, the most and any number that may be drawn."""
+    least, most = LEAST_AND_MOST[dtype]
+    drawn = torch.tensor([least, most, min(other, most)], dtype=dtype)
+    truths = set(getattr(operator, name)(drawn, bound).tolist())
+    assert len(truths) == 1 or not is_certain(f"aten.{name}.Scalar", bound, dtype)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize("bound", [-1, -0.5, 0, 0.0, 0.5, 1, 1.0, 2])
+def test_bounds_outside_are_certain(name: str, bound: float) -> None:
+    expected = bound < 0 or bound >= 1 or (bound == 0 and name in ("lt", "ge"))
+    assert is_certain(f"aten.{name}.Scalar", bound, torch.float32) == expected
+
+
+class Layers(nn.Module):
+    """Leaves out layers by chance."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.dropout = nn.Dropout(0.5)
+        self.share = share
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            to_drop = False
+            if self.training:
+                drawn = torch.rand([])
+                if drawn < self.share:
+                    to_drop = True
+            skips = True if self.training and (torch.rand(1)[0] < self.share) else False  # noqa: SIM210
+            if not to_drop and not skips:
+                x = self.dropout(layer(x)).relu()
+        return x
+
+
+def training(share: float, device: torch.device | str = "cpu", generator: torch.Generator | None = None) -> Any:
+    """A step over :class:`Layers`, and its model."""
+    torch.manual_seed(0)
+    model = Layers(share).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if torch.rand(2, 2, generator=generator, dtype=torch.float64).ge(1.0).any():
+            raise AssertionError
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("share", [0.0, -1])
+def test_certain_comparisons_are_replayed(share: float) -> None:
+    """With eager's numbers, and generators end where eager steps leave them."""
+    losses, states = [], []
+    for replays in (False, True):
+        generator = torch.Generator().manual_seed(3)
+        step, owners = training(share, generator=generator)
+        fast = graph_step(step, owners=owners, backend="tape", verify=3) if replays else step
+        torch.manual_seed(1)
+        losses.append([fast(torch.randn(5, 4)) for _ in range(14)])
+        states.append([torch.get_rng_state(), generator.get_state(), *owners["model"].state_dict().values()])
+    assert all(map(torch.equal, *losses))
+    assert all(map(torch.equal, *states))
+    assert fast.stats.replayed == 8 and fast.stats.verified > 0
+
+
+@pytest.mark.parametrize("share", [0.1, 1e-9])
+def test_chance_is_refused(share: float) -> None:
+    step, owners = training(share)
+    fast = graph_step(step, owners=owners, backend="tape")
+    with pytest.raises(HostSyncError, match=r"reads a tensor's value on the host.*test_host_draws"):
+        for _ in range(6):
+            fast(torch.randn(5, 4))
+
+
+UNCERTAIN = {
+    "arithmetic": lambda x: torch.rand([]) * 2 < 0,
+    "a write": lambda x: torch.rand([]).sub_(1) < 0,
+    "another view": lambda x: torch.rand(2).view(torch.int32)[0] < 1,
+    "another draw": lambda x: torch.randn([]) < 0,
+    "a tensor": lambda x: torch.rand([]) < torch.rand([]),
+    "its value": lambda x: torch.rand([]).item() < 0,
+    "a rounded draw": lambda x: torch.rand([], dtype=torch.bfloat16) < 0,
+    "its negative": lambda x: torch._neg_view(torch.rand([])) < 0,
+}
+
+
+@pytest.mark.parametrize("condition", UNCERTAIN.values(), ids=UNCERTAIN)
+def test_other_numbers_are_refused(condition: Any) -> None:
+    def step(x: Tensor) -> Tensor:
+        return x * (2 if condition(x) else 3)
+
+    fast = graph_step(step, backend="tape")
+    with pytest.raises(HostSyncError, match="reads a tensor's value on the host"):
+        for _ in range(6):
+            fast(torch.ones(2))
+
+
+def draws_of(step: Any) -> Trace:
+    """A trace of what the step would do while it computes on a device."""
+    feed, record = flatten((torch.ones(2),), {}), Trace()
+    trace(step, feed, CallArguments.of(feed), owners={}, device=torch.device("cuda"), record=record)
+    return record
+
+
+def test_draws_are_repeated_in_order() -> None:
+    """Shape, type and generator: the same numbers once more, and the same state."""
+    generator = torch.Generator()
+
+    def step(x: Tensor) -> Tensor:
+        for size in ([], [3], [2, 17]):
+            for dtype in (torch.float32, torch.float64):
+                assert not (torch.rand(size, dtype=dtype).view(-1) < 0).any()
+        assert torch.rand(5, generator=generator).lt(1).all()
+        torch.rand(7)
+        return x * 2
+
+    draws = draws_of(step).host_draws
+    assert len(draws) == 8
+    for gen in (generator, torch.default_generator):
+        gen.manual_seed(4)
+    step(torch.ones(2))
+    expected = generator.get_state(), torch.get_rng_state()
+    for gen in (generator, torch.default_generator):
+        gen.manual_seed(4)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    for draw in draws:
+        draw()
+    torch.set_default_dtype(before)
+    assert torch.equal(expected[0], generator.get_state())
+    assert torch.equal(expected[1], torch.get_rng_state())
+
+
+KEPT: list[Tensor] = []
+USED = {
+    "returned": lambda x: torch.rand(2),
+    "kept": lambda x: KEPT.append(torch.rand(2)),
+    "computed with": lambda x: (x * torch.rand(2)).sum(),
+    "written": lambda x: torch.rand(2).mul_(2),
+    "copied": lambda x: torch.rand(2).clone(),
+}
+
+
+@pytest.mark.parametrize("use", USED.values(), ids=USED)
+def test_draws_that_matter_are_not_repeated(use: Any) -> None:
+    """Nobody could take what a repetition draws: checks find the generator elsewhere."""
+    assert draws_of(use).host_draws == []
+    KEPT.clear()

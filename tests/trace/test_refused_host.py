@@ -1,0 +1,238 @@
+"""Steps that read tensors on the host or compute with Python numbers that change: refused, with nothing changed."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graphplan import ControlFlowError, GraphPlanError, HostEffectError, HostScalarError, HostSyncError, SkipReason
+from tests.models import attributes, updating_rig
+from tests.twins import (
+    LAST_TRACE,
+    SECOND_TRACE,
+    Rig,
+    assert_equals_eager,
+    assert_falls_back,
+    assert_refused,
+    build,
+    drive,
+    line_of,
+    managed,
+)
+
+
+def read_item(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    loss.item()  # culprit
+
+
+def read_float(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    float(loss.detach())  # culprit
+
+
+def read_format(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    print(f"{loss:.3f}", file=io.StringIO())  # culprit
+
+
+def read_bool(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    if loss > 100:  # culprit
+        model.double()
+
+
+def read_tolist(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    loss.tolist()  # culprit
+
+
+def read_numpy(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    loss.detach().numpy()  # culprit
+
+
+def read_asarray(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    np.asarray(loss.detach())  # culprit
+
+
+def read_index(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    x[x.argmax() % 4]  # culprit
+
+
+def read_equal(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    torch.equal(x, x + 1)  # culprit
+
+
+def read_finite(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    model.train(bool(torch.isfinite(loss).all()))  # culprit
+
+
+def shape_nonzero(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    (x > 0).nonzero()  # culprit
+
+
+def shape_mask(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    x[x > 0].sum()  # culprit
+
+
+def shape_select(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    torch.masked_select(x, x > 0)  # culprit
+
+
+def shape_unique(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    torch.unique((4 * x).long())  # culprit
+
+
+def shape_one_hot(model: nn.Module, x: Tensor, loss: Tensor) -> None:
+    F.one_hot(x.abs().long())  # culprit
+
+
+READS = [read_item, read_float, read_format, read_bool, read_tolist, read_numpy, read_asarray, read_index]
+READS += [read_equal, read_finite, shape_nonzero, shape_mask, shape_select, shape_unique, shape_one_hot]
+
+
+@pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
+def test_host_reads_are_refused_at_the_first_trace(read: Callable[..., None]) -> None:
+    """Values, or shapes made from values, that reach the host: the message has the source line."""
+    assert_refused(partial(updating_rig, read, attributes()), HostSyncError, line_of(read))
+
+
+def test_a_host_read_falls_back_to_eager() -> None:
+    """With ``on_failure="eager"`` the same step warns once and trains each batch once."""
+    make = partial(updating_rig, read_item, attributes())
+    assert_falls_back(make, SkipReason.HOST_SYNC, line_of(read_item), "item|_local_scalar_dense")
+
+
+@pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
+def test_a_refused_step_is_traced_once(read: Callable[..., None]) -> None:
+    """The first trace tells; after the warning nothing more is tried."""
+    rig = build(partial(updating_rig, read, attributes()))
+    step = managed(rig, on_failure="eager")
+    with pytest.warns(UserWarning, match=line_of(read)):
+        drive(rig, step)
+    assert (step.stats.traced, step.stats.captured, step.stats.phase_counts["trace"]) == (1, 0, 1)
+
+
+def test_the_message_names_the_read() -> None:
+    """What was called is in the message, not only where."""
+    for read, name in ((read_tolist, "tolist"), (read_numpy, "numpy"), (shape_nonzero, "nonzero")):
+        assert_refused(partial(updating_rig, read, attributes()), HostSyncError, name)
+
+
+def decaying_attribute(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    model.temperature *= 0.5
+    return loss * model.temperature  # culprit
+
+
+def decaying_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss * torch.tensor(model.temperature)  # culprit
+
+
+def decaying_scalar(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return x.mul(model.temperature)  # culprit
+
+
+def decaying_fill(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.full((3,), model.temperature)  # culprit
+
+
+def decaying_dropout(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return F.dropout(x, p=model.temperature)  # culprit
+
+
+def numpy_noise(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss + float(model.noise.random())  # culprit
+
+
+def python_noise(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return loss + random.random()  # culprit
+
+
+def moving_slice(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return x[:, model.start :].clone()[:, :2]  # culprit
+
+
+def _halve(model: Any, index: int) -> None:
+    model.temperature *= 0.5
+    model.start = (model.start + 1) % 6
+
+
+def scalar_rig(update: Callable[..., Any]) -> Rig:
+    """The host halves ``model.temperature`` after every call."""
+    host = _halve if update is not decaying_attribute else lambda model, index: None
+    random.seed(0)
+    noise = np.random.default_rng(0)
+    return updating_rig(update, attributes(temperature=0.5, start=0, noise=noise), host)
+
+
+SCALARS = [decaying_constant, decaying_scalar, decaying_fill, decaying_dropout]
+
+
+@pytest.mark.parametrize("update", SCALARS, ids=lambda update: update.__name__)
+def test_a_python_number_that_changes_is_refused(update: Callable[..., Any]) -> None:
+    """Both values of the last two traces, the operator and the line are in the message."""
+    values = [r"0\.984375", r"0\.9921875"] if update is decaying_dropout else [r"0\.015625", r"0\.0078125"]
+    patterns = [line_of(update), *values, r"aten\.\w+|a tensor made from a Python value"]
+    assert_refused(partial(scalar_rig, update), HostScalarError, *patterns, done=LAST_TRACE)
+
+
+@pytest.mark.parametrize("update", [numpy_noise, python_noise, moving_slice], ids=lambda update: update.__name__)
+def test_host_noise_and_moving_slices_are_refused(update: Callable[..., Any]) -> None:
+    """Numbers that come from no attribute, and ones that only shape a view."""
+    make = partial(scalar_rig, update)
+    error = _refusal(make)
+    assert isinstance(error, HostScalarError | ControlFlowError)
+    done = LAST_TRACE if update is moving_slice else SECOND_TRACE
+    assert_refused(make, type(error), line_of(update), done=done)
+
+
+def _refusal(make: Callable[[], Rig]) -> Exception:
+    """The refusal that a rig runs into."""
+    rig = build(make)
+    step = managed(rig)
+    with pytest.raises(GraphPlanError) as caught:
+        for index, args in enumerate(rig.calls):
+            step(*args)
+            rig.after(index)
+    return caught.value
+
+
+def signed_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.tensor(model.zero) * loss  # culprit
+
+
+def _flip(model: Any, index: int) -> None:
+    model.zero = -model.zero
+
+
+def test_zeros_of_two_signs_are_two_numbers() -> None:
+    """A constant that is 0.0 in one trace and -0.0 in the next would keep its sign."""
+    make = partial(updating_rig, signed_constant, attributes(zero=0.0), _flip)
+    assert_refused(make, HostScalarError, line_of(signed_constant), r"value=-0\.0", done=LAST_TRACE)
+
+
+def nan_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.tensor([float("nan"), 1.0]) * loss
+
+
+def test_a_constant_that_is_not_a_number_is_a_constant() -> None:
+    """NaN does not equal itself, and is the same number in both traces all the same."""
+    assert_equals_eager(partial(updating_rig, nan_constant, attributes()))
+
+
+def test_an_attribute_that_decays_in_the_step_is_refused() -> None:
+    """``self.temperature *= 0.5`` used in the loss: a host scalar, and an effect that no replay repeats."""
+    make = partial(scalar_rig, decaying_attribute)
+    error = _refusal(make)
+    assert isinstance(error, HostScalarError | HostEffectError)
+    assert_refused(make, type(error), "temperature|" + line_of(decaying_attribute), done=SECOND_TRACE)
+
+
+def test_a_changing_number_falls_back_to_eager() -> None:
+    """Eager goes on with the number of each step."""
+    make = partial(scalar_rig, decaying_constant)
+    assert_falls_back(make, SkipReason.HOST_SCALAR, line_of(decaying_constant), r"0\.015625")
