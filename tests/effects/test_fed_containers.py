@@ -35,7 +35,7 @@ from tests.twins import (
 
 
 @dataclass
-class AdoptedTensors:
+class Held:
     """A batch with room for what a step makes of it."""
 
     x: Tensor
@@ -117,12 +117,12 @@ def replaces(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return model(batch[0]).square().mean()
 
 
-def sets(model: nn.Module, batch: AdoptedTensors) -> Tensor:
+def sets(model: nn.Module, batch: Held) -> Tensor:
     batch.seen = batch.x.mean()
     return model(batch.scaled()).square().mean()
 
 
-def adds_attribute(model: nn.Module, batch: AdoptedTensors) -> Tensor:
+def adds_attribute(model: nn.Module, batch: Held) -> Tensor:
     batch.new = 3  # type: ignore[attr-defined]
     return model(batch.x).square().mean()
 
@@ -149,8 +149,8 @@ CHANGES: list[tuple[Any, Any, str]] = [
     (puts, _fresh(lambda x: OrderedDict(x=x)), r"args\[0\] had 1 item, and has 2"),
     (pops, _fresh(_labelled), r"args\[0\] had 3 items, and has 2"),
     (replaces, _fresh(lambda x: [x, x]), r"args\[0\]\[0\] is another tensor than it was"),
-    (sets, _fresh(AdoptedTensors), r"args\[0\]\.seen was None, and is a Tensor"),
-    (adds_attribute, _fresh(AdoptedTensors), r"args\[0\]\.new was not there, and is"),
+    (sets, _fresh(Held), r"args\[0\]\.seen was None, and is a Tensor"),
+    (adds_attribute, _fresh(Held), r"args\[0\]\.new was not there, and is"),
     (notes, _fresh(lambda x: ({"inner": Pair(x, [])}, x)), r"args\[0\]\[0\]\['inner'\]\[1\] had 0 items, and has 1"),
     (enqueues, _kept(lambda: deque(maxlen=50)), r"args\[1\] had 0 items, and has 1"),
 ]
@@ -228,7 +228,7 @@ def puts_what_is_there(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return model(batch["x"]).square().mean()
 
 
-def asks_its_batch(model: nn.Module, batch: AdoptedTensors) -> Tensor:
+def asks_its_batch(model: nn.Module, batch: Held) -> Tensor:
     return model(batch.scaled()).square().mean()
 
 
@@ -237,7 +237,7 @@ def asks_its_batch(model: nn.Module, batch: AdoptedTensors) -> Tensor:
     [
         (pops_and_puts_back, lambda x: {"y": x, "x": x}),
         (puts_what_is_there, lambda x: {"x": x, "n": 1000, "parts": [x]}),
-        (asks_its_batch, AdoptedTensors),
+        (asks_its_batch, Held),
     ],
 )
 def test_containers_that_are_as_they_were(step: Any, make: Any) -> None:
@@ -255,7 +255,7 @@ def test_a_batch_with_methods_is_no_owner() -> None:
     """Though the same one turns up in each call: it is not kept."""
     rig = build(lambda: rig_of(asks_its_batch, list))
     step = managed(rig)
-    batch = AdoptedTensors(_xs()[0])
+    batch = Held(_xs()[0])
     for _ in range(CALLS):
         step(batch)
     kept = weakref.ref(batch)
@@ -294,7 +294,7 @@ def test_keyword_arguments() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"eager_if": lambda batch: True}, {"backend": "eager"}, {"device": "cpu"}, {"mode": "inference"}]
 )
-@pytest.mark.parametrize("make", [lambda x: {"x": x}, lambda x: [x, 1], AdoptedTensors, lambda x: OrderedDict(x=x)])
+@pytest.mark.parametrize("make", [lambda x: {"x": x}, lambda x: [x, 1], Held, lambda x: OrderedDict(x=x)])
 def test_an_eager_call_gets_the_caller_s_own_container(options: Any, make: Any) -> None:
     """A step that hands its batch on hands on that very object."""
     step = graph_step(lambda batch: batch, **{"owners": {}, "backend": "tape", **options})
@@ -504,7 +504,7 @@ def test_a_training_step_that_changes_its_batch(step: Any, tmp_path: Path) -> No
 def test_copies_hand_back_what_is_changed_in_them() -> None:
     """Where tensors had to be moved, the caller's containers change as the copies do, and keep what stayed."""
     x, y = torch.zeros(2), torch.ones(2)
-    given = ({"x": x, "inner": [y, x]}, [x], AdoptedTensors(x), {"z": y})
+    given = ({"x": x, "inner": [y, x]}, [x], Held(x), {"z": y})
     new = torch.full((2,), 3.0)
 
     def run(args: Any, kwargs: Any) -> None:
@@ -515,7 +515,7 @@ def test_copies_hand_back_what_is_changed_in_them() -> None:
         held.seen = new
         gone.pop("z")
 
-    moved = ({"x": x + 0, "inner": [y + 0, x + 0]}, [x + 0], AdoptedTensors(x + 0), {"z": y + 0})
+    moved = ({"x": x + 0, "inner": [y + 0, x + 0]}, [x + 0], Held(x + 0), {"z": y + 0})
     fed = CallArguments(moved, {}, (given, {}))
     fed.lend(run)
     batch, items, held, gone = given

@@ -244,7 +244,7 @@ def _takes_long(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return self.loss_of(batch) + 0.0 * (idle @ idle).mean()
 
 
-class Reporting(L.Trainer):
+class Told(L.Trainer):
     """On rank 0 a SIGTERM comes in after the step's own look at it and before the next broadcast."""
 
     @property
@@ -364,7 +364,7 @@ def signalled(rank: int, step: int) -> dict[str, Any]:
 def sigterm() -> dict[str, Any]:
     """Every rank ends before the same step."""
     torch.manual_seed(0)
-    trainer = trainer_of([callback_of()], Reporting)
+    trainer = trainer_of([callback_of()], Told)
     try:
         trainer.fit(LitDigits(), DataLoader(digits()[0], BATCH))
     except SIGTERMException:

@@ -261,7 +261,7 @@ def test_what_a_step_leaves_there(name: str, tmp_path: Path) -> None:
 def test_a_datamodule_that_is_not_named_is_not_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may hold a whole dataset; one that is named is walked, and its tensors are not copied."""
 
-    class AdoptedTensors:
+    class Held:
         pass
 
     walked: list[type] = []
@@ -271,11 +271,11 @@ def test_a_datamodule_that_is_not_named_is_not_walked(tmp_path: Path, monkeypatc
         "_object",
         lambda self, thing, *args, **kwargs: walked.append(type(thing)) or walk(self, thing, *args, **kwargs),
     )
-    prepare = _set(lambda trainer: trainer.datamodule, held=AdoptedTensors())
+    prepare = _set(lambda trainer: trainer.datamodule, held=Held())
     _run(tmp_path / "unnamed", lambda module, loss: loss, prepare, _nothing, tape())
-    assert AdoptedTensors not in walked
+    assert Held not in walked
     _run(tmp_path / "named", READ["a datamodule's number"][0], prepare, _nothing, tape())
-    assert AdoptedTensors in walked
+    assert Held in walked
 
 
 def test_a_dataset_takes_no_part_in_checks(tmp_path: Path) -> None:

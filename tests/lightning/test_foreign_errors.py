@@ -116,7 +116,7 @@ def test_errors_of_graphplans_own_in_evaluation(tmp_path: Path, monkeypatch: pyt
     assert_refused("callback.callback:closed_to_all", tmp_path, monkeypatch, eval=True)
 
 
-class MetadataRows(LitDigits):
+class Shown(LitDigits):
     """Logs for the bar, and for the loggers after every other step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -127,10 +127,14 @@ class MetadataRows(LitDigits):
 
 
 IN_FIT = [
-    *("loop:LoopSeam._differs", "loop:reader", "loop:LoopSeam._moved", "loop:LoopSeam._goes_on", "loop:LoopSeam._end"),
-    *("logs:LogNotes.start", "logs:LogNotes._settled", "logs:LogNotes._in_known_dtype", "logs:find_source"),
-    *("metrics:LazyConnector.postpone", "metrics:LazyConnector._settle", "rows:LateRows.take", "rows:LateRows.look"),
-    *("copies:HostCopy.__init__", "copies:HostCopy.has_arrived", "copies:HostCopy.wait"),
+    *("loop.training_loop:LoopSeam._differs", "loop.training_loop:reader", "loop.training_loop:LoopSeam._moved"),
+    *("loop.training_loop:LoopSeam._goes_on", "loop.training_loop:LoopSeam._end"),
+    *("logging.deferred_logs:LogNotes.start", "logging.deferred_logs:LogNotes._settled"),
+    *("logging.deferred_logs:LogNotes._in_known_dtype", "logging.deferred_logs:find_source"),
+    *("logging.bar_metrics:LazyConnector.postpone", "logging.bar_metrics:LazyConnector._settle"),
+    *("logging.logger_rows:LateRows.take", "logging.logger_rows:LateRows.look"),
+    *("logging.async_copies:HostCopy.__init__", "logging.async_copies:HostCopy.has_arrived"),
+    "logging.async_copies:HostCopy.wait",
 ]
 """What stands in for Lightning's own code from batch to batch."""
 
@@ -142,14 +146,14 @@ def test_errors_of_graphplans_own_in_the_middle_of_a_fit(
 ) -> None:
     """Whatever is under way is done by Lightning's own code, once, and so is the rest of the fit."""
     shows = {"enable_progress_bar": True, "log_every_n_steps": 2}
-    assert_refused(f"callback.{place}", tmp_path, monkeypatch, make=MetadataRows, after=after, trainer=shows)
+    assert_refused(f"callback.{place}", tmp_path, monkeypatch, make=Shown, after=after, trainer=shows)
 
 
 def test_logs_that_fail_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has run: what it logged is half done, and said to be."""
     monkeypatch.setattr("graphplan.callback.logging.deferred_logs.LogNotes._usual_of", _failing(lambda: None, 0))
     with pytest.raises(EffectError, match=r"ArithmeticError .*not expected\. the step of Shown has run"):
-        fit(MetadataRows, tmp_path, tape(on_failure="eager"), max_epochs=1)
+        fit(Shown, tmp_path, tape(on_failure="eager"), max_epochs=1)
 
 
 def _failing(plain: Callable[..., Any], after: int) -> Callable[..., Any]:
