@@ -53,7 +53,7 @@ def test_random_runs_equal_eager_or_are_refused(family: str) -> None:
     replayed: list[int] = []
 
     @settings(
-        max_examples=EXAMPLES or 128,
+        max_examples=EXAMPLES or 80,
         derandomize=not EXAMPLES,
         phases=list(Phase) if EXAMPLES else [Phase.generate],
         print_blob=True,
