@@ -61,9 +61,9 @@ def replays_timed() -> Iterator[list[float]]:
 
     run, times = Program.run, []
 
-    def timed(self: Program, *args: Any) -> Any:
+    def timed(self: Program, *args: Any, **kwargs: Any) -> Any:
         start = perf_counter()
-        result = run(self, *args)
+        result = run(self, *args, **kwargs)
         times.append(perf_counter() - start)
         return result
 

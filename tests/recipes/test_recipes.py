@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from graphplan import graph_step
 from recipes import decode as decode_recipe
-from recipes import embed_stream, lightning_digits, plain_loop, serve_buckets, weight_swap
+from recipes import embed_stream, host_path, lightning_digits, plain_loop, serve_buckets, weight_swap
 from recipes.comparison import require_equal
 from recipes.data import DigitsData, StdlibText
 from recipes.datasets import (
@@ -251,3 +252,13 @@ def test_results_that_differ_end_a_recipe() -> None:
         require_close(one, [torch.ones(2)])
     with pytest.raises(SystemExit, match="not equal to eager"):
         require_close(one, [torch.ones(3) + 1e-6], exact=True)
+
+
+def test_replays_are_timed_where_some_are_checked() -> None:
+    """A check asks a program to run in a way of its own."""
+    step = graph_step(lambda x: x * 2, backend="tape", mode="inference")
+    with host_path.replays_timed() as times:
+        for _ in range(12):
+            step(torch.ones(3))
+    assert step.stats.verified > 2
+    assert len(times) >= step.stats.replayed and min(times) > 0
