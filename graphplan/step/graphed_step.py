@@ -334,6 +334,7 @@ class GraphedStep(Method, CallLock, Gated):
             parts.callback(self._managed.stand_down, is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
             parts.callback(self._buffers.clear)
             parts.callback(self._short.forget)
+            parts.callback(self._stages.forget)
             parts.callback(self._programs.forget)
 
     def _check(self, entry: Entry, program: Program, feed: Feed) -> Any:
@@ -419,6 +420,11 @@ class GraphedStep(Method, CallLock, Gated):
         if not isinstance(error, FeedError):
             self._stand_down(error.reason, str(error))
 
+    def _forget(self) -> None:
+        self._programs.forget()
+        self._short.forget()
+        self._stages.forget()
+
     def invalidate(self, why: str) -> None:
         """Drop every program; the next calls trace and capture again. ``why`` goes into the report.
 
@@ -427,8 +433,7 @@ class GraphedStep(Method, CallLock, Gated):
         """
         with self._alone():
             self.stats.note(f"invalidated: {why}")
-            self._programs.forget()
-            self._short.forget()
+            self._forget()
 
     def close(self) -> None:
         """Drop every program and put the optimizers' flags back. The step cannot be called again.
@@ -437,8 +442,7 @@ class GraphedStep(Method, CallLock, Gated):
             BusyError: while a call is going on.
         """
         with self._alone():
-            self._programs.forget()
-            self._short.forget()
+            self._forget()
             self._buffers.clear()
             self._managed.release()
             if self._gate is not None:

@@ -388,6 +388,10 @@ class Stages:
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
 
+    def forget(self) -> None:
+        """Drop what was found in traces: they hold tensors."""
+        self._latest, self._changing, self._changes = None, ("", 0), []
+
     def _note_change(self, facts: Trace, walk: Walk) -> None:
         """See what has changed since the latest trace, which may be another key's: where batches differ in shape, the
         two of one key are far apart.

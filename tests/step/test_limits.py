@@ -13,6 +13,7 @@ from torch.optim import SGD
 from graphplan import SkipReason
 from graphplan.report.stats import OTHERS, TEXTS, Stats
 from graphplan.step.entry import Entry
+from graphplan.trace.records import Trace
 from tests.models import MODELS, Mlp, batches
 from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, build, managed
 
@@ -93,3 +94,17 @@ def test_texts_with_ever_new_numbers(table: str) -> None:
     first.merge(second)
     assert len(getattr(first, table)) == TEXTS + 1
     assert sum(getattr(first, table).values()) == 2 * (TEXTS + 9)
+
+
+def test_a_step_that_is_invalidated_keeps_no_trace() -> None:
+    """A trace holds what the step has made and been fed."""
+    rig = build(lambda: rig_of([8] * 4))
+    step = managed(rig)
+    gc.collect()
+    before = {id(thing) for thing in gc.get_objects() if isinstance(thing, Trace)}
+    for call in rig.calls:
+        step(*call)
+    assert step.stats.traced == 1
+    step.invalidate("to see what is left")
+    gc.collect()
+    assert not [thing for thing in gc.get_objects() if isinstance(thing, Trace) and id(thing) not in before]
