@@ -33,7 +33,7 @@ from graphplan.feed.signature import with_new_containers
 from graphplan.observe.source import find_source
 from graphplan.owners.slots import Via
 from graphplan.plan.plan import Plan
-from graphplan.program.faults import having_run
+from graphplan.program.faults import lost, refusal_of
 from graphplan.report.stats import Stats
 from graphplan.step.compiling import CompiledModules
 from graphplan.step.decorator import step_class
@@ -285,8 +285,13 @@ class Seam(ABC):
         if out["notes"]:
             self._wrapped.note(out["notes"])
         if out["logs"]:
-            with having_run(f"the step of {type(self._module).__name__}"):
+            # No context manager: this is asked after each replay.
+            try:
                 self._logs.finish(out["logs"], out["values"])
+            except Exception as error:
+                if refusal_of(error) is None:
+                    raise
+                raise lost(error, f"the step of {type(self._module).__name__}") from error
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
