@@ -336,8 +336,10 @@ class GraphPlanCallback(EvaluationHooks):
             self._stand_ins[-1].install()
 
     def _recover(self, error: Exception) -> None:
-        """Have the fit go on without graphplan after an error of its own in the middle of it, as far as it may; whoever
-        calls this does what Lightning does in its place. Raise what is not graphplan's.
+        """Take graphplan out of the running fit after an error of its own, or raise the error.
+
+        The caller then runs Lightning's code in the place of what failed. An error that is not graphplan's, and any
+        under ``on_failure="raise"``, is raised.
         """
         refusal = refusal_of(error)
         if refusal is None:

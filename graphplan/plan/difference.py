@@ -171,7 +171,7 @@ def _names(trace: Trace, storage: int) -> set[str]:
 
 
 def _name_text(names: set[str]) -> str:
-    return min(names, default="a tensor that nobody owns")
+    return min(names, default="a tensor that has no owner")
 
 
 def _operand_text(operator: Operator) -> str:
@@ -200,7 +200,7 @@ def check_marks(feed: Feed, first: Trace, second: Trace) -> None:
             path = f"{feed.names()[index]}.{name}"
             if not is_literal(value):
                 raise FeedError(
-                    f"the step's code reads {path}, a {type(value).__name__} that hangs on what is fed, and nobody "
+                    f"the step's code reads {path}, a {type(value).__name__} that hangs on what is fed, and no guard "
                     "would see that it changed; expected a number, a string or the like there. Feed it as an argument "
                     "of its own"
                 )
