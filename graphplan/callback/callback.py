@@ -35,11 +35,11 @@ from graphplan.program.faults import refusal_of, refusing
 from graphplan.report.stats import Stats
 from graphplan.report.text import describe, outcome, summary
 from graphplan.specs.policy import parse_policies
+from graphplan.step.buckets import Buckets
+from graphplan.step.dimensions import Dims
 from graphplan.step.gate import AGAIN, Clock, Gate
 from graphplan.step.options import Options
-from graphplan.step.padding.buckets import Buckets
-from graphplan.step.padding.layout import PadValue
-from graphplan.step.padding.shapes import Dims
+from graphplan.step.padding import PadValue
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 

@@ -17,9 +17,9 @@ from graphplan.inference.pieces.scopes import Segment
 from graphplan.inference.pieces.segments import Segments
 from graphplan.inference.shared_pool import Pool
 from graphplan.specs.roles import Role
-from graphplan.step.padding.buckets import Buckets
-from graphplan.step.padding.layout import PadValue
-from graphplan.step.padding.shapes import Dims
+from graphplan.step.buckets import Buckets
+from graphplan.step.dimensions import Dims
+from graphplan.step.padding import PadValue
 
 
 def graphed(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from graphplan.environment.surroundings import surroundings
 from graphplan.errors import BusyError, CopyError, NotCapturedError, OptionError, SkipReason
 from graphplan.feed.signature import flatten
-from graphplan.inference.buckets.bucketed import Bucketed
+from graphplan.inference.bucketed import Bucketed
 from graphplan.inference.call_feed import dense_feed
 from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.listing import Memory, list_programs
@@ -28,9 +28,9 @@ from graphplan.report.rendering import Reports
 from graphplan.report.stats import Stats
 from graphplan.specs.roles import Role
 from graphplan.step.call_lock import runs_within_step
+from graphplan.step.capture_sizes import ShapeStats
+from graphplan.step.dimensions import Dynamic
 from graphplan.step.methods import Method, owners_of
-from graphplan.step.padding.shape_stats import ShapeStats
-from graphplan.step.padding.shapes import Dynamic
 from graphplan.step.served import ServedStep
 from graphplan.tensors.trees import map_result
 
@@ -212,7 +212,7 @@ class Graphed(Method, Reports):
         )
         if specimen is None:
             raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
-        ladders = self._bucketed.ladders if self._bucketed is not None else None
+        ladders = self._bucketed.padding.ladders if self._bucketed is not None else None
         return prewarm(
             self, self._step, specimen, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress
         )

@@ -13,10 +13,10 @@ from graphplan.feed.call_arguments import hands_over
 from graphplan.inference.shared_pool import Pool
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
+from graphplan.step.buckets import Buckets, check_shapes
+from graphplan.step.dimensions import Dims
 from graphplan.step.options import Options
-from graphplan.step.padding.buckets import Buckets, check_shapes
-from graphplan.step.padding.layout import PadValue
-from graphplan.step.padding.shapes import Dims
+from graphplan.step.padding import PadValue
 
 SHAPES = ("exact", "eager", "bucket")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphplan.program.program import Program
-from graphplan.step.padding.shape_stats import ShapeStats
+from graphplan.step.capture_sizes import ShapeStats
 
 _MIB = 2**20
 

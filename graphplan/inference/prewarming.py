@@ -13,8 +13,8 @@ from torch import Tensor
 
 from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
-from graphplan.step.padding.buckets import Ladders
-from graphplan.step.padding.shapes import Dynamic, outer_first
+from graphplan.step.buckets import Ladders
+from graphplan.step.dimensions import Dynamic, outer_first
 from graphplan.step.served import ServedStep
 
 Size = int | Mapping[int, int]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from graphplan.specs.policy import Policy
+from graphplan.step.buckets import Buckets
+from graphplan.step.dimensions import Dims
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import EagerIf, Options
 from graphplan.step.padded import PaddedStep
-from graphplan.step.padding.buckets import Buckets
-from graphplan.step.padding.layout import PadValue
-from graphplan.step.padding.shapes import Dims
+from graphplan.step.padding import PadValue
 
 
 def graph_step(

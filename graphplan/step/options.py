@@ -13,9 +13,9 @@ from graphplan.environment.origin import watch
 from graphplan.errors import OptionError, PolicyError
 from graphplan.feed.call_arguments import hands_over
 from graphplan.specs.policy import Policy, check_mode
-from graphplan.step.padding.buckets import Buckets, Ladders, check_shapes
-from graphplan.step.padding.layout import PadValue
-from graphplan.step.padding.shapes import Dims
+from graphplan.step.buckets import Buckets, Ladders, check_shapes
+from graphplan.step.dimensions import Dims
+from graphplan.step.padding import PadValue
 from graphplan.verify.schedule import Schedule
 
 EagerIf = Callable[..., bool] | int | None

@@ -8,10 +8,8 @@ undone. Each batch is trained on once, padded; as it came, where padding makes a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -22,14 +20,9 @@ from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense
 from graphplan.feed.unread import UnreadValues
 from graphplan.program.companions import settle_companions
 from graphplan.step.call_lock import running_step
+from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.graphed_step import GraphedStep
-from graphplan.step.padding.buckets import Ladders
-from graphplan.step.padding.call_kinds import Kind, Kinds, Size
-from graphplan.step.padding.layout import Padding
-from graphplan.step.padding.lent_memory import handed_on
-from graphplan.step.padding.shape_stats import ShapeStats
-from graphplan.step.padding.shapes import Dynamic
-from graphplan.step.padding.slicing import result_leaves
+from graphplan.step.padding import Kind, PaddedCall, Padding
 from graphplan.step.padding_check import PaddingCheck
 from graphplan.tensors.attributes import attributes_on
 from graphplan.verify.copy_placement import find_room
@@ -38,11 +31,6 @@ from graphplan.verify.schedule import Timetable
 _CALLS_TO_KNOW = 2
 """First calls, which are not padded: what the step changes has to be known to be undone, and an object is known once it
 turns up a second time."""
-
-
-@dataclass(slots=True)
-class _Size(Size):
-    timetable: Timetable | None = None
 
 
 class PaddedStep(GraphedStep):
@@ -66,9 +54,9 @@ class PaddedStep(GraphedStep):
             )
         fn = self._runner.fn
         self.shapes = ShapeStats()
-        self._ladders = Ladders(options.buckets)
-        self._padding = Padding(fn, self._ladders, Dynamic(fn, options.dynamic), options.pad, options.mask)
-        self._kinds = Kinds(self._padding, self.shapes, _Size)
+        self._padding = Padding(
+            fn, options.buckets, options.dynamic, options.pad, options.mask, options.feed_device, self.shapes
+        )
         self._host_values = UnreadValues()
         self._known_calls = 0
         self._stopped_by: RefusalError | None = None
@@ -92,7 +80,7 @@ class PaddedStep(GraphedStep):
             feed = flatten(args, kwargs)
         except FeedError:
             return args, kwargs
-        args, its_kwargs = self._padding.leave(feed, self._padding.places(feed), self._options.feed_device)
+        args, its_kwargs = self._padding.leave(feed, self._padding.places(feed))
         return args, dict(its_kwargs)
 
     @override
@@ -128,9 +116,9 @@ class PaddedStep(GraphedStep):
             return None
         return feed if all(_is_plain(leaf) for _, leaf in feed.tensors()) else None
 
-    def _kind(self, feed: Feed) -> Kind[_Size] | None:
+    def _kind(self, feed: Feed) -> Kind | None:
         """How a call is padded; None if it fits no capture size."""
-        kind = self._kinds.get(feed)
+        kind = self._padding.kind(feed)
         if kind is not None:
             return kind
         # A call with no dimension at all may be a wrong one, which the step itself has words for.
@@ -140,25 +128,18 @@ class PaddedStep(GraphedStep):
         if misfit is not None:
             self._runner.stats.note(f"not padded: {misfit}")
             return None
-        return self._kinds.learn(feed, places, self._options.feed_device)
+        return self._padding.learn(feed, places)
 
-    def _padded(self, feed: Feed, kind: Kind[_Size]) -> Any:
+    def _padded(self, feed: Feed, kind: Kind) -> Any:
         """A call at its capture size."""
-        layout, slicer = kind.layout, kind.size.slicer
-        args, kwargs = self._padding.pad(feed, layout)
-        versions = [memory._version for memory in layout.staged.values()]
-        kind.size.calls += layout.is_padded
+        call = PaddedCall(self._padding, feed, kind)
         self.shapes.count(kind.fed, kind.padded)
-        result = super()._serve(args, kwargs)
+        result = super()._serve(call.args, dict(call.kwargs))
         try:
-            with torch.no_grad():
-                for (index, memory), version in zip(layout.staged.items(), versions, strict=True):
-                    if memory._version != version:
-                        feed.leaves[index].copy_(layout.own[index])
-            leaves, structure = result_leaves(result)
-            slicer.meet(leaves, structure, layout.sizes)
+            call.hand_back()
+            leaves = call.take(result)
             if kind.is_sure:
-                return slicer.cut([handed_on(leaf, layout, feed) for leaf in leaves], layout.true)
+                return call.cut(leaves)
         except Exception:
             self._runner.outcome = (result,)
             raise
@@ -172,7 +153,7 @@ class PaddedStep(GraphedStep):
         )
         return result
 
-    def _is_harmless(self, feed: Feed, kind: Kind[_Size]) -> bool:
+    def _is_harmless(self, feed: Feed, kind: Kind) -> bool:
         """Whether the call may be padded: the step is rehearsed both ways. If not, it is made as it came.
 
         Raises:
@@ -205,7 +186,7 @@ class PaddedStep(GraphedStep):
         size.next_check = timetable.end(number)
         return True
 
-    def _compare(self, feed: Feed, kind: Kind[_Size]) -> str:
+    def _compare(self, feed: Feed, kind: Kind) -> str:
         """Compare the call with and without padding. Why there was no room for that, if so."""
         walk, backend = self._managed.walk(), self._runner.backend
         assert self._runner.device is not None
@@ -216,7 +197,7 @@ class PaddedStep(GraphedStep):
         if room is None:
             return reason
         moved = self._lookup.moved
-        own = flatten(*self._padding.leave(feed, kind.layout.places, self._options.feed_device))
+        own = flatten(*self._padding.leave(feed, kind.layout.places))
         came, padded = moved(own), moved(flatten(*self._padding.pad(feed, kind.layout)))
         check = PaddingCheck(self._runner, self._managed, walk, came, allow=self._options.allow, room=room)
         check.run(padded, kind.layout, kind.size.slicer)
@@ -232,7 +213,7 @@ class PaddedStep(GraphedStep):
     @override
     def facts(self) -> list[str]:
         """What was prepared, and what was padded."""
-        return [*super().facts, f"{self.shapes} ({self._ladders})"]
+        return [*super().facts, f"{self.shapes} ({self._padding.ladders})"]
 
     @override
     def data(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ one, from one state, and both times undone.
 What is compared is what the step *changes*: results, gradients, optimizer state, buffers, and the updates of
 parameters. Other shapes have other kernels, which add up in another order, so these may differ by what rounding does:
 
-- by a share of the change itself, :func:`graphplan.step.padding.slicing.tolerance`. The relative error of a sum grows
+- by a share of the change itself, :func:`graphplan.step.capture_sizes.tolerance`. The relative error of a sum grows
   with the root of its length times the last place; the root of the last place leaves room for millions of terms.
 - by a multiple of what a third rehearsal finds, on the batch as it came from parameters whose last bits are others.
   Where terms cancel, rounding is all that is left (an attention's key bias has no gradient), Adam makes of that steps
@@ -32,10 +32,10 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
+from graphplan.step.capture_sizes import Slicer, result_leaves, tolerance
 from graphplan.step.compiled import uncompiled
 from graphplan.step.managed import Managed
-from graphplan.step.padding.layout import Layout
-from graphplan.step.padding.slicing import Slicer, result_leaves, tolerance
+from graphplan.step.padding import Layout
 from graphplan.step.rehearsal_mode import RehearsalMode
 from graphplan.step.runner import Runner
 from graphplan.tensors.copying import copy_all

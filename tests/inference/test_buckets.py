@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import Graphed, OptionError, PaddingError, SkipReason, StaleError, buckets, graphed
-from graphplan.step.padding.buckets import Ladders
+from graphplan.step.buckets import Ladders
 from tests.inference.helpers import Layer
 
 
@@ -505,12 +505,12 @@ def test_without_room_for_a_check_calls_stay_as_they_came(monkeypatch: pytest.Mo
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number among the arguments that never comes back makes a capture size of its own each time."""
-    monkeypatch.setattr("graphplan.step.padding.call_kinds._MOST_SIZES", 3)
-    monkeypatch.setattr("graphplan.step.padding.call_kinds._MOST_SHAPES", 5)
-    monkeypatch.setattr("graphplan.step.padding.call_kinds._MOST_KINDS", 4)
+    monkeypatch.setattr("graphplan.step.padding._MOST_SIZES", 3)
+    monkeypatch.setattr("graphplan.step.padding._MOST_SHAPES", 5)
+    monkeypatch.setattr("graphplan.step.padding._MOST_KINDS", 4)
     fast = bucketed(lambda x, scale: x * scale, [4], on_failure="eager")
     for index in range(8):
         x = torch.randn(3, 8)
         assert torch.equal(fast(x, float(index)), x * float(index))
-    kinds = fast._bucketed._kinds
+    kinds = fast._bucketed.padding
     assert len(kinds._sizes) == 3 and len(fast.shapes.shapes) == 5 and len(kinds._kinds) == 4

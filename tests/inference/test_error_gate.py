@@ -49,15 +49,15 @@ def _drive(call: Any) -> list[Tensor]:
 BEFORE = {
     "exact": ["inference.graphed:plain", "step.graphed_step:flatten", "step.lookup:Lookup.find", "step.stages:trace",
               "step.captures:capture_program", "inference.graphed:dense_feed"],
-    "eager": ["inference.graphed:dense_feed", "step.padding.shapes:Dynamic.split"],
-    "bucket": ["inference.graphed:dense_feed", "inference.buckets.bucketed:Bucketed.call",
-               "step.padding.call_kinds:Kinds.get",
-               "step.padding.call_kinds:Kinds.learn", "step.padding.layout:Padding.pad",
-               "inference.buckets.bucketed:Bucketed._is_due",
-               "inference.buckets.bucketed:Effects", "step.stages:trace"],
+    "eager": ["inference.graphed:dense_feed", "step.dimensions:Dynamic.split"],
+    "bucket": ["inference.graphed:dense_feed", "inference.bucketed:Bucketed.call",
+               "step.padding:Padding.kind",
+               "step.padding:Padding.learn", "step.padding:Padding.pad",
+               "inference.bucketed:Bucketed._is_due",
+               "inference.bucketed:_Effects", "step.stages:trace"],
 }  # fmt: skip
 PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in places]
-AFTER = ["step.padding.slicing:Slicer.meet", "step.padding.slicing:Slicer.cut", "inference.buckets.bucketed:handed_on"]
+AFTER = ["step.capture_sizes:Slicer.meet", "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on"]
 
 
 def _graphed(shapes: str, on_failure: str, **options: Any) -> tuple[Decoder, Graphed]:

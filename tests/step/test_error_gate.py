@@ -340,8 +340,8 @@ def test_errors_of_eager_if_come_out_as_they_are() -> None:
 
 PADDED = [
     "step.padded:PaddedStep._kind", "step.padded:PaddedStep._plain_feed", "step.padded:PaddedStep._compare",
-    "step.padding.call_kinds:Kinds.learn", "step.padding.layout:Padding.pad", "step.padding.slicing:Slicer.meet",
-    "step.padding.slicing:Slicer.cut", "step.padded:handed_on", "step.padding_check:PaddingCheck.run",
+    "step.padding:Padding.learn", "step.padding:Padding.pad", "step.capture_sizes:Slicer.meet",
+    "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on", "step.padding_check:PaddingCheck.run",
     "step.stages:trace", "step.replays:check_replay",
 ]  # fmt: skip
 

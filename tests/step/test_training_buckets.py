@@ -515,7 +515,7 @@ def test_comparisons_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     made = [batch for batch in batches(80) if batch["input_ids"].shape[1] < SIZES[-1]][: UNPADDED + 64]
     for batch in made:
         step(batch)
-    (kind, *_) = step._kinds._kinds.values()
+    (kind, *_) = step._padding._kinds.values()
     assert kind.size.calls == 64 and kind.size.next_check > 128, "a comparison is longer than a step"
 
 

@@ -16,7 +16,7 @@ from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.pieces.scopes import Pieces, name_of
 from graphplan.inference.pieces.splitting import facts_of, match_modules, split
 from graphplan.program.leases import StaticOutput
-from graphplan.step.padding.slicing import distance, tolerance
+from graphplan.step.capture_sizes import distance, tolerance
 from graphplan.tensors.trees import flatten_result
 
 

@@ -1,0 +1,203 @@
+"""What is known of each capture size: its calls, the padded dimensions of its results, and when it is checked next."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import PaddingError, RefusalError
+from graphplan.program.program import Program
+from graphplan.step.dimensions import Place
+from graphplan.tensors.containers import flatten_plain, rebuilder
+from graphplan.tensors.trees import close_records, flatten_result
+from graphplan.verify.schedule import Timetable
+
+Candidates = list[Place | None]
+"""The dimensions of the feed that a dimension of a result may follow; None: its size is always the same."""
+
+
+@dataclass(slots=True)
+class ShapeStats:
+    """Counts of shapes and padding. ``hits`` were replayed, ``misses`` ran otherwise; ``shapes`` are the sizes that
+    calls came with, ``capture_sizes`` what they were rounded up to. Elements are those of the padded inputs.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    checked: int = 0
+    shapes: set[Hashable] = field(default_factory=set)
+    capture_sizes: set[Hashable] = field(default_factory=set)
+    padded_calls: int = 0
+    unpadded_elements: int = 0
+    padded_elements: int = 0
+
+    def count(self, fed: int, padded: int) -> None:
+        """Count one call of ``fed`` elements, which were padded to ``padded``."""
+        self.padded_calls += padded > fed
+        self.unpadded_elements += fed
+        self.padded_elements += padded
+
+    @property
+    def padding(self) -> float:
+        """Padded elements for each element that was fed."""
+        return self.padded_elements / self.unpadded_elements if self.unpadded_elements else 1.0
+
+    def __str__(self) -> str:
+        return (
+            f"padding: {len(self.shapes)} shapes on {len(self.capture_sizes)} capture sizes; {self.padded_calls} "
+            f"calls padded; {self.padding:.2f} elements for each that was fed; {self.checked} calls compared with "
+            "unpadded ones"
+        )
+
+    def data(self) -> dict[str, Any]:
+        """The counts as plain data."""
+        counts = {name: getattr(self, name) for name in self.__slots__}
+        sets = {"shapes": len(self.shapes), "capture_sizes": len(self.capture_sizes)}
+        return {**counts, **sets, "padding": self.padding}
+
+
+def result_leaves(result: Any) -> tuple[list[Any], Any]:
+    """:func:`flatten_result` without names, and without pytree if the containers are plain."""
+    try:
+        _, leaves, structure = flatten_plain(result)
+    except TypeError:
+        named, structure = flatten_result(result)
+        leaves = [leaf for _, leaf in named]
+    return leaves, structure
+
+
+class Slicer:
+    """What is known of the results at one capture size.
+
+    A dimension of a result that is as large as a padded dimension of the feed may follow it, or be so by chance. If the
+    two differ for a call, it is made unpadded too, which tells. ``known`` has the candidates of each dimension of each
+    result; it is a new list if the results have another structure.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[list[Candidates]] | None = None
+        self._structure: Any = None
+        self._shapes: list[Any] = []
+
+    def meet(self, leaves: Sequence[Any], structure: Any, sizes: Mapping[Place, int]) -> None:
+        """Take in a padded result, if it is the first of its structure."""
+        shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
+        if self.known is None or structure != self._structure or shapes != self._shapes:
+            self._structure, self._shapes = structure, shapes
+            self._rebuild = rebuilder(structure, close_records)
+            self.known = [
+                [[None, *(place for place, size in sizes.items() if size == found)] for found in shape or ()]
+                for shape in shapes
+            ]
+
+    def is_sure(self, true: Mapping[Place, int], sizes: Mapping[Place, int]) -> bool:
+        """Return True if the results of a call of these sizes can be cut."""
+
+        def kept(candidate: Place | None) -> int | None:
+            return None if candidate is None or true[candidate] == sizes[candidate] else true[candidate]
+
+        if self.known is None:
+            return False
+        return all(len(set(map(kept, candidates))) <= 1 for dims in self.known for candidates in dims)
+
+    def learn(
+        self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int]
+    ) -> tuple[list[str], dict[str, Tensor]]:
+        """Compare an unpadded result with the ``leaves`` of a padded one: what is not explained, in words, and the
+        padded one's tensors without their padding, by name.
+        """
+        assert self.known is not None
+        wanted, structure = flatten_result(expected)
+        if structure != self._structure:
+            return [f"the results' structure is {structure} without padding, and {self._structure} with it"], {}
+        problems: list[str] = []
+        parts: dict[str, Tensor] = {}
+        for (name, own), leaf, dims in zip(wanted, leaves, self.known, strict=True):
+            if not isinstance(leaf, Tensor) or not isinstance(own, Tensor):
+                if own != leaf:
+                    problems.append(f"{name} is {own!r} without padding and {leaf!r} with it")
+                continue
+            what = f"{name} is {_describe(own)} without padding and {_describe(leaf)} with it"
+            if own.ndim != leaf.ndim or own.dtype != leaf.dtype:
+                problems.append(what)
+                continue
+            part = self._narrow(own, leaf, dims, true)
+            if isinstance(part, int):
+                problems.append(f"{what}, and dimension {part} follows no padded dimension of the inputs")
+            else:
+                parts[name] = part
+        return problems, parts
+
+    @staticmethod
+    def _narrow(own: Tensor, leaf: Tensor, dims: list[Candidates], true: Mapping[Place, int]) -> Tensor | int:
+        """``leaf`` cut to the size of ``own``; or the dimension that no candidate explains. Others are dropped."""
+        part = leaf
+        for dim, candidates in enumerate(dims):
+            found, whole = own.shape[dim], leaf.shape[dim]
+            fitting = [candidate for candidate in candidates if (true[candidate] if candidate else whole) == found]
+            if not fitting:
+                return dim
+            candidates[:] = fitting
+            part = part.narrow(dim, 0, found)
+        return part
+
+    def cut(self, leaves: Sequence[Any], true: Mapping[Place, int]) -> Any:
+        """The results, whose ``leaves`` are padded, at their true sizes."""
+        assert self.known is not None
+        parts = []
+        for leaf, dims in zip(leaves, self.known, strict=True):
+            for dim, candidates in enumerate(dims):
+                if candidates[0] is not None:
+                    size = true[candidates[0]]
+                    leaf = leaf if leaf.shape[dim] == size else leaf.narrow(dim, 0, size)
+            parts.append(leaf)
+        return self._rebuild(parts)
+
+
+@dataclass(slots=True)
+class CaptureSize:
+    """One capture size: its results, its padded calls so far, and which of them is checked next.
+
+    ``refusal`` refuses all its calls, ``drawing`` those that are padded; ``checked`` are programs of which a padded
+    replay was checked.
+    """
+
+    slicer: Slicer = field(default_factory=Slicer)
+    calls: int = 0
+    next_check: int = 1
+    timetable: Timetable | None = None
+    refusal: RefusalError | None = None
+    drawing: PaddingError | None = None
+    checked: WeakSet[Program] = field(default_factory=WeakSet)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{[*tensor.shape]}"
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest relative difference of results of other kernels, which are chosen by size. Integers are exact."""
+    return 2 * torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def distance(own: Tensor, other: Tensor) -> float:
+    """The largest difference of two tensors relative to the largest value; infinite if only one has a number."""
+    if own.numel() == 0:
+        return 0.0
+    one, two = own.detach(), other.detach()
+    if not own.dtype.is_floating_point and not own.dtype.is_complex:
+        return float((one != two).any())
+    one, two = (side.to(torch.complex128 if own.dtype.is_complex else torch.float64) for side in (one, two))
+    same = (one == two) | (one.isnan() & two.isnan())
+    apart = torch.where(same, 0.0, (one - two).abs())
+    finite = one.abs()[one.isfinite()]
+    largest = float(finite.max()) if finite.numel() else 0.0
+    found = float(apart.max())
+    if found != found:
+        return float("inf")
+    return found / largest if largest else (float("inf") if found else 0.0)

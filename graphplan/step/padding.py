@@ -1,0 +1,331 @@
+"""Padding calls to a capture size, in memory that a program can use as its input as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.errors import OptionError, PaddingError
+from graphplan.feed.buffers import Buffers
+from graphplan.feed.call_arguments import hands_over
+from graphplan.feed.signature import Feed
+from graphplan.program.leases import Lease, StaticOutput
+from graphplan.program.program import Program
+from graphplan.step.buckets import Buckets, Ladders
+from graphplan.step.capture_sizes import CaptureSize, ShapeStats, result_leaves
+from graphplan.step.dimensions import Dims, Dynamic, Named, Names, Place, outer_first
+from graphplan.tensors.storages import storage_id
+
+PadFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
+PadValue = float | int | bool | PadFunction
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+_MOST_SHAPES = 65536
+_MOST_SIZES = 1024
+_MOST_KINDS = 4096
+"""Bounds of what is counted or remembered: each literal among the arguments makes another kind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How calls of one signature are padded: what each dynamic dimension is and becomes, and where the leaves go.
+
+    ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``rests`` what is
+    filled with which value. ``makers`` pad leaves their own way. ``mask`` is the mask and the part of it that is true.
+    """
+
+    places: Sequence[Place]
+    true: Mapping[Place, int]
+    sizes: Mapping[Place, int]
+    staged: Mapping[int, Tensor]
+    own: Mapping[int, Tensor]
+    rests: Sequence[tuple[Tensor, float | int | bool]]
+    makers: Mapping[int, tuple[PadFunction, str]]
+    mask: tuple[Tensor, Tensor] | None
+
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(f"{true} to {self.sizes[place]}" for place, true in self.true.items()))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether anything is added."""
+        return self.true != self.sizes
+
+
+@dataclass(slots=True)
+class Kind:
+    """Calls of one signature: how they are padded, their capture size, and their elements without and with padding."""
+
+    layout: Layout
+    size: CaptureSize
+    fed: int
+    padded: int
+    _sure_of: object = None
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether enough is known to cut the results of these calls."""
+        slicer, layout = self.size.slicer, self.layout
+        if slicer.known is None or self._sure_of is not slicer.known:
+            self._sure_of = slicer.known if slicer.is_sure(layout.true, layout.sizes) else None
+        return self._sure_of is not None
+
+
+class Padding:
+    """Pads the calls of one function, and remembers their kinds and capture sizes.
+
+    Args:
+        fn: the function.
+        buckets, dynamic, pad, mask: see :func:`graph_step`.
+        device: where padded tensors are to lie, if not where they are fed from.
+        stats: counts of shapes.
+
+    Raises:
+        OptionError: for an argument that there is not.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        buckets: Buckets,
+        dynamic: Mapping[str, Dims] | None,
+        pad: PadValue | Mapping[str, PadValue],
+        mask: str | None,
+        device: torch.device | None,
+        stats: ShapeStats,
+    ) -> None:
+        self.ladders = Ladders(buckets)
+        self._dynamic = Dynamic(fn, dynamic)
+        self._names = Names(fn)
+        by_name: Mapping[str, PadValue] = pad if isinstance(pad, Mapping) else {}
+        self._default: PadValue = 0 if isinstance(pad, Mapping) else pad
+        for value in (*by_name.values(), self._default):
+            if not callable(value) and not isinstance(value, bool | int | float):
+                raise OptionError(f"pad is {value!r}; expected a number, or a function of a tensor and a shape")
+        self._pad = Named(self._names, by_name, "pad")
+        if mask is not None:
+            self._names.check([mask], "mask")
+        self._mask = mask
+        self._device = device
+        self._stats = stats
+        self._buffers = Buffers()
+        self._leases: dict[Any, Lease] = {}
+        self._sizes: dict[Hashable, CaptureSize] = {}
+        self._kinds: dict[Hashable, Kind] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that padded inputs lie in."""
+        return self._buffers.nbytes
+
+    def kind(self, feed: Feed) -> Kind | None:
+        """The kind of calls like this one, if there was one before."""
+        return self._kinds.get(feed.key)
+
+    def learn(self, feed: Feed, places: Sequence[Place], next_check: int = 1) -> Kind:
+        """A new kind, for calls like this one. The padded call ``next_check`` of a new capture size is checked."""
+        layout = self._layout(feed, places)
+        others = [key for index, key in enumerate(feed.key[1:]) if index not in layout.staged]
+        shapes = tuple((memory.shape, memory.dtype) for memory in layout.staged.values())
+        key = (feed.key[0], *others, *shapes)
+        if len(self._stats.shapes) < _MOST_SHAPES:
+            self._stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in layout.staged)))
+            self._stats.capture_sizes.add(key)
+        if key not in self._sizes:
+            if len(self._sizes) >= _MOST_SIZES:
+                del self._sizes[next(iter(self._sizes))]
+            self._sizes[key] = CaptureSize(next_check=next_check)
+        if len(self._kinds) >= _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        fed = sum(feed.leaves[index].numel() for index in layout.staged)
+        padded = sum(memory.numel() for memory in layout.staged.values())
+        kind = self._kinds[feed.key] = Kind(layout, self._sizes[key], fed, padded)
+        return kind
+
+    def places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
+        """The dynamic dimensions that have a ladder; there have to be some if they ``are_expected``.
+
+        Raises:
+            OptionError: for a ladder that nothing is ever padded by, naming its dimension.
+        """
+        places = [(index, dim) for index, dim in self._dynamic.of(feed) if dim in self.ladders.dims]
+        padded = {dim for _, dim in places}
+        missing = [dim for dim in self.ladders.dims if dim not in padded and (places or are_expected)]
+        if missing:
+            raise OptionError(
+                f"buckets has sizes for dimension {missing[0]}, which is a dynamic one of none of the arguments "
+                f"({', '.join(feed.names())}); expected one that may vary: by default, the last of several may not. "
+                f"Name it: dynamic={{'argument': ({missing[0]},)}}"
+            )
+        return places
+
+    def misfit(self, feed: Feed, places: Sequence[Place]) -> str | None:
+        """Why a call fits no capture size; None if it fits one."""
+        if not places:
+            return "none of the arguments has a dimension with a ladder"
+        for index, dim in places:
+            size = feed.leaves[index].shape[dim]
+            if self.ladders.round_up(dim, size) is None:
+                name, largest = feed.names()[index], self.ladders.sizes(dim)[-1]
+                which = "is empty" if size == 0 else f"is beyond the largest capture size {largest}"
+                return f"dimension {dim} of {name} has {size} elements, which {which}"
+        return None
+
+    @torch.inference_mode(False)
+    def _layout(self, feed: Feed, places: Sequence[Place]) -> Layout:
+        roots, pads = self._names.roots(feed), self._pad.of(feed)
+        true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
+        sizes = {place: self.ladders.round_up(place[1], size) or 0 for place, size in true.items()}
+        staged, own, rests, makers = {}, {}, [], {}
+        for index in dict.fromkeys(index for index, _ in places):
+            leaf, given = feed.leaves[index], pads[index]
+            dims = {dim: size for (position, dim), size in sizes.items() if position == index}
+            part = staged[index] = self._memory(index, leaf, dims)
+            pad = self._default if given is None else given
+            for dim, size in dims.items():
+                filled = leaf.shape[dim]
+                if filled < size and not callable(pad):
+                    rests.append((part.narrow(dim, filled, size - filled), pad))
+                part = part.narrow(dim, 0, filled)
+            own[index] = part
+            if callable(pad):
+                makers[index] = (pad, roots[index])
+        mask = None
+        if self._mask is not None and self._mask not in roots:
+            index, masked = _masked(places)
+            shape, where = tuple(sizes[index, dim] for dim in masked), self._device or feed.leaves[index].device
+            make = lambda: torch.zeros(shape, dtype=torch.bool, device=where)  # noqa: E731
+            whole = self._lease(("mask", shape, where), "the mask", make)
+            mask = whole, whole[tuple(slice(true[index, dim]) for dim in masked)]
+        return Layout(places, true, sizes, staged, own, rests, makers, mask)
+
+    def _memory(self, position: int, leaf: Tensor, dims: Mapping[int, int]) -> Tensor:
+        """The memory of a leaf at its capture size. All sizes are parts of one allocation, the largest one's."""
+        shape, largest = (
+            tuple(sizes.get(dim, size) for dim, size in enumerate(leaf.shape))
+            for sizes in (dims, {dim: self.ladders.sizes(dim)[-1] for dim in dims})
+        )
+        order, device = outer_first(leaf), self._device or leaf.device
+
+        def view(wanted: tuple[int, ...]) -> Tensor:
+            like = torch.empty_permuted(wanted, order, dtype=leaf.dtype, device=device)
+            return self._buffers.view(position, like, device)
+
+        key = (position, shape, order, leaf.dtype, device)
+        return self._lease(key, f"input {position}", lambda: [view(largest), view(shape)][-1])
+
+    def _lease(self, key: Hashable, name: str, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._leases:
+            self._leases[key] = Lease(make(), name, writable=True)
+        return self._leases[key].tensor
+
+    def pad(self, feed: Feed, layout: Layout) -> Arguments:
+        """The arguments of a call at its capture size.
+
+        Raises:
+            PaddingError: if a padding function does not give what it was asked for.
+        """
+        leaves = list(feed.leaves)
+        with torch.no_grad():
+            for rest, value in layout.rests:
+                rest.fill_(value)
+            for index, memory in layout.staged.items():
+                if index in layout.makers:
+                    memory.copy_(_made(*layout.makers[index], leaves[index], memory), non_blocking=True)
+                else:
+                    layout.own[index].copy_(leaves[index], non_blocking=True)
+                leaves[index] = memory
+            if layout.mask is not None:
+                mask, part = layout.mask
+                mask.fill_(False)
+                part.fill_(True)
+        args, kwargs = feed.rebuild(leaves)
+        if layout.mask is not None and self._mask is not None:
+            kwargs = {**kwargs, self._mask: layout.mask[0]}
+        return args, kwargs
+
+    def leave(self, feed: Feed, places: Sequence[Place]) -> Arguments:
+        """The arguments of a call as it came, with a mask that hides nothing where the function wants one."""
+        args, kwargs = feed.given or feed.rebuild(feed.leaves)
+        if self._mask is not None and places and self._mask not in self._names.roots(feed):
+            index, dims = _masked(places)
+            shape = [feed.leaves[index].shape[dim] for dim in dims]
+            where = self._device or feed.leaves[index].device
+            kwargs = {**kwargs, self._mask: torch.ones(shape, dtype=torch.bool, device=where)}
+        return args, kwargs
+
+
+class PaddedCall:
+    """One call at its capture size: ``args`` and ``kwargs`` are padded; ``feed`` is what came.
+
+    Raises:
+        PaddingError: if a padding function does not give what it was asked for.
+    """
+
+    def __init__(self, padding: Padding, feed: Feed, kind: Kind) -> None:
+        self.feed, self.kind = feed, kind
+        self.args, self.kwargs = padding.pad(feed, kind.layout)
+        self._versions = [memory._version for memory in kind.layout.staged.values()]
+        kind.size.calls += kind.layout.is_padded
+
+    def take(self, result: Any) -> list[Any]:
+        """The leaves of the padded result, of which the capture size learns."""
+        leaves, structure = result_leaves(result)
+        self.kind.size.slicer.meet(leaves, structure, self.kind.layout.sizes)
+        return leaves
+
+    def mutated(self) -> list[int]:
+        """The padded leaves that the function has written to."""
+        staged = zip(self.kind.layout.staged.items(), self._versions, strict=True)
+        return [index for (index, memory), version in staged if memory._version != version]
+
+    def hand_back(self) -> None:
+        """Copy what the function has written to its padded arguments to the caller's."""
+        with torch.no_grad():
+            for index in self.mutated():
+                self.feed.leaves[index].copy_(self.kind.layout.own[index])
+
+    def cut(self, leaves: Sequence[Any]) -> Any:
+        """The results at their true sizes, none of them in memory that the next call overwrites."""
+        return self.kind.size.slicer.cut(list(map(self._handed_on, leaves)), self.kind.layout.true)
+
+    def _handed_on(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
+            return leaf
+        for index, memory in self.kind.layout.staged.items():
+            if leaf is memory:
+                return self.feed.leaves[index]
+            if storage_id(leaf) == storage_id(memory):
+                return leaf.clone()
+        return leaf
+
+    def leave_lent_memory(self, program: Program) -> None:
+        """Before ``program`` runs: keep copies of what was fed from memory in which it lends its results."""
+        lent = {storage_id(lease.tensor) for lease in program.lent}
+        within = {index for index, leaf in self.feed.tensors() if storage_id(leaf) in lent} if lent else set()
+        if within:
+            leaves = [leaf.clone() if index in within else leaf for index, leaf in enumerate(self.feed.leaves)]
+            self.feed = Feed(leaves, self.feed.structure, self.feed.key)
+
+
+@hands_over
+def _made(pad: PadFunction, name: str, leaf: Tensor, memory: Tensor) -> Tensor:
+    """What the function ``pad`` makes of a leaf; PaddingError if that is not what it was asked for."""
+    made = pad(leaf, tuple(memory.shape))
+    if not isinstance(made, Tensor) or made.shape != memory.shape or made.dtype != memory.dtype:
+        found = f"{made.dtype}{[*made.shape]}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+        raise PaddingError(
+            f"the function that pads {name} made {found} of {leaf.dtype}{[*leaf.shape]}; expected "
+            f"{memory.dtype}{[*memory.shape]}: return the tensor with elements added behind its own"
+        )
+    return made
+
+
+def _masked(places: Sequence[Place]) -> tuple[int, list[int]]:
+    """The tensor that a mask is for, the one with most padded dimensions, and these."""
+    index = Counter(index for index, _ in places).most_common(1)[0][0]
+    return index, sorted(dim for leaf, dim in places if leaf == index)
