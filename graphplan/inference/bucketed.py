@@ -28,8 +28,8 @@ from graphplan.program.leases import plain
 from graphplan.program.program import Program
 from graphplan.step.capture_sizes import ShapeStats, distance, tolerance
 from graphplan.step.dimensions import Place
+from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.padding import Kind, PaddedCall, Padding
-from graphplan.step.served import ServedStep
 from graphplan.tensors.copying import same_bits
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
 from graphplan.tensors.trees import flatten_result
@@ -44,7 +44,7 @@ class _UnpaddedError(Exception):
 class Bucketed:
     """Serves the calls of one step at capture sizes."""
 
-    def __init__(self, fn: Callable[..., Any], step: ServedStep, options: ServeOptions, stats: ShapeStats) -> None:
+    def __init__(self, fn: Callable[..., Any], step: GraphedStep, options: ServeOptions, stats: ShapeStats) -> None:
         assert options.buckets is not None
         device = options.step.feed_device
         self.padding = Padding(fn, options.buckets, options.dynamic, options.pad, options.mask, device, stats)
@@ -108,7 +108,7 @@ class Bucketed:
 
         with ExitStack() as watched:
             try:
-                result = self._step.call(call.args, call.kwargs, before)
+                result = self._step.call(call.args, dict(call.kwargs), before)
             except _UnpaddedError as reason:
                 return self._leave(call.feed, kind.layout.places, *reason.args)
         with having_run(self._name):

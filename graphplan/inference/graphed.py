@@ -30,8 +30,8 @@ from graphplan.specs.roles import Role
 from graphplan.step.call_lock import runs_within_step
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.dimensions import Dynamic
+from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.methods import Method, owners_of
-from graphplan.step.served import ServedStep
 from graphplan.tensors.trees import map_result
 
 _LIMITS = ("evicted: ", "calls of further signatures are eager: ")
@@ -55,7 +55,7 @@ class Graphed(Method, Reports):
         self.shapes = ShapeStats()
         self._be_method(fn)
         self._options = options
-        self._step = ServedStep(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
+        self._step = GraphedStep(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._bucketed = Bucketed(fn, self._step, options, self.shapes) if options.shapes == "bucket" else None
         self._dynamic = Dynamic(fn, options.dynamic)
         self._is_direct = options.enable_if is None and options.shapes == "exact"

@@ -15,7 +15,7 @@ from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
 from graphplan.step.buckets import Ladders
 from graphplan.step.dimensions import Dynamic, outer_first
-from graphplan.step.served import ServedStep
+from graphplan.step.graphed_step import GraphedStep
 
 Size = int | Mapping[int, int]
 _BAR = 24
@@ -76,7 +76,7 @@ def _bare(leaf: Tensor) -> Tensor:
 
 def prewarm(
     call: Callable[..., Any],
-    step: ServedStep,
+    step: GraphedStep,
     specimen: Specimen,
     dynamic: Dynamic,
     *,
@@ -130,7 +130,7 @@ def _elements(dims: Mapping[int, int]) -> int:
     return count
 
 
-def _capture(call: Callable[..., Any], step: ServedStep, arguments: Any, dims: Mapping[int, int]) -> None:
+def _capture(call: Callable[..., Any], step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None:
     args, kwargs = arguments
     done = step.stats.captured + step.stats.replayed
     reasons = dict(step.stats.skipped)
@@ -150,7 +150,7 @@ def _capture(call: Callable[..., Any], step: ServedStep, arguments: Any, dims: M
     )
 
 
-def _estimate(step: ServedStep, wanted: Sequence[Mapping[int, int]]) -> int:
+def _estimate(step: GraphedStep, wanted: Sequence[Mapping[int, int]]) -> int:
     """Bytes of the pool in the end, after the first capture."""
     programs = step.programs
     first = max((program.nbytes for program in programs), default=0)

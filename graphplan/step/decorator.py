@@ -12,7 +12,6 @@ from graphplan.step.buckets import Buckets
 from graphplan.step.dimensions import Dims
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import EagerIf, Options
-from graphplan.step.padded import PaddedStep
 from graphplan.step.padding import PadValue
 
 
@@ -165,9 +164,4 @@ def graph_step(
         mask=mask,
         dynamic=dynamic,
     )
-    return step_class(options)(fn, owners, options)
-
-
-def step_class(options: Options) -> type[GraphedStep]:
-    """What makes a step with these options."""
-    return PaddedStep if options.shapes == "bucket" else GraphedStep
+    return GraphedStep(fn, owners, options)

@@ -17,8 +17,8 @@ from torch import Tensor
 from graphplan.compare.comparing import Checks, facts_of, lie
 from graphplan.feed.signature import Feed, alignment_unit, leaf_key
 from graphplan.program.program import Program
-from graphplan.step.entry import Entry, Variant
 from graphplan.step.managed import Managed
+from graphplan.step.programs import Entry, Variant
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.containers import PLAIN_LEAVES
 
@@ -29,7 +29,7 @@ _SHAPES = 256
 """Shapes whose kinds of calls are remembered."""
 
 
-class Call:
+class KnownCall:
     """One kind of call: positional arguments, each a tensor, a literal, or tuples, lists and dicts of those.
 
     Attributes:
@@ -142,10 +142,10 @@ class FastPath:
         self._managed = managed
         self._moved = moved
         self._modes = managed.modes
-        self._known: dict[Any, list[Call]] = {}
-        self._latest: Call | None = None
+        self._known: dict[Any, list[KnownCall]] = {}
+        self._latest: KnownCall | None = None
 
-    def find(self, args: Sequence[Any]) -> tuple[Call, list[Any]] | None:
+    def find(self, args: Sequence[Any]) -> tuple[KnownCall, list[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
         try:
             call = self._latest
@@ -165,7 +165,7 @@ class FastPath:
         except Exception:  # noqa: BLE001 - something is gone, or an object raises: the long way says what
             return None
 
-    def _search(self, args: Sequence[Any]) -> tuple[Call | None, list[Any] | None]:
+    def _search(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[Any] | None]:
         for call in self._known.get(_shapes(args), ()):
             leaves = call.leaves(args)
             if leaves is not None:
@@ -189,7 +189,7 @@ class FastPath:
             return
         variant = None if entry.any_program is program else self._managed.grad_presence()
         checks = Checks([entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.guards.rows])
-        call = Call(args, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
+        call = KnownCall(args, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
         leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
             shapes = _shapes(args)

@@ -1,11 +1,10 @@
 """The speed gate: measures a step without graphplan, then with replays, and says whether replays pay.
 
-- Eager time comes first: some calls run with nothing of graphplan's around them, and those after the first two are
-  timed. Where the device is busy for nearly all of that time, replays have next to nothing to save.
+- Eager time comes first: calls of the function alone, of which those after the first two are timed. A device that is
+  busy for nearly all of that time leaves replays next to nothing to save.
 - Replays are timed once there are enough in a row that are not checked.
-- A training step is timed from the end of one step to the end of the next (:class:`Laps`): host work, data loading,
-  callbacks and schedulers count. An inference call is timed by itself (:class:`Calls`), since nobody knows what the
-  caller waits for in between.
+- A training step is timed from the end of one step to the end of the next (:class:`Laps`), with all that the host does
+  in between; an inference call by itself (:class:`Calls`).
 - The device is waited for at both ends of what is timed, and nowhere else.
 """
 
@@ -16,7 +15,6 @@ from itertools import count, pairwise
 from math import ceil
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -39,7 +37,7 @@ _WINDOWS = 3
 _CLEAR = 2.0
 """Slower by this factor in one window is enough."""
 _UNEVEN = 0.5
-"""One step that takes more than this share of a window is no step of the loop's: a validation, a checkpoint."""
+"""A step that takes more than this share of a window is none of the loop's: a validation, a checkpoint."""
 _PATIENCE = 1.0
 """Seconds that a rank waits for the votes of the others."""
 
@@ -61,15 +59,15 @@ class Clock:
         return self.now()
 
     def watch(self) -> Callable[[], float]:
-        """Begin to watch the device. What comes back ends that, and returns the share of time it had nothing to do."""
+        """Begin to watch the device; what is returned ends that, and gives the share of time in which it was idle."""
         if self._device.type != "cuda":
             return lambda: 1.0
         return Idleness([torch.cuda.current_stream(self._device)]).end
 
 
 class Laps:
-    """Seconds per step of a loop: ``count`` steps in a row, from end to end. ``retries``: how often that is done again
-    where one of the steps took longer than all others together.
+    """Seconds per step of a loop: ``count`` steps in a row, from end to end; measured again, ``retries`` times at most,
+    if one of the steps took longer than all others together.
     """
 
     def __init__(self, clock: Clock, count: int, retries: int) -> None:
@@ -82,7 +80,7 @@ class Laps:
         return 0.0
 
     def end(self, start: float) -> float | None:
-        """A step has ended: seconds per step, once enough have."""
+        """A step has ended: seconds per step, once there were enough."""
         if not self._ends:
             self._ends = [self._clock.rest()]
             return None
@@ -160,7 +158,10 @@ class Gate:
         self._loops, self._peers = loops, peers
         self._family = family or count()
         self._number = next(self._family)
-        self._timer = self._new_timer()
+        # Ranks have to come to their votes in the same steps.
+        retries = _WINDOWS - 1 if peers is None else 0
+        laps = ceil(STEPS / period) * period
+        self._timer: Laps | Calls = Laps(clock, laps, retries) if loops else Calls(clock, STEPS)
         self._skips = SKIPPED
         self._watch: Callable[[], float] | None = None
         self._windows: list[float] = []
@@ -168,19 +169,18 @@ class Gate:
         self.idle = 1.0
         """Share of the eager steps' time in which the device had nothing to do."""
 
-    def _new_timer(self) -> Laps | Calls:
-        if not self._loops:
-            return Calls(self._clock, STEPS)
-        # Ranks have to come to their votes in the same steps.
-        retries = _WINDOWS - 1 if self._peers is None else 0
-        return Laps(self._clock, ceil(STEPS / self._period) * self._period, retries)
-
     def with_same_eager_time(self) -> Gate:
         """A gate for another form of the step."""
         return Gate(
             self._least, self._clock, period=self._period, loops=self._loops, peers=self._peers, eager=self.eager,
             family=self._family,
         )  # fmt: skip
+
+    def anew(self) -> Gate:
+        """A gate that knows nothing yet."""
+        gate = self.with_same_eager_time()
+        gate.eager = None
+        return gate
 
     @property
     def replayed(self) -> float | None:
@@ -193,17 +193,11 @@ class Gate:
         busy = self.idle <= _MOST_IDLE
         return busy if self._peers is None else self._agree(self._peers, "busy", busy)
 
-    def anew(self) -> Gate:
-        """A gate that knows nothing yet."""
-        gate = self.with_same_eager_time()
-        gate.eager = None
-        return gate
-
     def _agree(self, peers: Peers, what: str, answer: bool) -> bool:
         return peers.vote(f"{what} {self._number}", answer, _PATIENCE) is True
 
     def begin(self) -> float:
-        """A step or call begins that is going to be timed; what its end has to be told."""
+        """A step or call begins that is going to be timed: what its end is to be told."""
         return self._timer.begin()
 
     def end_eager(self, start: float = 0.0) -> bool:
@@ -253,44 +247,3 @@ class Gate:
             "the host does beside the replay, make batches smaller if the device is busy all the time, or pass "
             "min_speedup=0, which keeps programs all the same"
         )
-
-
-class Stock:
-    """Calls of a step's own function, with nothing of graphplan's around them but a count.
-
-    Args:
-        call: the step's function, on all its arguments.
-        ended: called after each ``every``-th call.
-        failed: called where one raises.
-    """
-
-    def __init__(
-        self,
-        call: Callable[[tuple[Any, ...], dict[str, Any]], Any],
-        ended: Callable[[], object] | None = None,
-        every: int = 1,
-        failed: Callable[[], object] | None = None,
-    ) -> None:
-        self._call, self._ended, self._failed = call, ended, failed
-        self._left = self._every = every if ended is not None else 0
-        self._calls = 0
-
-    def take_count(self) -> int:
-        """Calls that have returned since this was asked last."""
-        count, self._calls = self._calls, 0
-        return count
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call."""
-        try:
-            result = self._call(args, kwargs)
-        except BaseException:
-            if self._failed is not None:
-                self._failed()
-            raise
-        self._calls += 1
-        self._left -= 1
-        if not self._left and self._ended is not None:
-            self._left = self._every
-            self._ended()
-        return result

@@ -10,10 +10,9 @@ import torch
 from graphplan.environment.collector import no_collections
 from graphplan.feed.signature import Feed, check_feed, key_anywhere
 from graphplan.program.program import Program
-from graphplan.step.entry import Entry, Key
 from graphplan.step.managed import Managed
 from graphplan.step.options import Options
-from graphplan.step.programs import Programs
+from graphplan.step.programs import Entry, Key, Programs
 from graphplan.step.runner import Runner
 
 

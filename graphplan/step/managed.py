@@ -1,17 +1,18 @@
 """What every managed call of a step shares: its owners, prepared optimizers, device learning rates, fingerprint.
 
-Longer than most rooms: all of it is about the one set of owners, and what was found in them last.
+Longer than most files: all of it is about the one set of owners, and what was found in them last.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.compare.comparing import Row
@@ -32,9 +33,7 @@ from graphplan.owners.slots import Namespace, Reached, Walk
 from graphplan.owners.views import attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.program.faults import refusing
-from graphplan.step.churn import churn_error
 from graphplan.step.compiled import runs_compiled
-from graphplan.step.notices import Notices
 from graphplan.trace.mode import refuse_trace
 
 Result = TypeVar("Result")
@@ -44,7 +43,7 @@ _STATE = ["_fingerprint", "_last_id", "refusal"]
 _FINGERPRINTS = 256
 """Fingerprints that keep their numbers; of more, the latest ones."""
 _CHURN = 3
-"""New values of a hyper-parameter without one capture between them: it changes faster than steps can be captured."""
+"""New values of a hyper-parameter without a capture between them: it changes faster than steps can be captured."""
 
 
 def _check_made(optimizer: torch.optim.Optimizer) -> None:
@@ -58,9 +57,35 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+class _Notice:
+    """A hook that notes ``text``. A copy of its module or optimizer gets one that does nothing."""
+
+    def __init__(self, events: list[str], text: str) -> None:
+        self._events = events
+        self._text = text
+
+    def __call__(self, *args: Any) -> None:
+        if self._text not in self._events:
+            self._events.append(self._text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Notice, ([], self._text)
+
+    def __deepcopy__(self, memo: Any) -> _Notice:
+        return _Notice([], self._text)
+
+
 class Managed:
-    """Owners of one step, named and discovered, and the optimizers among them. One that does not train (``trains``)
+    """Owners of one step, named and discovered, and the optimizers among them. A step that does not train (``trains``)
     owns optimizers that others step.
+
+    Attributes:
+        owners: by name.
+        refusal: what the next call is refused with.
+        changes: what was changed on optimizers to make them capturable.
+        is_settled: whether the code that ran last used no new name or object.
+        kept: what the code that ran last made and left behind: by path, in words.
+        compiled: what compiled code that ran was compiled with, and its name; by identity.
     """
 
     def __init__(
@@ -73,9 +98,7 @@ class Managed:
         trains: bool = True,
     ) -> None:
         self._fn = fn
-        self._prepare = prepare
-        self._fuse = fuse
-        self._trains = trains
+        self._prepare, self._fuse, self._trains = prepare, fuse, trains
         self.owners = name_owners(owners)
         scalers = [owner for owner in self.owners.values() if isinstance(owner, GradScaler) and owner.is_enabled()]
         self._is_scaled = bool(scalers)
@@ -85,11 +108,8 @@ class Managed:
         self.changes: list[str] = []
         self.refusal: RefusalError | None = None
         self.is_settled = False
-        """Whether the code that was looked at last used no new name, and nothing that was met for the first time."""
         self.kept: dict[str, str] = {}
-        """What the code that was looked at last made, and is there after it: by path, in words."""
         self.compiled: dict[int, tuple[Any, str]] = {}
-        """What compiled code that ran was compiled with, wherever it is held, and its name; by identity."""
         self._managed: set[int] = set()
         self._fingerprint: Fingerprint | None = None
         self._walked: Walk | None = None
@@ -101,7 +121,8 @@ class Managed:
         self._churn = 0
         self._names = Namespace()
         self._root = {"step": fn}
-        self._notices = Notices()
+        self._events: list[str] = []
+        self._hooks: dict[int, Any] = {}
         self._layout: Any = None
         self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -113,11 +134,7 @@ class Managed:
                     self.refusal = error
 
     def walk(self) -> Walk:
-        """Walk the owners.
-
-        Raises:
-            CaptureError: if one of them cannot be read.
-        """
+        """Walk the owners; CaptureError if one of them cannot be read."""
         with refusing():
             return walk_owners(self.owners)
 
@@ -138,7 +155,7 @@ class Managed:
             self.rates.attach([optimizer])
 
     def _refuses(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether it cannot be captured, which the next call is told."""
+        """Return True, and refuse the next call, if the optimizer cannot be captured."""
         try:
             check_optimizer(optimizer)
         except OptimizerError as error:
@@ -149,8 +166,8 @@ class Managed:
     def discover(
         self, call: Callable[[], tuple[Result, Walk]], on_first_sight: Callable[[Any], None] = lambda thing: None
     ) -> tuple[Result, Walk]:
-        """Run ``call`` and take in the modules and optimizers that it turns out to use. Its result, and what a walk
-        over the owners finds afterwards; ``call`` gives both too, for the owners known before.
+        """Run ``call`` and take in the modules and optimizers that it uses: its result, and a walk over the owners
+        afterwards. ``call`` gives both too, for the owners known before.
         """
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             result, walk = call()
@@ -167,11 +184,11 @@ class Managed:
     def discover_all(
         self, call: Callable[[], Result], *, fed: Iterable[Any], is_settled: bool
     ) -> tuple[Result, Walk | None]:
-        """:meth:`discover`, and take in the names and objects that the code of ``call`` uses, unless ``is_settled``;
-        not those that it is ``fed``. The walk is None where there are more owners now than it would have found.
+        """:meth:`discover`, and unless ``is_settled`` take in the names and objects that the code of ``call`` uses, but
+        for those that it is ``fed``. The walk is None if there are more owners now than it would have found.
 
-        Compiled code is looked at when it is traced: its names are those that the compiler gave. Where it is known that
-        there is some, the call is not watched: each call that the compiler makes would take longer.
+        Compiled code is looked at when it is traced: its names are those that the compiler gave, and to watch each of
+        the compiler's calls would take long.
         """
         before = self.walk_of_call()
         if self.runs_compiled(before):
@@ -197,11 +214,7 @@ class Managed:
         return result, walk if are_named and not has_grown else None
 
     def check_kept(self) -> None:
-        """Refuse a step that has just made a module or an optimizer which is still there.
-
-        Raises:
-            HostEffectError: naming it.
-        """
+        """Raise HostEffectError if the code that ran last made a module or an optimizer, and left it behind."""
         for path, what in self.kept.items():
             raise HostEffectError(
                 f"the step makes {path} ({what}), which is still there after it; a replay runs no Python, and would "
@@ -211,10 +224,8 @@ class Managed:
             )
 
     def take_names(self, ran: ExecutedCode, walk: Walk) -> bool:
-        """Take in the names that code used, and the objects that it ran on; whether there are any new ones. ``walk`` is
-        over the owners as they are now.
-
-        An object is taken in when it turns up a second time: others are made by the step itself.
+        """Take in the names that code used, and the objects that it ran on; whether there are new ones. ``walk`` is
+        over the owners as they are now. An object is taken in when it is met again: others are made by the step itself.
         """
         asked: dict[int, bool] = {}
         self.is_settled = False
@@ -267,13 +278,27 @@ class Managed:
             return
         self.rates.attach(walk.optimizers.values())
         self._sharding = Sharding(walk.modules)
-        # To steps that do not train, another step's preparations of the optimizers are nothing.
+        # A step that does not train ignores other steps' preparations of the optimizers.
         known, count = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
         self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
         self._walked = walk if len(self.owners) == count else None
         for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
-            self._notices.register(name, owner)
+            self._note_loads(name, owner)
         self._parameters = [param for _, param in walk.parameters.values()]
+
+    def _note_loads(self, name: str, owner: Any) -> None:
+        """Note when a state is loaded into ``owner``, so that a report can name the event."""
+        # A scripted module takes no such hook.
+        takes = isinstance(owner, nn.Module | torch.optim.Optimizer) and not isinstance(owner, torch.jit.ScriptModule)
+        if takes and id(owner) not in self._hooks:
+            notice = _Notice(self._events, f"{name}.load_state_dict")
+            self._hooks[id(owner)] = owner.register_load_state_dict_post_hook(notice)
+
+    def take_events(self) -> str:
+        """What was loaded since the last time, as the end of a sentence."""
+        text = f" (after {', '.join(self._events)})" if self._events else ""
+        self._events.clear()
+        return text
 
     def _counts(self, walk: Walk) -> set[tuple[int, str]]:
         """The entries of parameter groups that their optimizers count with, which become owners of their own."""
@@ -296,7 +321,7 @@ class Managed:
         return self.walk() if walk is None else walk
 
     def end_call(self) -> None:
-        """Forget the walk: it holds whatever the owners held."""
+        """Forget the walk, which holds what the owners held."""
         self._walked = None
 
     @property
@@ -317,27 +342,24 @@ class Managed:
             return -1
         values = self._fingerprint.values()
         if values != self._last:
-            self._last, self._last_id = values, self._number(values)
+            self._last = values
+            self._last_id = self._seen.pop(values, self._taken)
+            self._seen[values] = self._last_id
+            self._taken = max(self._taken, self._last_id + 1)
+            if len(self._seen) > _FINGERPRINTS:
+                del self._seen[next(iter(self._seen))]
             self._layout = self._fingerprint.layout
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
-        """After :meth:`fingerprint`: comparisons that hold while it has this number; None where they do not say enough.
+        """After :meth:`fingerprint`: comparisons that hold while it has this number; None if they do not say enough.
         ``compared`` are the ids of tensors that others compare.
         """
         return None if self._fingerprint is None else self._fingerprint.rows(compared)
 
     def row(self) -> Row:
-        """A comparison that holds while nothing was refused, and nobody took another fingerprint."""
+        """A comparison that holds while nothing was refused, and no other fingerprint was taken."""
         return ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
-
-    def _number(self, values: tuple[Any, ...]) -> int:
-        number = self._seen.pop(values, self._taken)
-        self._seen[values] = number
-        self._taken = max(self._taken, number + 1)
-        if len(self._seen) > _FINGERPRINTS:
-            del self._seen[next(iter(self._seen))]
-        return number
 
     def next_fingerprint(self) -> int:
         """:meth:`fingerprint` at the start of a call.
@@ -354,7 +376,14 @@ class Managed:
         if before is not self._last:
             self._before = (layout, before)
         if self._taken > taken:
-            self._check_churn(layout, before)
+            assert self._fingerprint is not None
+            assert self._last is not None
+            changed = self._fingerprint.changed_hypers(layout, before, self._last)
+            self._churn += bool(changed)
+            if self._churn >= _CHURN:
+                self._churn = 0
+                settings = {name for optimizer in self.walk().optimizers.values() for name in optimizer.defaults}
+                raise _churn_error(changed, settings)
         return number
 
     def why_changed(self) -> str:
@@ -363,29 +392,20 @@ class Managed:
         if self._fingerprint is not None and self._before is not None and self._last is not None:
             changed = self._fingerprint.changed(*self._before, self._last)
         what = "; ".join(changed[:3]) or "other modes, flags, or objects"
-        return what + self._notices.take()
-
-    def take_events(self) -> str:
-        """What torch told of since the last time, as the end of a sentence."""
-        return self._notices.take()
+        return what + self.take_events()
 
     def captured(self) -> None:
         """A program was captured: hyper-parameters stay long enough."""
         self._churn = 0
 
-    def _check_churn(self, layout: Any, before: tuple[Any, ...]) -> None:
-        assert self._fingerprint is not None
-        assert self._last is not None
-        changed = self._fingerprint.changed_hypers(layout, before, self._last)
-        self._churn += bool(changed)
-        if self._churn >= _CHURN:
-            self._churn = 0
-            settings = {name for optimizer in self.walk().optimizers.values() for name in optimizer.defaults}
-            raise churn_error(changed, _CHURN, settings)
-
     def grad_presence(self) -> tuple[bool, ...]:
         """Which parameters have a gradient now."""
         return tuple(param.grad is not None for param in self._parameters)
+
+    def prepare(self) -> None:
+        """Prepare all optimizers that are known."""
+        for optimizer in self.walk().optimizers.values():
+            self.manage(optimizer)
 
     def stand_down(self, *, is_by_time: bool) -> None:
         """Make the optimizers stock. Where runs are to be repeatable, and time decides (``is_by_time``), those that the
@@ -394,17 +414,41 @@ class Managed:
         if not (is_by_time and self._trains and torch.are_deterministic_algorithms_enabled()):
             self.release()
             return
-        self._notices.remove()
+        self._remove_hooks()
         self.prepare()
         self.rates.stay()
 
-    def prepare(self) -> None:
-        """Prepare all optimizers that are known."""
-        for optimizer in self.walk().optimizers.values():
-            self.manage(optimizer)
-
     def release(self) -> None:
         """Put the optimizers' flags back."""
-        self._notices.remove()
+        self._remove_hooks()
         self.rates.release()
         self._managed = set()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+
+def _churn_error(changed: Sequence[str], settings: Container[str]) -> OptimizerError:
+    """The refusal of hyper-parameters that change too fast, each described as ``path: old then new``. ``settings`` are
+    the names of those that optimizers are made with: others are the user's.
+    """
+    what = f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured"
+    names = [change.partition(": ")[0].rpartition(".")[2] for change in changed]
+    if all(name not in settings for name in names):
+        return OptimizerError(
+            f"{what}. The optimizer has no setting of that name, but its groups are compared before each replay, since "
+            "steps may read them. Expected a value that stays; count elsewhere: in a tensor on the device, or outside "
+            "the step in a variable that the step does not read",
+            component="optimizer",
+        )
+    cycled = "A schedule cycles it beside the lr (OneCycleLR, CyclicLR): cycle_momentum=False avoids that. "
+    return OptimizerError(
+        f"{what}, and the kernel takes it as a Python number, so that each value needs a capture of its own. Expected "
+        "a constant, or an lr that the optimizer reads from the device (AdamW, Adam, SGD, Adagrad with fused=True; on "
+        f"CUDA any with capturable=True). {cycled if 'betas' in names or 'momentum' in names else ''}Use one of those, "
+        "change the value once per epoch, or leave optimizer.step() out of the step (in a Trainer that is done for "
+        "you)",
+        component="optimizer",
+    )

@@ -10,10 +10,9 @@ from graphplan.backends.backend import Backend
 from graphplan.errors import MemoryBudgetError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
-from graphplan.step.entry import Entry
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Programs
+from graphplan.step.programs import Entry, Programs
 from graphplan.verify.copy_placement import free_bytes
 
 _GROUPS = 4
@@ -21,9 +20,8 @@ _GROUPS = 4
 
 
 class Room:
-    """What one step's programs may compute in.
-
-    A capture is preceded by an estimate: what the traced steps had alive at once, or on the tape all that they made.
+    """The memory of one step's programs. Before a capture it is estimated from what the traced steps had alive at once,
+    or on the tape from all that they made.
     """
 
     def __init__(self, options: Options, programs: Programs, peers: Peers | None) -> None:
@@ -37,13 +35,12 @@ class Room:
         """
         error = self._find(entry, plan, backend)
         if self._peers is not None and self._budget is not None and plan.communicates:
-            error = self._agree(self._peers, error)
+            all_can = self._peers.vote(f"memory {self._programs.attempts}", error is None)
+            if all_can is False and error is None:
+                error = MemoryBudgetError(
+                    "another rank has no memory for a program of this step, so no rank captures it"
+                )
         return None if error is None else self._give_up(entry, error)
-
-    def _agree(self, peers: Peers, error: MemoryBudgetError | None) -> MemoryBudgetError | None:
-        if peers.vote(f"memory {self._programs.attempts}", error is None) is False and error is None:
-            return MemoryBudgetError("another rank has no memory for a program of this step, so no rank captures it")
-        return error
 
     def _find(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:
         needed = backend.needs(plan.footprint, alone=True)
@@ -56,8 +53,7 @@ class Room:
                 return _refusal(plan, f"is estimated to take {_mib(needed)}", self._bound())
         free = free_bytes(plan.device)
         if free is not None and beside() > free:
-            bound = f"{plan.device} has {_mib(free)} free"
-            return _refusal(plan, f"is estimated to take {_mib(beside())}", bound)
+            return _refusal(plan, f"is estimated to take {_mib(beside())}", f"{plan.device} has {_mib(free)} free")
         return None
 
     def _bound(self) -> str:
@@ -72,9 +68,8 @@ class Room:
         return error
 
     def settle(self, entry: Entry, backend: Backend) -> MemoryBudgetError | None:
-        """After a capture: drop what is more than the budget in fact, at last the new program, and have programs share
-        memory in groups that can go one after the other. Memory that nobody uses goes back to the device: what the
-        eager steps of the way had, and the gradients that the program's own have replaced.
+        """After a capture, drop what is over the budget in fact, at last the new program; have programs share memory in
+        groups that can go one after the other; and give unused memory back to the device.
         """
         error = None
         if self._budget is not None:
@@ -83,16 +78,15 @@ class Room:
                 pass
             group = sum(program.nbytes for program in self._programs.all() if program.generation == latest.generation)
             if group > self._budget:
-                error = self._give_up(
-                    entry, _refusal(latest.plan, f"takes {_mib(latest.nbytes)} in fact", self._bound())
-                )
+                what = f"takes {_mib(latest.nbytes)} in fact"
+                error = self._give_up(entry, _refusal(latest.plan, what, self._bound()))
             if group > self._budget // _GROUPS:
                 backend.begin_generation()
         backend.trim()
         return error
 
     def after_check(self, backend: Backend) -> None:
-        """Do not keep what the eager step of a check took for the next one, if it is much, or under a budget."""
+        """Give back what the eager step of a check took, if it is much, or under a budget."""
         if self._budget is not None or not backend.may_take(0):
             backend.trim()
 

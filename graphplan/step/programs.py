@@ -1,42 +1,145 @@
-"""The keys of one step and their programs: how many are kept, and how often they may be captured again."""
+"""The cache of one step: entries by key, their programs, how many are kept, and how often they are captured again."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
+from graphplan.compare.comparing import Row
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
-from graphplan.feed.signature import Feed, first_difference
+from graphplan.feed.signature import Feed, first_difference, without_shapes
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
-from graphplan.step.entry import Entries, Entry, Key
+from graphplan.step.gate import Gate
 from graphplan.step.options import Options
+from graphplan.trace.records import Trace
 
+_KEYS_PER_GRAPH = 8
+_IDLE = 16
+"""Lookups per known key after which a program that none of them found is no longer in use."""
 _PATIENCE = 4
 """A capture is overdue after this many times the calls that it needs."""
 _GEOMETRIES = 256
 """Geometries of feeds whose latest program is remembered."""
 _PAYS = 16
-"""Replays after which a capture was worth it: one that comes to fewer counts against ``max_recaptures``."""
+"""Replays after which a capture has paid: those that come to fewer count against ``max_recaptures``."""
 _REASONS = 8
 """Reasons of recaptures that an error lists."""
+Key = tuple[Any, ...]
+"""The feed's geometry, torch's switches, the number of the fingerprint."""
+Variant = tuple[bool, ...]
+"""Which parameters have a gradient on entry: a step that accumulates has one program per answer."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One variant on its way to a program: traces, then a plan, then the program.
+
+    ``state`` are the paths of the optimizer state that the latest trace found. ``traced_anew``: whether a first pair of
+    traces was dropped; ``reordered``: how many pairs were because of autograd's engine, ``straddling``: in a row
+    because of what happened between them. ``is_like_others``: whether the plan comes from one trace.
+    """
+
+    traces: list[Trace] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
+    traced_anew: bool = False
+    reordered: int = 0
+    straddling: int = 0
+    plan: Plan | None = None
+    is_like_others: bool = False
+    program: Program | None = None
+
+
+@dataclass(slots=True)
+class Entry:
+    """One key. ``any_program`` serves whatever gradients there are, since its step drops them unread.
+
+    ``since`` is the number of the lookup that made it, ``used`` that of the latest one that found it, ``called`` that
+    of the latest call on its way to a program, ``waited`` how many such calls were eager since another key was further.
+    ``captured``: whether it has or had a program. ``takes_two``: whether one trace is not enough, whatever others have
+    shown. ``gate``: while it is open whether its replays pay, until ``is_decided``. ``settled``: the names in the code
+    of its warm-up steps are known. ``outside``: gradients flow through the results of its calls, which are eager.
+    """
+
+    warm: int = 0
+    since: int = 0
+    used: int = 0
+    eager_calls: int = 0
+    called: int = 0
+    waited: int = 0
+    takes_two: bool = False
+    settled: bool = False
+    lines: dict[Variant, Line] = field(default_factory=dict)
+    any_program: Program | None = None
+    refusal: RefusalError | None = None
+    captured: bool = False
+    wants_grad: bool = False
+    outside: bool = False
+    gate: Gate | None = None
+    is_decided: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call was traced yet."""
+        return not (self.lines or self.captured)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans of its variants."""
+        return [line.plan for line in self.lines.values() if line.plan is not None]
+
+    def is_like_others(self, program: Program) -> bool:
+        """Whether the plan of one of its programs comes from one trace."""
+        return any(line.program is program and line.is_like_others for line in self.lines.values())
+
+    def row(self) -> Row:
+        """A comparison that holds while the entry leads to the same program."""
+        return ("same_attributes", [self, self], ["refusal", "any_program"], [self.refusal, self.any_program])
+
+    def select(self, variant: Callable[[], Variant]) -> Program | None:
+        """The program for the gradients that there are now, if it is ready."""
+        if self.any_program is not None or not self.lines:
+            return self.any_program
+        line = self.lines.get(variant())
+        if line is not None and line.program is not None:
+            return line.program
+        # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
+        return next((program for program in self.programs() if program.guards.gradients_fit()), None)
+
+    def programs(self) -> list[Program]:
+        """Programs that are ready, each once."""
+        ready = [line.program for line in self.lines.values() if line.program is not None]
+        if self.any_program is not None and self.any_program not in ready:
+            ready.append(self.any_program)
+        return ready
+
+    def drop(self) -> None:
+        """Close the programs and start again from one warm step."""
+        for program in self.programs():
+            program.close()
+        self.lines.clear()
+        self.any_program = None
+        self.settled = False
 
 
 class Programs:
-    """Entries by key, and the bounds on them."""
+    """Entries by key, and the bounds on them and their programs. The least recently used go first."""
 
     def __init__(self, options: Options, stats: Stats) -> None:
         self._options = options
         self._stats = stats
-        self._entries = Entries(options.max_graphs)
-        self.touch = self._entries.touch
-        """Counts an entry among those used of late."""
+        self._entries: dict[Key, Entry] = {}
+        self._lookups = self._until = 0
         self._latest: dict[Hashable, Program | int] = {}
+        """By geometry of the feed, the latest program, or how often it was replayed before it was closed."""
         self._reasons: list[str] = []
         self._unpaid = 0
         self.warmed: dict[Key, int] = {}
         """How warm the latest first step of a key made it, by that key without the devices that it was fed from."""
         self.attempts = 0
+        """Calls on the way to a program that have returned."""
         self._served: set[Hashable] | None = None
         self._refused: dict[Hashable, tuple[SkipReason, str]] = {}
         self._misses = self._paid = 0
@@ -44,59 +147,58 @@ class Programs:
 
     def get(self, key: Key) -> Entry | None:
         """The entry of ``key``."""
-        return self._entries.find(key)
+        entry = self._entries.get(key)
+        if entry is not None:
+            self.touch(entry)
+        return entry
 
-    def other_shapes(self, entry: Entry) -> list[Entry]:
-        """Entries of the same step that was fed tensors of other shapes, and nothing else that differs."""
-        return self._entries.others(entry, of_shape=True)
-
-    def is_further(self, entry: Entry) -> bool:
-        """Whether there is a plan of the same step for another shape."""
-        return any(line.plan is not None for other in self.other_shapes(entry) for line in other.lines.values())
-
-    def plans_of_others(self, entry: Entry) -> list[Plan]:
-        """The plans that the same step has for other feeds, whatever differs."""
-        lines = [line for other in self._entries.others(entry) for line in other.lines.values()]
-        return [line.plan for line in lines if line.plan is not None]
+    def touch(self, entry: Entry) -> None:
+        """Count ``entry`` as the one used last."""
+        self._lookups += 1
+        entry.used = self._lookups
 
     def add(self, key: Key, entry: Entry) -> Entry:
         """Keep ``entry`` under ``key``, and under no other."""
-        self._entries.put(key, entry)
+        entry.since = entry.since or self._lookups + 1
+        for old in [old for old, known in self._entries.items() if known is entry]:
+            del self._entries[old]
+        self._entries[key] = entry
+        self.touch(entry)
+        if len(self._entries) > _KEYS_PER_GRAPH * self._options.max_graphs:
+            self._entries.pop(min(self._entries, key=lambda key: self._entries[key].used)).drop()
         self._let_go()
         return entry
 
+    def _others(self, entry: Entry, *, of_shape: bool = False) -> list[Entry]:
+        """Other entries of the same step: under the same modes and fingerprint. ``of_shape``: that differ by the shapes
+        of tensors alone.
+        """
+        own = next((key for key, known in self._entries.items() if known is entry), None)
+        if own is None:
+            return []
+        found = [(key, known) for key, known in self._entries.items() if key[1:] == own[1:] and known is not entry]
+        form = without_shapes(own[0][0])
+        return [known for key, known in found if not of_shape or without_shapes(key[0][0]) == form]
+
+    def other_shapes(self, entry: Entry) -> list[Entry]:
+        """Entries of the same step that was fed tensors of other shapes, and nothing else that differs."""
+        return self._others(entry, of_shape=True)
+
+    def is_further(self, entry: Entry) -> bool:
+        """Whether there is a plan of the same step for another shape."""
+        return any(other.plans for other in self.other_shapes(entry))
+
+    def plans_of_others(self, entry: Entry) -> list[Plan]:
+        """The plans that the same step has for other feeds, whatever differs."""
+        return [plan for other in self._others(entry) for plan in other.plans]
+
     def all(self) -> list[Program]:
         """Every program that is ready."""
-        return self._entries.programs()
+        return [program for entry in self._entries.values() for program in entry.programs()]
 
     def knows(self, geometry: Hashable) -> bool:
         """Whether a program was captured for such a feed."""
         return geometry in self._latest
-
-    def drop(self, entry: Entry, reason: str) -> None:
-        """Close one entry's programs because of ``reason``."""
-        self._stats.note(f"recapture: {reason}")
-        self._reasons = [*self._reasons, reason][-_REASONS:]
-        self.close(entry)
-
-    def close(self, entry: Entry) -> None:
-        """Close an entry's programs."""
-        entry.drop()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """Keep of each program that was closed only how often it was replayed."""
-        for key, program in self._latest.items():
-            if isinstance(program, Program) and not program.is_open:
-                self._latest[key] = program.replays
-
-    def forget(self) -> None:
-        """Close every program, and start again."""
-        for entry in self._entries:
-            self.close(entry)
-            entry.refusal = None
-        self._served = None
-        self._refused.clear()
 
     @property
     def nbytes(self) -> int:
@@ -108,19 +210,57 @@ class Programs:
         """Bytes of the buffers that inputs of programs are staged in."""
         return sum(program.staged_bytes for program in self.all())
 
-    def evict_for_memory(self, kept: Entry) -> int:
-        """Drop some programs of other entries than ``kept``; how many entries lost theirs."""
-        dropped = self._entries.evict_generation(kept)
-        for _ in range(dropped):
-            self._stats.note("evicted: more bytes than memory_budget")
+    def drop(self, entry: Entry, reason: str) -> None:
+        """Close one entry's programs because of ``reason``."""
+        self._stats.note(f"recapture: {reason}")
+        self._reasons = [*self._reasons, reason][-_REASONS:]
+        self.close(entry)
+
+    def close(self, *entries: Entry) -> None:
+        """Close programs of entries."""
+        for entry in entries:
+            entry.drop()
         self._let_go()
-        return dropped
+
+    def _let_go(self) -> None:
+        """Keep of each program that was closed only how often it was replayed."""
+        for key, program in self._latest.items():
+            if isinstance(program, Program) and not program.is_open:
+                self._latest[key] = program.replays
+
+    def forget(self) -> None:
+        """Close every program, and start again."""
+        self.close(*self._entries.values())
+        for entry in self._entries.values():
+            entry.refusal = None
+        self._served = None
+        self._refused.clear()
+
+    def evict_for_memory(self, kept: Entry) -> int:
+        """Drop the programs of the generation that was used least recently, unless ``kept`` has programs of it; how
+        many entries lost theirs. Memory comes back only if nothing of a generation is left.
+        """
+        used: dict[object, int] = {}
+        for entry in self._entries.values():
+            for program in entry.programs():
+                used[program.generation] = max(used.get(program.generation, 0), entry.used)
+        for program in kept.programs():
+            used.pop(program.generation, None)
+        if not used:
+            return 0
+        oldest = min(used, key=used.__getitem__)
+        entries = self._entries.values()
+        losers = [entry for entry in entries if any(program.generation == oldest for program in entry.programs())]
+        self.close(*losers)
+        for _ in losers:
+            self._stats.note("evicted: more bytes than memory_budget")
+        return len(losers)
 
     def count_capture(self, entry: Entry, geometry: Hashable) -> None:
-        """Note a capture, and whether the one before it for such a feed was worth it; evict what is too many."""
+        """Note a capture, and whether the one before it for such a feed has paid; evict what is too many."""
         program = next(program for program in reversed(entry.programs()) if program.replays == 0)
         before = self._latest.pop(geometry, None)
-        self._stats.recaptured += self._entries.has_captured(geometry)
+        self._stats.recaptured += any(known.captured for key, known in self._entries.items() if key[0] == geometry)
         entry.captured = True
         if before is not None:
             replays = before.replays if isinstance(before, Program) else before
@@ -128,18 +268,29 @@ class Programs:
         self._latest[geometry] = program
         if len(self._latest) > _GEOMETRIES:
             del self._latest[next(iter(self._latest))]
-        for _ in range(self._entries.evict(entry)):
+        while len(self.all()) > self._options.max_graphs:
+            others = [other for other in self._entries.values() if other.programs() and other is not entry]
+            if not others:
+                break
+            min(others, key=lambda other: other.used).drop()
             self._stats.note("evicted: more programs than max_graphs")
         self._let_go()
 
     def has_room(self, entry: Entry) -> bool:
-        """Whether ``entry`` may have a program, if need be for one that is no longer in use. If not, the programs that
-        there are stay, and calls of other signatures are eager as long as all of them are used.
+        """Whether ``entry`` may have one more program: there are few enough, or one of the others is no longer in use.
+        If not, the programs stay, and calls of other signatures are eager while all of them are used.
         """
-        has_room = self._entries.has_room(entry)
-        if not has_room:
-            self._turn_others_away(f"all {self._options.max_graphs} programs (max_graphs) are in use")
-        return has_room
+        others = [other for other in self._entries.values() if other is not entry and other.programs()]
+        if len(self.all()) < self._options.max_graphs or not others:
+            return True
+        oldest = min(other.used for other in others)
+        if (not entry.captured and oldest < entry.since) or self._lookups >= self._end_of_use(oldest):
+            return True
+        self._turn_others_away(f"all {self._options.max_graphs} programs (max_graphs) are in use")
+        return False
+
+    def _end_of_use(self, used: int) -> int:
+        return used + _IDLE * len(self._entries)
 
     def count_new(self) -> None:
         """A call has a signature that was not there before."""
@@ -167,19 +318,19 @@ class Programs:
         return bool(captured)
 
     def turns_away(self, geometry: Hashable) -> tuple[SkipReason, str] | None:
-        """Why calls with such a feed are eager, without a look at anything else; None if they need not be."""
+        """Why calls with such a feed are eager, without a lookup by key; None if they need not be."""
         if self._served is not None and geometry not in self._served:
-            if self._entries.leave_out():
+            self._lookups += 1
+            if self._lookups >= self._until:
+                oldest = min((entry.used for entry in self._entries.values() if entry.programs()), default=0)
+                self._until = self._end_of_use(oldest)
+            if self._lookups < self._until:
                 return SkipReason.MAX_GRAPHS, ""
             self._served, self._misses = None, 0
         return self._refused.get(geometry)
 
     def check_churn(self) -> None:
-        """Whether one more capture is in order.
-
-        Raises:
-            RecaptureError: if captures follow each other without paying.
-        """
+        """Raise RecaptureError if captures follow each other without paying."""
         if self._unpaid >= self._options.max_recaptures:
             why = "; ".join(dict.fromkeys(self._reasons)) or "its signature or its flags change each time"
             raise RecaptureError(
@@ -188,24 +339,18 @@ class Programs:
                 f"it, or raise max_recaptures (now {self._options.max_recaptures})"
             )
 
-    def count_attempt(self) -> None:
-        """A call on the way to a program has returned; one that was broken off has not happened."""
-        self.attempts += 1
-
     def check_due(self, feed: Feed) -> NotCapturedError | None:
-        """What to say, once, if a capture should have come by now: eager for ever is no help to anybody. ``feed`` is
-        the call's, whose entry was found last.
-        """
+        """What to say, once, if no capture has come in time. ``feed`` is the call's, whose entry was found last."""
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3
-        repeats = max(known.eager_calls for known in self._entries) > 1
+        repeats = max(known.eager_calls for known in self._entries.values()) > 1
         if self.attempts < _PATIENCE * needed * (self._options.max_graphs if repeats else 1):
             return None
         self._said = True
-        signatures = sum(1 for _ in self._entries)
-        before = self._entries.key_before()
-        found = None if before is None else first_difference(feed, before[0][0])
+        signatures = len(self._entries)
+        before = sorted(self._entries, key=lambda key: self._entries[key].used)[-2:-1]
+        found = first_difference(feed, before[0][0][0]) if before else None
         return NotCapturedError(
             f"no step was captured in {self._stats.calls} steps, though {needed} with one signature are enough: the "
             f"batches differ each time in shape, dtype, structure or Python values ({signatures} signatures so far"

@@ -1,9 +1,11 @@
-"""How a managed step runs as Python: where it computes, around what, and how an eager call is counted."""
+"""How a step's function runs as Python, how an eager call is counted, and whether a refusal raises."""
 
 from __future__ import annotations
 
+import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,8 +13,8 @@ from torch import Tensor
 from graphplan.backends.backend import Backend, resolve_backend
 from graphplan.backends.cudagraph import CUDAGraphBackend
 from graphplan.backends.tape import TapeBackend
-from graphplan.errors import RefusalError, SkipReason
-from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.errors import DeviceError, FeedError, RefusalError, SkipReason
+from graphplan.feed.call_arguments import CallArguments, call_step, hands_over
 from graphplan.feed.signature import Feed, check_feed
 from graphplan.observe.capture_state import presenting_capture
 from graphplan.owners.slots import Walk
@@ -21,8 +23,10 @@ from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
 from graphplan.step.managed import Managed
-from graphplan.step.options import Options
+from graphplan.step.peers import Peers
 from graphplan.tensors.trees import map_result
+
+Walked = TypeVar("Walked")
 
 
 class Backends:
@@ -37,6 +41,47 @@ class Backends:
         if key not in self._known:
             self._known[key] = TapeBackend() if name == "tape" else CUDAGraphBackend(device)
         return self._known[key]
+
+
+class Refusals:
+    """Raises a step's refusals, or warns of them. ``escalates`` decides; by default, those before the first replay
+    raise if ``on_failure`` says so.
+    """
+
+    def __init__(self, on_failure: str, stats: Stats, peers: Peers | None) -> None:
+        self._peers = peers
+        self._warned: set[str] = set()
+        self.escalates: Callable[[RefusalError], bool] = lambda error: on_failure == "raise" and not stats.replayed
+
+    def refuse(self, error: RefusalError, consequence: str = "graphplan runs this step eagerly") -> None:
+        """Raise ``error`` if it escalates, else warn once of the ``consequence``. Other ranks are told."""
+        if self._peers is not None and not isinstance(error, FeedError):
+            self._peers.refuse(error)
+        is_always_raised = isinstance(error, DeviceError)
+        if is_always_raised or self.escalates(error):
+            error.is_raised = True
+            text = str(error)
+            if not is_always_raised and "on_failure=" not in text:
+                text = f"{text.rstrip('.')}. Or pass on_failure='eager' to go on without replays"
+                error.args = (text, *error.args[1:])
+            raise error
+        _forget_frames(error)
+        self.warn(f"{consequence}: {error}")
+
+    @hands_over
+    def warn(self, text: str) -> None:
+        """Warn once. Where warnings are errors, the caller gets one."""
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(text, UserWarning, stacklevel=6)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of the frames of an error and of its causes: a refusal is kept for long, and frames hold the batch."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__
 
 
 class Runner:
@@ -55,13 +100,13 @@ class Runner:
         self.plan: Plan | None = None
         self.stats = Stats()
         self.outcome: tuple[Any] | None = None
-        """What the step's function has returned in the call that is going on, once it has."""
+        """What the step's function has returned in this call, once it has."""
 
     def call(self, fed: CallArguments) -> Any:
         """The step's function itself on what it is fed."""
-        return fed.lend(self._note_outcome)
+        return fed.lend(self._call_and_note)
 
-    def _note_outcome(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call_and_note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._managed.sharding.settle()
         result = call_step(self.fn, args, kwargs)
         self.outcome = (result,)
@@ -70,11 +115,10 @@ class Runner:
 
     @property
     def stock(self) -> Callable[..., Any]:
-        """The step's function, and nothing else where nothing is sharded."""
-        return self._at_rest if self._managed.sharding.is_there else self.fn
+        """The step's function alone. What FSDP2 has gathered is settled around it."""
+        return self._settled if self._managed.sharding.is_there else self.fn
 
-    def _at_rest(self, *args: Any, **kwargs: Any) -> Any:
-        """The function from rest to rest: what FSDP2 gathers must not depend on how a rank came to run it."""
+    def _settled(self, *args: Any, **kwargs: Any) -> Any:
         self._managed.sharding.settle()
         result = call_step(self.fn, args, kwargs)
         self._managed.sharding.settle()
@@ -89,7 +133,7 @@ class Runner:
     ) -> Any:
         """Run ``body`` as every managed step runs: as if captured, on the backend's stream, with device learning rates
         for the optimizers; in a trace for all code. ``between``: the program between whose replays it runs, what it is
-        fed, and what leads to all that its owners hold afterwards.
+        fed, and what walks the owners afterwards.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
             if self.backend is None:
@@ -99,53 +143,28 @@ class Runner:
             program, leaves, walk = between
             return program.run_between(self.backend, body, leaves, walk)
 
-    def eager(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
-        """An eager step as managed ones run, counted under ``reason``."""
-        result = self.run(lambda: self.call(CallArguments.of(feed)))
-        self.count_eager(reason, detail)
-        return result
+    def run_walked(self, body: Callable[[], tuple[Any, Walked]], *, traced: bool = False) -> tuple[Any, Walked]:
+        """:meth:`run` for a ``body`` that gives a walk beside its result, which is not the backend's."""
+        walks: list[Walked] = []
 
-    def untouched(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The function and nothing else, for ``backend="eager"``."""
-        result = call_step(self.fn, args, kwargs)
-        self.count_eager(SkipReason.BACKEND_EAGER)
-        return result
+        def run() -> Any:
+            result, walk = body()
+            walks.append(walk)
+            return result
 
-    def plain(self, fed: CallArguments, reason: SkipReason, detail: str = "") -> Any:
-        """An eager step for that reason, on arguments of any kind.
+        return self.run(run, traced=traced), walks.pop()
 
-        No program will be compared with it, so learning rates are numbers, for whoever reads them in the step. The
-        kernels are those of the steps before it: the run as a whole is an eager one with prepared optimizers.
+    def eager(self, fed: CallArguments, reason: SkipReason | None, detail: str = "", *, managed: bool = False) -> Any:
+        """An eager call, counted under ``reason``: ``managed``, as before a trace; or with numbers for learning rates
+        and the kernels of managed steps, for calls with which no program will be compared.
         """
-        with self._managed.rates.kernels():
-            result = self.call(fed)
+        if managed:
+            result = self.run(lambda: self.call(fed))
+        else:
+            with self._managed.rates.kernels():
+                result = self.call(fed)
         self.count_eager(reason, detail)
         return result
-
-    def outside(self, fed: CallArguments, reason: SkipReason, detail: str = "") -> Any:
-        """An eager call through which gradients may flow."""
-        result = self.call(fed)
-        self.count_eager(reason, detail)
-        return result
-
-    def surrounded(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        what: str,
-        options: Options,
-    ) -> Any:
-        """An eager call, of which nothing is learnt, since ``what`` is active around it."""
-        fed = brought_to(options.feed_device, args, kwargs)
-        if options.autograd:
-            return self.outside(fed, SkipReason.SURROUNDINGS, what)
-        result = self.run(lambda: self.call(fed))
-        self.count_eager(SkipReason.SURROUNDINGS, what)
-        return result
-
-    def refused(self, feed: Feed, error: RefusalError) -> Any:
-        """:meth:`plain` on a feed."""
-        return self.plain(CallArguments.of(feed), error.reason, str(error))
 
     def count_eager(self, reason: SkipReason | None, detail: str = "") -> None:
         """Count an eager call that has returned."""

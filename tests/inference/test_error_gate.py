@@ -47,14 +47,14 @@ def _drive(call: Any) -> list[Tensor]:
 
 
 BEFORE = {
-    "exact": ["inference.graphed:plain", "step.graphed_step:flatten", "step.lookup:Lookup.find", "step.stages:trace",
-              "step.captures:capture_program", "inference.graphed:dense_feed"],
+    "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.traces:trace",
+              "step.stages:capture_program", "inference.graphed:dense_feed"],
     "eager": ["inference.graphed:dense_feed", "step.dimensions:Dynamic.split"],
     "bucket": ["inference.graphed:dense_feed", "inference.bucketed:Bucketed.call",
                "step.padding:Padding.kind",
                "step.padding:Padding.learn", "step.padding:Padding.pad",
                "inference.bucketed:Bucketed._is_due",
-               "inference.bucketed:_Effects", "step.stages:trace"],
+               "inference.bucketed:_Effects", "step.traces:trace"],
 }  # fmt: skip
 PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in places]
 AFTER = ["step.capture_sizes:Slicer.meet", "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on"]

@@ -99,7 +99,7 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
         "callback.loop.training_loop:LoopSeam.__init__", "callback.loop.training_loop:LoopSeam.install",
         "callback.logging.logger_rows:LateRows.install",
         "callback.loop.seam:Seam.__init__",
-        "step.lookup:Lookup.find", "step.stages:trace", "step.stages:build_plan", "step.captures:capture_program",
+        "step.lookup:Lookup.find", "step.traces:trace", "step.traces:build_plan", "step.stages:capture_program",
         "verify.check:_Check.compare", "verify.check:_Check.start", "owners.discovery:Discovery.unknown",
         "program.program:Program.fits",
     ],

@@ -22,7 +22,7 @@ from graphplan import BackendError, graph_step
 from graphplan.compare import building, comparing
 from graphplan.compare import building as native
 from graphplan.compare.tensors import TorchTensors
-from graphplan.step import reporting as told
+from graphplan.step import graphed_step as told
 from graphplan.trace.changes import same_value
 
 ROOT = Path(__file__).parents[2]

@@ -42,7 +42,7 @@ IDLE = {"scheduler", "scale", "memory_format", "scaled_rates", "mutated_batch"}
 CHANGES = sorted(EVENTS.keys() - FINAL - IDLE)
 
 KEYS = 8 * RUN.max_graphs
-LIMITS = {"Entries._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS + 1, "Stats.reasons": TEXTS + 1}
+LIMITS = {"Programs._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS + 1, "Stats.reasons": TEXTS + 1}
 LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "codes")}
 LIMITS |= {"Namespace.attributes": 128, "Hooks._places": 256, "Hooks._empty": 256, "Plan.values": 256}
 """Tables that may go on filling up to here."""

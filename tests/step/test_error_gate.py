@@ -64,7 +64,7 @@ BEFORE: dict[str, list[str]] = {
         "walk_owners", "runs_compiled", "Managed.take_names", "Managed.refresh", "Managed.fingerprint",
         "Managed.next_fingerprint", "Managed.grad_presence", "Managed.rows",
     ],
-    "graphplan.step.graphed_step": ["flatten", "settle_companions", "no_collections"],
+    "graphplan.step.state_machine": ["flatten", "settle_companions", "no_collections"],
     "graphplan.feed.unread": ["leaf_key"],
     "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed"],
     "graphplan.step.programs": ["Programs.get", "Programs.count_capture", "Programs.check_due"],
@@ -73,7 +73,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.guards.guards": ["Guards.hold"],
     "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.leave", "Program.run_recorded"],
     "graphplan.step.stages": [
-        "trace", "Snapshot", "build_plan", "omissions", "check_threads", "with_placeholders", "within_first_steps",
+        "Snapshot", "with_placeholders", "within_first_steps", "capture_program",
     ],
     "graphplan.step.memory_budget": ["Room.make", "Room.settle"],
     "graphplan.trace.mode": ["TraceMode.operate", "TraceMode.finish", "TraceMode._birth"],
@@ -82,12 +82,12 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.trace.rate_reads": ["RateWatch.finish"],
     "graphplan.observe.executed_code": ["ExecutedCode.note"],
     "graphplan.plan.build": ["classify", "check_difference"],
-    "graphplan.step.captures": ["capture_program"],
+    "graphplan.step.traces": ["trace", "build_plan", "_omissions", "check_threads"],
     "graphplan.backends.tape": ["_TapeMode._record", "TapeRecording.__init__"],
     "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads"],
     "graphplan.program.outputs": ["Outputs.__init__"],
     "graphplan.program.inputs": ["StaticInputs.load"],
-    "graphplan.step.fast_path": ["Call.leaves", "FastPath.remember"],
+    "graphplan.step.fast_path": ["KnownCall.leaves", "FastPath.remember"],
     "graphplan.report.stats": ["Stats.count_replay", "Stats.end_call"],
     "graphplan.step.replays": ["check_replay", "find_room"],
     "graphplan.verify.check": ["_Check.start", "_Check.first_replay", "_Check.compare", "collect_values"],
@@ -104,7 +104,7 @@ BEFORE: dict[str, list[str]] = {
 """Functions that run before the step, around it, in its middle or after it."""
 PLACES = [f"{module}:{name}" for module, names in BEFORE.items() for name in names]
 SHORT = {
-    "graphplan.step.fast_path:Call.leaves", "graphplan.step.fast_path:FastPath.remember",
+    "graphplan.step.fast_path:KnownCall.leaves", "graphplan.step.fast_path:FastPath.remember",
     "graphplan.step.managed:Managed.rows",
 }  # fmt: skip
 """Without these, calls go the long way."""
@@ -339,10 +339,11 @@ def test_errors_of_eager_if_come_out_as_they_are() -> None:
 
 
 PADDED = [
-    "step.padded:PaddedStep._kind", "step.padded:PaddedStep._plain_feed", "step.padded:PaddedStep._compare",
+    "step.padded_batches:PaddedBatches._kind", "step.padded_batches:PaddedBatches._plain_feed",
+    "step.padded_batches:PaddedBatches._compare",
     "step.padding:Padding.learn", "step.padding:Padding.pad", "step.capture_sizes:Slicer.meet",
     "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on", "step.padding_check:PaddingCheck.run",
-    "step.stages:trace", "step.replays:check_replay",
+    "step.traces:trace", "step.replays:check_replay",
 ]  # fmt: skip
 
 

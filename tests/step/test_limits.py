@@ -12,7 +12,7 @@ from torch.optim import SGD
 
 from graphplan import SkipReason
 from graphplan.report.stats import OTHERS, TEXTS, Stats
-from graphplan.step.entry import Entry
+from graphplan.step.programs import Entry
 from graphplan.trace.records import Trace
 from tests.models import MODELS, Mlp, batches
 from tests.twins import BEFORE_REPLAY, FURTHER, Rig, assert_equals_eager, build, managed

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from graphplan import DeviceError, HostScalarError, RefusalError, graph_step
 from graphplan.observe.source import find_load
 from graphplan.report.stats import Stats
-from graphplan.step.refusals import Refusals
+from graphplan.step.runner import Refusals
 from graphplan.trace.changes import told_apart
 from tests.twins import BEFORE_REPLAY
 

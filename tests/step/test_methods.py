@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from graphplan import GraphedStep, OptionError, graph_step
-from graphplan.step.padded import PaddedStep
 from tests.facts import assert_same, flatten
 from tests.twins import BEFORE_REPLAY
 
@@ -130,6 +129,6 @@ def test_a_method_at_capture_sizes() -> None:
     trainer = Padding()
     for number in range(12):
         trainer.padded(torch.randn(3 + number % 2, 4))
-    assert isinstance(trainer.padded, PaddedStep)
+    assert trainer.padded._padded is not None
     assert trainer.padded.shapes.padded_calls == 5
     assert trainer.padded.stats.replayed == 12 - BEFORE_REPLAY

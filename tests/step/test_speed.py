@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer, RMSprop
 
 from graphplan import GraphedStep, OptionError, graph_step
 from graphplan.optimizers.preparation import Preparation
-from graphplan.step.compiling import CompiledModules
+from graphplan.step.compiled import CompiledModules
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
 from tests.models import descent

@@ -15,10 +15,10 @@ from torch.optim import SGD, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan import BusyError, HostEffectError, OptionError, PaddingError, SkipReason, graph_step
-from graphplan.step import padded
+from graphplan.step import padded_batches
+from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import Options
-from graphplan.step.padded import PaddedStep
-from graphplan.step.rehearsal_mode import RehearsalMode
+from graphplan.step.padding_check import RehearsalMode
 from tests.facts import assert_same, flatten
 from tests.step.test_peers import Ranks
 from tests.twins import keep
@@ -103,10 +103,10 @@ def padded_to(batch: Batch, sizes: list[int] = SIZES) -> Batch:
     }  # fmt: skip
 
 
-def bucketed(training: Any, **options: Any) -> PaddedStep:
+def bucketed(training: Any, **options: Any) -> GraphedStep:
     options = {"buckets": {1: SIZES}, "dynamic": {"batch": 1}, "pad": {"labels": -100}, "backend": "tape", **options}
     step = graph_step(training.step, owners=training.owners, shapes="bucket", **options)
-    assert isinstance(step, PaddedStep)
+    assert isinstance(step, GraphedStep)
     return step
 
 
@@ -490,7 +490,7 @@ def test_a_step_that_overflows_is_not_compared() -> None:
 def test_without_room_for_a_comparison_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     eager, found = Training(), Training()
     step = bucketed(found)
-    monkeypatch.setattr(padded, "find_room", lambda *_: (None, "there is no room"))
+    monkeypatch.setattr(padded_batches, "find_room", lambda *_: (None, "there is no room"))
     for batch in batches(8):
         assert_same_call(eager, step, batch, pads=False)
     assert step.shapes.padded_calls == 0 and "could not be compared: there is no room" in step.report()
@@ -515,7 +515,7 @@ def test_comparisons_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -
     made = [batch for batch in batches(80) if batch["input_ids"].shape[1] < SIZES[-1]][: UNPADDED + 64]
     for batch in made:
         step(batch)
-    (kind, *_) = step._padding._kinds.values()
+    (kind, *_) = step._padded._padding._kinds.values()
     assert kind.size.calls == 64 and kind.size.next_check > 128, "a comparison is longer than a step"
 
 
@@ -655,7 +655,7 @@ def test_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
     options = Options(shapes="bucket", buckets=[4])
     with pytest.raises(OptionError, match="shapes='bucket' is given where several ranks train together"):
-        PaddedStep(training.step, training.owners, options, None, Ranks(monkeypatch).rank_0)
+        GraphedStep(training.step, training.owners, options, None, Ranks(monkeypatch).rank_0)
 
 
 def test_dropout_in_attention_and_fused_is_left_out_of_rehearsals() -> None:

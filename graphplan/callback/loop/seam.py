@@ -35,8 +35,7 @@ from graphplan.owners.slots import Via
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import lost, refusal_of
 from graphplan.report.stats import Stats
-from graphplan.step.compiling import CompiledModules
-from graphplan.step.decorator import step_class
+from graphplan.step.compiled import CompiledModules
 from graphplan.step.gate import Gate
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import Options
@@ -179,8 +178,9 @@ class Seam(ABC):
     def _make(self, body: Callable[..., Any], owners: dict[str, Any], *, feeds: bool = True) -> GraphedStep:
         """A step of ``body``, which is given batches if it ``feeds``."""
         gate = None if self._gate is None else self._gate.with_same_eager_time()
-        step = (step_class(self._options) if feeds else GraphedStep)(
-            body, owners, self._options, self._backends, find_peers(), compiles=False, gate=gate, opens_gate=False
+        options = self._options if feeds else replace(self._options, shapes="exact", buckets=None, mask=None)
+        step = GraphedStep(
+            body, owners, options, self._backends, find_peers(), compiles=False, gate=gate, opens_gate=False
         )
         self._steps.append(step)
         return step

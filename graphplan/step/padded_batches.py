@@ -1,9 +1,9 @@
 """Training steps whose batches are padded to capture sizes.
 
-Whatever runs the step, Python or a replay, gets the padded batch, in memory that programs read it from; so all checks
-of replays hold as they do without. That padding has no effect is the user's word, and not taken for it: the first
-padded calls of each capture size, and some later ones, are rehearsed both ways first (:mod:`padding_check`), which is
-undone. Each batch is trained on once, padded; as it came, where padding makes a difference.
+Python and replays get the padded batch, in memory that programs read it from, so replays are checked as ever. That
+padding has no effect is checked too: the first padded calls of each capture size, and some later ones, are rehearsed
+with and without it before (:mod:`padding_check`). Each batch is trained on once: padded, or as it came if padding makes
+a difference.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from graphplan.backends.backend import first_line
 from graphplan.environment.surroundings import surroundings
@@ -21,56 +20,50 @@ from graphplan.feed.unread import UnreadValues
 from graphplan.program.companions import settle_companions
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats
-from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.padding import Kind, PaddedCall, Padding
 from graphplan.step.padding_check import PaddingCheck
+from graphplan.step.state_machine import Before, StateMachine
 from graphplan.tensors.attributes import attributes_on
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.schedule import Timetable
 
 _CALLS_TO_KNOW = 2
-"""First calls, which are not padded: what the step changes has to be known to be undone, and an object is known once it
-turns up a second time."""
+"""First calls, which are not padded: an object that the step changes is known once it turns up a second time, and has
+to be known to be undone."""
 
 
-class PaddedStep(GraphedStep):
-    """A training step at capture sizes. Made by :func:`graph_step` with ``shapes="bucket"``.
-
-    Attributes:
-        shapes: counts of shapes, capture sizes and elements.
+class PaddedBatches:
+    """Serves the calls of one training step at capture sizes.
 
     Raises:
         OptionError: for options that contradict each other, and where other ranks train along.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        options = self._options
+    def __init__(self, machine: StateMachine, shapes: ShapeStats) -> None:
+        options = machine.options
         assert options.buckets is not None
-        if self._peers is not None:
+        if machine.peers is not None:
             raise OptionError(
                 "shapes='bucket' is given where several ranks train together: a batch that is compared takes its step "
                 "several times, and the other ranks would wait. Expected one rank, or shapes='exact'"
             )
-        fn = self._runner.fn
-        self.shapes = ShapeStats()
+        self.shapes = shapes
+        self._machine = machine
+        self._runner = machine.runner
+        self._options = options
         self._padding = Padding(
-            fn, options.buckets, options.dynamic, options.pad, options.mask, options.feed_device, self.shapes
-        )
+            self._runner.fn, options.buckets, options.dynamic, options.pad, options.mask, options.feed_device,
+            self.shapes,
+        )  # fmt: skip
         self._host_values = UnreadValues()
         self._known_calls = 0
         self._stopped_by: RefusalError | None = None
+        machine.timing.leave = self._with_mask
 
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on the batch at its capture size: eagerly, traced, captured or replayed.
-
-        Raises:
-            PaddingError: if padding changes what the step leaves; the call is undone.
-        """
-        if self.stock is not None:
-            args, kwargs = self._with_mask(args, kwargs)
-        return super().__call__(*args, **kwargs)
+    @property
+    def fact(self) -> str:
+        """What the report says of padding."""
+        return f"{self.shapes} ({self._padding.ladders})"
 
     def _with_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A call as it came, with a mask that hides nothing where the step wants one."""
@@ -83,8 +76,12 @@ class PaddedStep(GraphedStep):
         args, its_kwargs = self._padding.leave(feed, self._padding.places(feed))
         return args, dict(its_kwargs)
 
-    @override
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before | None = None) -> Any:
+        """Make a call that has the turn, at its capture size if it has one.
+
+        Raises:
+            PaddingError: if padding changes what the step leaves; the call is undone.
+        """
         feed = self._plain_feed(args, kwargs)
         pads = feed is not None and self._known_calls >= _CALLS_TO_KNOW and self._stopped_by is None
         kind = self._kind(feed) if feed is not None and pads else None
@@ -92,23 +89,19 @@ class PaddedStep(GraphedStep):
             size = kind.size
             is_due = kind.layout.is_padded and (size.calls + 1 == size.next_check or not kind.is_sure)
             if not is_due:
-                return self._padded(feed, kind)
+                return self._serve_padded(feed, kind)
             if self._is_harmless(feed, kind):
-                result = self._padded(feed, kind)
+                result = self._serve_padded(feed, kind)
                 self._runner.stats.end_call("compared")
                 return result
-        result = super()._serve(*self._with_mask(args, kwargs))
+        result = self._machine.serve(*self._with_mask(args, kwargs), before)
         # Before a step begins, its calls are the function's own.
-        self._known_calls += self.stock is None
+        self._known_calls += self._machine.timing.stock is None
         return result
 
-    @override
-    def _recover(self, refusal: RefusalError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super()._recover(refusal, *self._with_mask(args, kwargs))
-
     def _plain_feed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Feed | None:
-        """The call, if there are only plain tensors and values in it, and nothing else is to be done with it."""
-        if self._options.backend == "eager" or self._closed or surroundings() is not None:
+        """The call, if padded tensors can stand for those in it, and it is to be replayed at all."""
+        if self._options.backend == "eager" or self._machine.is_closed or surroundings() is not None:
             return None
         try:
             feed = flatten(args, kwargs, self._host_values.keys)
@@ -130,11 +123,10 @@ class PaddedStep(GraphedStep):
             return None
         return self._padding.learn(feed, places)
 
-    def _padded(self, feed: Feed, kind: Kind) -> Any:
-        """A call at its capture size."""
+    def _serve_padded(self, feed: Feed, kind: Kind) -> Any:
         call = PaddedCall(self._padding, feed, kind)
         self.shapes.count(kind.fed, kind.padded)
-        result = super()._serve(call.args, dict(call.kwargs))
+        result = self._machine.serve(call.args, dict(call.kwargs))
         try:
             call.hand_back()
             leaves = call.take(result)
@@ -154,7 +146,7 @@ class PaddedStep(GraphedStep):
         return result
 
     def _is_harmless(self, feed: Feed, kind: Kind) -> bool:
-        """Whether the call may be padded: the step is rehearsed both ways. If not, it is made as it came.
+        """Rehearse the step both ways; whether padding makes no difference. If not, the call is made as it came.
 
         Raises:
             RefusalError: if padding makes a difference, or that cannot be told (see ``on_failure``).
@@ -175,7 +167,7 @@ class PaddedStep(GraphedStep):
             reason = str(error)
         except Exception as error:  # noqa: BLE001 - an error of the step's own comes again in the call as it came
             reason = f"{type(error).__name__}: {first_line(error)}"
-            self._refusals.warn(f"graphplan does not pad a batch, since comparing it ended with {reason}")
+            self._machine.refusals.warn(f"graphplan does not pad a batch, since comparing it ended with {reason}")
         finally:
             # It was a rehearsal.
             self._runner.outcome = None
@@ -187,8 +179,9 @@ class PaddedStep(GraphedStep):
         return True
 
     def _compare(self, feed: Feed, kind: Kind) -> str:
-        """Compare the call with and without padding. Why there was no room for that, if so."""
-        walk, backend = self._managed.walk(), self._runner.backend
+        """Compare the call with and without padding. Returns why there was no room for that, if so."""
+        managed, backend = self._machine.managed, self._runner.backend
+        walk = managed.walk()
         assert self._runner.device is not None
         assert backend is not None
         tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found}
@@ -196,29 +189,18 @@ class PaddedStep(GraphedStep):
         room, reason = find_room(sum(tensors.values()) * 4 // 3, self._runner.device, backend.may_take)
         if room is None:
             return reason
-        moved = self._lookup.moved
-        own = flatten(*self._padding.leave(feed, kind.layout.places))
-        came, padded = moved(own), moved(flatten(*self._padding.pad(feed, kind.layout)))
-        check = PaddingCheck(self._runner, self._managed, walk, came, allow=self._options.allow, room=room)
+        moved = self._machine.lookup.moved
+        own = moved(flatten(*self._padding.leave(feed, kind.layout.places)))
+        padded = moved(flatten(*self._padding.pad(feed, kind.layout)))
+        check = PaddingCheck(self._runner, managed, walk, own, allow=self._options.allow, room=room)
         check.run(padded, kind.layout, kind.size.slicer)
         return ""
 
     def _refuse(self, error: RefusalError) -> None:
         """Raise, or say that batches are no longer padded."""
-        self._refusals.refuse(error, "graphplan no longer pads this step's batches")
+        self._machine.refusals.refuse(error, "graphplan no longer pads this step's batches")
         self._stopped_by = error
         self._runner.stats.note(f"no longer padded: {error}")
-
-    @property
-    @override
-    def facts(self) -> list[str]:
-        """What was prepared, and what was padded."""
-        return [*super().facts, f"{self.shapes} ({self._padding.ladders})"]
-
-    @override
-    def data(self) -> dict[str, Any]:
-        """The report as data."""
-        return {**super().data(), "shapes": self.shapes.data()}
 
 
 def _is_plain(leaf: Tensor) -> bool:

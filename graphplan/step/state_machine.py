@@ -1,0 +1,583 @@
+"""The state machine of a graphed step: eager warm-up, two traces, one capture, then replays; per key.
+
+Each of these is a real step on the batch it is given. A refusal before the first good replay raises and undoes its
+call; after it, the step goes on eagerly with one warning. :data:`EAGER` has all reasons for which a call is eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from graphplan.environment.collector import no_collections
+from graphplan.environment.surroundings import changing_mode, surroundings
+from graphplan.errors import (
+    CaptureError,
+    ClosedError,
+    EffectError,
+    FeedError,
+    GraphPlanError,
+    GuardError,
+    OptionError,
+    PeerError,
+    RefusalError,
+    SkipReason,
+)
+from graphplan.feed.buffers import Buffers
+from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.signature import Feed, asks_for_gradients, flatten
+from graphplan.feed.unread import UnreadValues
+from graphplan.owners.slots import Walk
+from graphplan.program.companions import settle_companions
+from graphplan.program.faults import refusal_of
+from graphplan.program.inputs import MEMORY_IS_FED
+from graphplan.program.program import Program
+from graphplan.step.call_lock import running_step, runs_within_step
+from graphplan.step.compiled import CompiledModules
+from graphplan.step.fast_path import FastPath
+from graphplan.step.gate import Gate
+from graphplan.step.lookup import Lookup
+from graphplan.step.managed import Managed
+from graphplan.step.memory_budget import Room
+from graphplan.step.options import Options
+from graphplan.step.peers import Peers
+from graphplan.step.programs import Entry, Line, Programs
+from graphplan.step.replays import Replays
+from graphplan.step.runner import Backends, Refusals, Runner, brought_to
+from graphplan.step.stages import Stages
+from graphplan.step.timing import Serve, Timing
+
+Before = Callable[[Program | None, SkipReason | None, str], None]
+"""Told what is about to run: a program, or Python (None), and if that does not lead to a program, why."""
+_FRUITLESS = 8
+"""Refused calls in a row after which a step stands down."""
+
+
+class BeforeError(GraphPlanError):
+    """Holds what a :data:`Before` has raised, past what handles other errors."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, and what is found out about it on the way."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    before: Before | None = None
+    around: str | None = None
+    is_flat: bool = False
+    feed: Feed = field(init=False)
+    entry: Entry = field(init=False)
+    program: Program | None = None
+    line: Line | None = None
+    walk: Walk = field(init=False)
+    is_on_way: bool = False
+
+    def tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
+        """Before anything runs."""
+        try:
+            if self.before is not None:
+                self.before(program, reason, detail)
+        except Exception as error:
+            raise BeforeError(error) from error
+
+
+class Skip(NamedTuple):
+    """Why a call is eager, and how it runs. With an ``error``, calls like it may never have a program."""
+
+    reason: SkipReason | None
+    detail: str
+    run: Run
+    error: RefusalError | None = None
+
+
+class StateMachine:
+    """Runs, traces, captures, replays or checks each call of one step.
+
+    Args:
+        fn: the step's function.
+        owners: as for :func:`graph_step`.
+        options: the step's.
+        backends: shared by steps that share memory.
+        peers: other ranks, which capture if this one does.
+        compiles: whether the step sees to ``options.compile`` itself.
+        gate: knows the eager time, and decides whether replays pay.
+        opens_gate: whether the step times its first calls, if its options ask for that.
+        serve: makes a call, with the turn of the step.
+
+    Raises:
+        OptionError: if there is no module to compile.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        owners: Mapping[str, Any] | Sequence[Any] | None,
+        options: Options,
+        backends: Backends | None,
+        peers: Peers | None,
+        *,
+        compiles: bool,
+        gate: Gate | None,
+        opens_gate: bool,
+        serve: Serve,
+    ) -> None:
+        is_eager = options.backend == "eager"
+        prepare, trains = options.prepare_optimizers and not is_eager, options.mode == "train"
+        self.options, self.peers = options, peers
+        self.managed = Managed(fn, owners, prepare=prepare, fuse=options.fuse_optimizer, trains=trains)
+        named = [owner for owner in self.managed.owners.values() if isinstance(owner, nn.Module)]
+        if options.compile is not False and not named and compiles:
+            raise OptionError("compile= is given without a module to compile; name it: owners={'model': model, ...}")
+        self.compiled = CompiledModules(named, compiles and not is_eager and options.compile)
+        self.buffers = Buffers()
+        self.runner = Runner(fn, self.managed, options.backend, backends or Backends())
+        self.stats = self.runner.stats
+        self.refusals = Refusals(options.on_failure, self.stats, peers)
+        self.programs = Programs(options, self.stats)
+        self.room = Room(options, self.programs, peers)
+        self.unread = UnreadValues()
+        self.stages = Stages(
+            self.runner, self.managed, options,
+            buffers=self.buffers, refusals=self.refusals, peers=peers,
+            programs=self.programs, room=self.room, unread=self.unread,
+        )  # fmt: skip
+        self.replays = Replays(self.runner, options, peers)
+        self.lookup = Lookup(self.runner, self.managed, self.programs, options)
+        self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
+        self.timing = Timing(
+            self.runner, self.managed, options, peers,
+            gate=gate, opens=opens_gate, serve=serve, stand_down=self.stand_down,
+        )  # fmt: skip
+        self.calls = 0
+        self.is_closed = False
+        self._fruitless = (0, 0)
+
+    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before | None = None) -> Any:
+        """Make a call that has the turn: a replay at once if it is like an earlier one."""
+        self.calls += 1
+        # A step that is closed knows no call.
+        known = None if kwargs else self.fast_path.find(args)
+        if known is None:
+            return self._serve_any(Call(args, kwargs, before))
+        kind, leaves = known
+        self.programs.touch(kind.entry)
+        if before is not None:
+            Call(args, kwargs, before).tell(kind.program)
+        try:
+            return self.replays.replay(kind.program, leaves)
+        except GuardError:
+            if kind.program.fits():
+                raise
+            # Nothing has run, and the program is going to be dropped.
+            return self._serve_any(Call(args, kwargs, before))
+
+    def _serve_any(self, call: Call) -> Any:
+        if self.is_closed:
+            raise ClosedError("this step was closed; make a new one with graph_step")
+        if self.options.backend != "eager":
+            around = call.around = surroundings()
+            if around is not None and changing_mode() is not None and not runs_within_step():
+                self.refusals.warn(f"graphplan runs calls eagerly while {around} is active, which no replay would heed")
+        self.runner.outcome = None
+        with running_step():
+            try:
+                result = self._transit(call)
+            finally:
+                self.managed.end_call()
+        self.runner.outcome = None
+        return result
+
+    def _transit(self, call: Call) -> Any:
+        """Run, trace, capture, replay or check."""
+        skip = self._why_eager(call)
+        if skip is None and call.program is not None:
+            return self._replay(call, call.program)
+        result = self._advance(call) if skip is None else self._run_eager(call, skip)
+        self.programs.attempts += call.is_on_way
+        return result
+
+    def _why_eager(self, call: Call) -> Skip | None:
+        """The first row of :data:`EAGER` that applies."""
+        try:
+            for reason, applies, run in EAGER:
+                found = applies(self, call)
+                if isinstance(found, RefusalError):
+                    return Skip(found.reason, str(found), run, found)
+                if isinstance(found, tuple):
+                    return Skip(*found, run)
+                if found:
+                    return Skip(reason, found if isinstance(found, str) else "", run)
+        except RefusalError as error:
+            self.demote(error)
+            return Skip(error.reason, str(error), _plainly, error)
+        return None
+
+    def _run_eager(self, call: Call, skip: Skip) -> Any:
+        call.tell(None, skip.reason, skip.detail)
+        if skip.error is not None:
+            return self._run_refused(skip.error, self.arguments_of(call), call.feed if call.is_flat else None)
+        return skip.run(self, call, skip.reason, skip.detail)
+
+    def arguments_of(self, call: Call) -> CallArguments:
+        """What Python is called with: on the step's device, if ``device=`` is given."""
+        if not call.is_flat:
+            return brought_to(self.options.feed_device, call.args, call.kwargs)
+        return CallArguments.of(self.lookup.moved(call.feed))
+
+    def _run_refused(self, error: RefusalError, fed: CallArguments, feed: Feed | None = None) -> Any:
+        """An eager call because of ``error``. After several in a row, the step stands down, unless it has programs for
+        other calls than those like ``feed``.
+        """
+        progress = self.stats.traced + self.stats.captured + self.stats.replayed
+        count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
+        self._fruitless = count, progress
+        result = self.runner.eager(fed, error.reason, str(error))
+        if count >= _FRUITLESS and self.timing.down_because is None:
+            if feed is None:
+                serves_others = bool(self.programs.all())
+            else:
+                serves_others = self.programs.turn_away(self.lookup.geometry(feed), error)
+            if not serves_others:
+                self.stand_down(error.reason, str(error))
+        return result
+
+    def _replay(self, call: Call, program: Program) -> Any:
+        entry, feed = call.entry, call.feed
+        call.tell(program)
+        if self.replays.is_due(program):
+            with no_collections():
+                return self._check(call, program)
+        if entry.gate is not None:
+            return self._replay_timed(call, program, entry.gate)
+        if not call.kwargs and self.options.eager_if is None:
+            self.fast_path.remember(call.args, feed, entry, program)
+        return self.replays.replay(program, feed.leaves)
+
+    def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
+        """A replay while it is open whether those of its key pay."""
+        entry, feed = call.entry, call.feed
+        found = None if call.kwargs else self.fast_path.seconds(call.args, feed, entry, program)
+        start = gate.begin() - (found or 0.0)
+        result = self.replays.replay(program, feed.leaves)
+        self.runner.outcome = (result,)
+        pays = gate.end_replay(start)
+        if pays is not None:
+            entry.gate, entry.is_decided = None, True
+            # A result may lie in the program's memory, so the next call closes that.
+            entry.refusal = self.timing.decide(gate, pays)
+        return result
+
+    def _check(self, call: Call, program: Program) -> Any:
+        """A replay that is checked against eager. After a difference, the step stands down."""
+        is_needed = not program.replays and call.entry.is_like_others(program)
+        try:
+            result, error = self.replays.check(program, self.lookup.moved(call.feed), is_needed=is_needed)
+        except PeerError as refusal:
+            self.programs.forget()
+            self.demote(refusal)
+            return self._run_eager(call, Skip(refusal.reason, str(refusal), _plainly, refusal))
+        assert self.runner.backend is not None
+        self.room.after_check(self.runner.backend)
+        if error is not None and is_needed:
+            # One trace could not tell; two will, and name the culprit.
+            self.stats.note(f"traced anew: {error}")
+            self.programs.close(call.entry)
+            self.fast_path.forget()
+            call.entry.takes_two = True
+            self.runner.count_eager(None)
+        elif error is not None:
+            self.stats.note(f"invalidated: {error}")
+            self.stand_down(error.reason, str(error))
+            self.refusals.refuse(error)
+            self.runner.count_eager(error.reason, str(error))
+        return result
+
+    def _advance(self, call: Call) -> Any:
+        """A trace or a capture, which may close programs that are too many, or whose inputs are too small."""
+        call.tell(None)
+        self.fast_path.forget()
+        entry, captured = call.entry, self.stats.captured
+        assert call.line is not None
+        with no_collections():
+            result = self.stages.advance(entry, call.line, call.feed, call.walk)
+            if self.stats.captured == captured:
+                return result
+            self.programs.count_capture(entry, self.lookup.geometry(call.feed))
+            assert self.runner.backend is not None
+            cramped = self.room.settle(entry, self.runner.backend)
+            if cramped is not None:
+                self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
+            self.fast_path.forget()
+            program = entry.select(self.managed.grad_presence)
+            if program is not None:
+                program.leave()
+            self.stats.bytes_static = self.buffers.nbytes + self.programs.nbytes + self.programs.staged_bytes
+        return result
+
+    def demote(self, error: RefusalError) -> None:
+        """Raise, or stand down; a feed's fault is its own call's only."""
+        self.refusals.refuse(error)
+        if not isinstance(error, FeedError):
+            self.stand_down(error.reason, str(error))
+
+    def refusal_of(self, error: Exception) -> RefusalError | None:
+        """What ``error`` comes to if the call is to be recovered; None if it is to come out."""
+        if isinstance(error, EffectError):
+            self.managed.refusal = CaptureError(str(error))
+        refusal = refusal_of(error)
+        if refusal is None:
+            self.runner.outcome = None
+        return refusal
+
+    def recover(self, refusal: RefusalError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """End a call in which graphplan itself has failed, with the step done once."""
+        if self.runner.outcome is None:
+            self.refusals.refuse(refusal)
+            with suppress(Exception):
+                # The step is stock, whatever else fails in this.
+                self.stand_down(refusal.reason, str(refusal))
+            try:
+                own = (args, kwargs) if self.timing.leave is None else self.timing.leave(args, kwargs)
+                self._run_refused(refusal, brought_to(self.options.feed_device, *own))
+            except Exception:
+                if self.runner.outcome is None:
+                    raise
+        else:
+            # The next call is told.
+            self.managed.refusal = refusal
+        outcome, self.runner.outcome = self.runner.outcome, None
+        assert outcome is not None
+        return outcome[0]
+
+    def find_program(self, args: tuple[Any, ...]) -> tuple[Program, Feed] | None:
+        """The program that a call with ``args`` would replay now, and its feed; None if it would not replay one.
+
+        Raises:
+            RefusalError: for arguments that no program could take.
+        """
+        if surroundings() is not None:
+            return None
+        feed = flatten(args, {})
+        entry, program = self.lookup.find(feed)
+        if program is None or entry.refusal is not None or program.misfit(feed) is not None:
+            return None
+        return program, self.lookup.moved(feed)
+
+    def stand_down(self, reason: SkipReason, detail: str, **options: Any) -> None:
+        """Take everything away that is not the user's own: programs, buffers, what optimizers were prepared with."""
+        with ExitStack() as parts:
+            # Whichever of them raises, the step is stock in the end.
+            parts.callback(self.timing.be_stock, reason, detail, **options)
+            parts.callback(self.managed.stand_down, is_by_time=reason in (SkipReason.BUSY, SkipReason.SLOWER))
+            parts.callback(self.buffers.clear)
+            for part in (self.fast_path, self.stages, self.programs):
+                parts.callback(part.forget)
+
+    def forget(self) -> None:
+        """Drop every program; the next calls trace and capture again."""
+        for part in (self.programs, self.fast_path, self.stages):
+            part.forget()
+
+    def close(self) -> None:
+        """Drop every program and put the owners back as they were, for good."""
+        self.forget()
+        self.buffers.clear()
+        self.managed.release()
+        self.compiled.undo()
+        self.timing.close()
+        self.is_closed = True
+
+
+Found = bool | str | RefusalError | tuple[SkipReason, str] | None
+Run = Callable[[StateMachine, Call, SkipReason | None, str], Any]
+
+
+def _plainly(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    """With no program to come, so learning rates are numbers."""
+    return machine.runner.eager(machine.arguments_of(call), reason, detail)
+
+
+def _as_traced(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    """As the steps that programs are compared with."""
+    return machine.runner.eager(machine.arguments_of(call), reason, detail, managed=True)
+
+
+def _untouched(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    """The function and nothing else."""
+    result = call_step(machine.runner.fn, call.args, call.kwargs)
+    machine.runner.count_eager(reason)
+    return result
+
+
+def _as_stock(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    """The first call that is timed, before anything of the step's is prepared."""
+    machine.calls -= 1
+    assert machine.timing.way is not None
+    return machine.timing.way(call.args, call.kwargs)
+
+
+def _timed(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    """The function alone, timed by the gate of its key."""
+    gate, fed = call.entry.gate, machine.arguments_of(call)
+    assert gate is not None
+    start = gate.begin()
+    result = machine.runner.call(fed)
+    gate.end_eager(start)
+    machine.runner.count_eager(None)
+    return result
+
+
+def _warming_up(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    """The first calls of a key, which take in the owners that the step uses."""
+    machine.fast_path.forget()
+    entry, known = call.entry, len(machine.managed.owners)
+    with no_collections():
+        result = machine.stages.warm_up(entry, call.feed)
+        if entry.warm <= 1 or entry.eager_calls <= 1 or len(machine.managed.owners) > known:
+            machine.lookup.keep(call.feed, entry)
+    return result
+
+
+def _cannot_be_flattened(machine: StateMachine, call: Call) -> Found:
+    settle_companions()
+    call.feed, call.is_flat = flatten(call.args, call.kwargs, machine.unread.keys), True
+    return None
+
+
+def _is_refused(machine: StateMachine, call: Call) -> Found:
+    if machine.managed.refusal is not None:
+        raise machine.managed.refusal
+    return None
+
+
+def _cannot_be_looked_up(machine: StateMachine, call: Call) -> Found:
+    call.entry, call.program = machine.lookup.find(call.feed)
+    return _is_refused(machine, call)
+
+
+def _has_refused_key(machine: StateMachine, call: Call) -> Found:
+    if call.entry.refusal is not None:
+        machine.programs.close(call.entry)
+    return call.entry.refusal
+
+
+def _is_timed(machine: StateMachine, call: Call) -> Found:
+    entry = call.entry
+    if machine.timing.opens and not entry.is_decided and entry.gate is None:
+        entry.gate = machine.timing.gate_of_calls(machine.lookup.moved(call.feed))
+        entry.is_decided = entry.gate is None
+    return entry.gate is not None and entry.gate.eager is None
+
+
+def _fits_no_buffer(machine: StateMachine, call: Call) -> Found:
+    misfit = None if call.program is None else call.program.misfit(call.feed)
+    if misfit is not None and call.program is not None and call.program.adopted_inputs:
+        machine.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
+    return misfit
+
+
+def _is_overdue(machine: StateMachine, call: Call) -> Found:
+    if call.program is not None:
+        return None
+    call.feed = machine.lookup.moved(call.feed)
+    overdue = machine.programs.check_due(call.feed)
+    if overdue is None:
+        return None
+    if machine.options.on_failure == "raise":
+        raise overdue
+    machine.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
+    machine.stand_down(SkipReason.SHAPE, str(overdue))
+    return str(overdue)
+
+
+def _is_one_too_many(machine: StateMachine, call: Call) -> Found:
+    return call.program is None and not machine.programs.has_room(call.entry)
+
+
+def _waits_for_peers(machine: StateMachine, call: Call) -> Found:
+    if call.program is not None:
+        return None
+    machine.programs.check_churn()
+    machine.stages.check_changes(call.entry)
+    return machine.peers is not None and not machine.peers.may_advance(is_planned=bool(call.entry.plans))
+
+
+def _is_cold(machine: StateMachine, call: Call) -> Found:
+    if call.program is not None:
+        return None
+    entry, call.is_on_way = call.entry, True
+    if not entry.eager_calls:
+        machine.programs.count_new()
+    if not machine.stages.is_ready(entry):
+        return True
+    variant = machine.managed.grad_presence()
+    line = call.line = entry.lines.setdefault(variant, Line())
+    with no_collections():
+        walk = call.walk = machine.managed.walk_of_call()
+    gone = next((path for path in line.state if path not in walk.slots), None)
+    if gone is not None:
+        # A recording would make it anew in every replay.
+        machine.stats.note(f"traced anew: {gone} is gone, which only an eager step can make")
+        del entry.lines[variant]
+    return gone is not None
+
+
+def _feeds_owned_memory(machine: StateMachine, call: Call) -> Found:
+    plan = call.line.plan if call.line is not None else None
+    is_fed = plan is not None and plan.shared_leaves(call.feed, call.walk) != plan.shared
+    return MEMORY_IS_FED if is_fed else None
+
+
+def _has_no_memory(machine: StateMachine, call: Call) -> Found:
+    plan, backend = call.line.plan if call.line is not None else None, machine.runner.backend
+    cramped = machine.room.make(call.entry, plan, backend) if plan is not None and backend is not None else None
+    if cramped is None:
+        return None
+    # No fault of the step's: nothing to raise.
+    machine.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
+    return cramped.reason, str(cramped)
+
+
+EAGER: tuple[tuple[SkipReason | None, Callable[[StateMachine, Call], Found], Run], ...] = (
+    (SkipReason.SURROUNDINGS, lambda machine, call: machine.options.autograd and call.around, _plainly),
+    (SkipReason.SURROUNDINGS, lambda machine, call: call.around, _as_traced),
+    (SkipReason.BACKEND_EAGER, lambda machine, call: machine.options.backend == "eager", _untouched),
+    (SkipReason.FEED, _cannot_be_flattened, _plainly),
+    (
+        SkipReason.GRADIENT,
+        lambda machine, call: machine.options.autograd and any(map(asks_for_gradients, call.feed.leaves)),
+        _plainly,
+    ),
+    (
+        SkipReason.EAGER_IF,
+        lambda machine, call: machine.options.asks_eager(machine.calls, call.args, call.kwargs),
+        _as_traced,
+    ),
+    (None, lambda machine, call: machine.timing.begins(call.feed), _as_stock),
+    (SkipReason.CAPTURE, _is_refused, _plainly),
+    (
+        SkipReason.MAX_GRAPHS,
+        lambda machine, call: machine.programs.turns_away(machine.lookup.geometry(call.feed)),
+        _plainly,
+    ),
+    (SkipReason.FEED, _cannot_be_looked_up, _plainly),
+    (SkipReason.GRADIENT, lambda machine, call: call.entry.outside, _plainly),
+    (SkipReason.CAPTURE, _has_refused_key, _plainly),
+    (None, _is_timed, _timed),
+    (SkipReason.FEED, _fits_no_buffer, _as_traced),
+    # From here on, there is no program.
+    (SkipReason.SHAPE, _is_overdue, _plainly),
+    (SkipReason.MAX_GRAPHS, _is_one_too_many, _plainly),
+    (SkipReason.PEERS, _waits_for_peers, _as_traced),
+    (None, _is_cold, _warming_up),
+    (SkipReason.FEED, _feeds_owned_memory, _as_traced),
+    (SkipReason.MEMORY, _has_no_memory, _plainly),
+)
+"""Why a call is eager, in this order: the reason, whether it applies (True, or the reason's wording), and how the call
+runs. A condition may find out more of the call for those below it. One that raises refuses the call, and all others of
+the step; one that gives a refusal, the call and those like it; one that gives a pair has another reason."""
