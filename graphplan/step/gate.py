@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from graphplan.backends.idleness import Idleness
+from graphplan.environment.devices import current_stream, is_accelerator, synchronize
 from graphplan.errors import SlowerError
 from graphplan.step.peers import Peers
 
@@ -56,15 +57,12 @@ class Clock:
 
     def rest(self) -> float:
         """Wait for the device; the time then."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return self.now()
 
     def watch(self) -> Callable[[], float]:
         """Begin to watch the device. What comes back ends that, and returns the share of time it had nothing to do."""
-        if self._device.type != "cuda":
-            return lambda: 1.0
-        return Idleness([torch.cuda.current_stream(self._device)]).end
+        return Idleness([current_stream(self._device)]).end if is_accelerator(self._device) else lambda: 1.0
 
 
 class Laps:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import default_generators
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
-from graphplan.owners.snapshot import default_generators, host_generators
+from graphplan.owners.snapshot import host_generators
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id

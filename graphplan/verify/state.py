@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import default_generators
 from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
-from graphplan.owners.snapshot import default_generators
 from graphplan.owners.views import Inherited, Numbers
 from graphplan.tensors.attributes import has_memory, is_freed
 from graphplan.tensors.dtensors import local

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.effects.finding import is_allowed
+from graphplan.environment.devices import default_generators
 from graphplan.observe.source import find_source
 from graphplan.owners.slots import Walk
-from graphplan.owners.snapshot import Snapshot, default_generators
+from graphplan.owners.snapshot import Snapshot
 from graphplan.owners.walk import walk_owners
 from graphplan.step.padding.slicing import distance, tolerance
 from graphplan.tensors.copying import same_bits
