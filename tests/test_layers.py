@@ -116,3 +116,15 @@ def test_importing_the_package_imports_no_framework() -> None:
     code = f"import sys, graphplan; print(sorted({frameworks} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_only_backends_use_cuda_by_name() -> None:
+    """Another accelerator is another backend. torch's own switches are named after CUDA, which is no call."""
+    uses = [
+        f"{file}:{node.lineno}"
+        for file in FILES
+        if room_of(file) != "backends"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "cuda" and getattr(node.value, "id", "") == "torch"
+    ]
+    assert uses == []

@@ -23,16 +23,16 @@ from torch import Tensor
 
 from graphplan.backends.backend import Backend, Nodes, Recording, first_line, is_out_of_memory
 from graphplan.backends.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
+from graphplan.backends.cudapools import Loan, memory_apart
+from graphplan.backends.cudastates import CapturedStates
 from graphplan.backends.idleness import UNDISTURBED
 from graphplan.environment.collector import no_collections
 from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.observe.source import find_raise, is_raised_by_user
 from graphplan.specs.roles import Footprint
-from graphplan.tensors.pools import Loan, memory_apart
 from graphplan.tensors.streams import lend
 from graphplan.trace.constants import DeviceConstants
 from graphplan.trace.host_reads import AnsweredReads
-from graphplan.trace.rng import CapturedStates
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from graphplan.callback.instance_patch import InstancePatch, PatchedMethods
 from graphplan.callback.logging.async_copies import HostCopy
+from graphplan.environment.devices import is_accelerator
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
 EVERY = 8
@@ -93,7 +94,7 @@ class LaggingSigterm(PatchedMethods):
         highest = torch.full((1,), told * (self._trainer.global_rank + 1), device=device)
         work = distributed.all_reduce(highest, distributed.ReduceOp.MAX, async_op=True)
         assert work is not None
-        if device.type != "cuda":
+        if not is_accelerator(device):
             return lambda: work.wait() and int(highest.item())
         work.wait()  # The device's stream waits, not the host.
         copy = HostCopy(highest)

@@ -14,6 +14,7 @@ from graphplan.observe.source import Source
 from graphplan.owners.kinds import MAX_ITEMS
 from graphplan.owners.slots import Items, Scalar, Walk
 from graphplan.owners.views import Cell, home
+from graphplan.specs.paths import Path
 from graphplan.trace.records import Trace
 
 _ANY_DEPTH = 99
@@ -46,7 +47,7 @@ class Grown:
 
     def __init__(self, first: Trace, second: Trace, walk: Walk) -> None:
         paths = {**first.changes.appended, **second.changes.appended}
-        self.lengths = {f"len({path})": path for path in paths}
+        self.lengths: dict[str, str] = {Path.length(path): path for path in paths}
         """By the path of its length, the path of each."""
         self._lists = {path: walk.lists[path] for path in paths if path in walk.lists}
         self._walk = walk
@@ -88,7 +89,7 @@ class Grown:
 
     def _is_looked_at(self, path: str, items: Items) -> bool:
         """Whether code looks at a list or at what is in it. Where it does at the list is noted."""
-        names = set(self._names(items, self._walk.objects.get(f"len({path})")))
+        names = set(self._names(items, self._walk.objects.get(Path.length(path))))
         found = False
         for code, owner in self._codes:
             if not any(_mentions(code, name.name.removeprefix(".")) for name in names):

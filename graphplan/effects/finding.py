@@ -24,6 +24,7 @@ from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.group_counts import GroupCounts
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.views import Contents, Inherited, Numbers
+from graphplan.specs.paths import Of, names
 from graphplan.trace.changes import Rebinding, same_value, told_apart
 from graphplan.trace.records import Trace
 
@@ -166,12 +167,12 @@ def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[
         if is_allowed(path, allow) or path in second.changes.flags:
             continue
         one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
-        if two is None or (one is None and not path.endswith(".grad")):
+        if two is None or (one is None and not names(path, Of.GRADIENT)):
             raise HostEffectError(
                 f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it on "
                 "every call, or update it in place"
             )
-        dropped = path.endswith(".grad") and two.after is None
+        dropped = names(path, Of.GRADIENT) and two.after is None
         if two.joined is not None:
             raise HostEffectError(
                 f"the step gives {path} other memory ({path}.data = ...), and before or after that it shares memory "

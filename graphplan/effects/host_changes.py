@@ -11,7 +11,8 @@ from graphplan.owners.slots import Scalar, Walk
 from graphplan.trace.changes import ABSENT, same_value
 from graphplan.trace.records import Trace
 
-_AGAIN = " (again)"
+Holder = tuple[str, int]
+"""The path of a slot, and 1 where a tuple that lies there holds the same memory a second time, else 0."""
 
 
 def host_changes(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
@@ -50,18 +51,17 @@ def _changed_sharing(first: Trace, second: Trace) -> str | None:
     for one, other, text in ((first, second, "shared"), (second, first, "did not share")):
         held = joined_slots(other, other.entry_slots)
         for paths in joined_slots(one, one.externals):
-            together = frozenset(path for path in paths if path.removesuffix(_AGAIN) in other.entry_paths)
+            together = frozenset(holder for holder in paths if holder[0] in other.entry_paths)
             if len(together) > 1 and not any(together <= others for others in held):
-                return f"{' and '.join(sorted(together)[:2])} {text} memory one step before"
+                names = [path + " (again)" * again for path, again in sorted(together)[:2]]
+                return f"{' and '.join(names)} {text} memory one step before"
     return None
 
 
-def joined_slots(trace: Trace, storages: Iterable[int]) -> list[frozenset[str]]:
-    """Slots, gradients apart, that held one of ``storages`` together when the trace began. A tuple that held it more
-    than once is there under another label, too.
-    """
+def joined_slots(trace: Trace, storages: Iterable[int]) -> list[frozenset[Holder]]:
+    """Slots, gradients apart, that held one of ``storages`` together when the trace began."""
     found = []
     for storage in storages:
         count = Counter(slot.path for slot in trace.entry_slots.get(storage, ()) if slot.param is None)
-        found.append(frozenset([*count, *(path + _AGAIN for path, number in count.items() if number > 1)]))
+        found.append(frozenset((path, again) for path, number in count.items() for again in range(min(number, 2))))
     return [together for together in found if len(together) > 1]

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from graphplan.compare.comparing import Row, facts_of, row_of
 from graphplan.compare.tensors import GEOMETRY, geometry
-from graphplan.guards.groups import PARAMETERS, Groups, difference
+from graphplan.guards.groups import Groups, difference
 from graphplan.guards.hooks import Hooks
 from graphplan.guards.key_values import Own, frozen, stays
 from graphplan.owners.kinds import PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
+from graphplan.specs.paths import Of, Path, names
 from graphplan.trace.changes import same_value
 
 _MODULE_PARTS = ("_modules", "_parameters", "_buffers")
@@ -79,7 +80,7 @@ class Fingerprint:
     def _add_size(self, items: Any, label: str) -> None:
         if len(items):
             self._sized.append(items)
-            self._size_labels.append(f"len({label})")
+            self._size_labels.append(Path.length(label))
         else:
             self._empty.append(items)
 
@@ -191,7 +192,7 @@ class Fingerprint:
 
 def _within(label: str) -> str:
     """What ``label`` has the length of, if it is about a length."""
-    return label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
+    return label.place if isinstance(label, Path) else label
 
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
@@ -200,4 +201,4 @@ def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) 
 
 
 def _difference(label: str, old: Any, new: Any) -> str:
-    return difference(old, new) if label.endswith(PARAMETERS) and old and new else f"{old!r} then {new!r}"
+    return difference(old, new) if names(label, Of.MEMBERS) and old and new else f"{old!r} then {new!r}"

@@ -8,9 +8,7 @@ from typing import Any
 
 from graphplan.compare.comparing import Checks, contents_of
 from graphplan.owners.slots import Walk
-
-PARAMETERS = "['params']"
-"""How labels of groups' parameters end."""
+from graphplan.specs.paths import Path
 
 
 def difference(old: tuple[str, ...], new: tuple[str, ...]) -> str:
@@ -36,7 +34,7 @@ class Groups:
         paths = {number: path for number, (path, _) in walk.parameters.items()}
         self.values = [tuple(paths[id(param)] for param in params) for params in self._parameters]
         self.labels = [
-            f"{path}.param_groups[{index}]{PARAMETERS}"
+            Path.members(f"{path}.param_groups[{index}]")
             for path, optimizer in walk.optimizers.items()
             for index in range(len(optimizer.param_groups))
         ]

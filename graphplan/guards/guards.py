@@ -22,6 +22,7 @@ from graphplan.observe.comparisons import Comparison, come_out_alike
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.views import Inherited, Members, Numbers, attributes_of, home, present
 from graphplan.plan.plan import Plan
+from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.trace.changes import same_value
@@ -74,7 +75,7 @@ class Guards:
         self._types = list(map(type, self._things))
         by_path = dict(walk.parameters.values())
         self._grad_params = [by_path[path] for path in plan.entry_grads if path in by_path]
-        self._grads = [entry_grads.get(f"{path}.grad") for path in plan.entry_grads if path in by_path]
+        self._grads = [entry_grads.get(Path.gradient(path)) for path in plan.entry_grads if path in by_path]
         # An attribute of the instance's own would stand before the class's.
         inherited = [value for _, value in read if type(value.container) is Inherited]
         dicts = [(inner, v.key) for v in inherited if (inner := attributes_of(v.owner)) is not None]

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.effects.finding import is_allowed
+from graphplan.environment.devices import default_generators
 from graphplan.errors import HostEffectError, PaddingError, SkipReason
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed, asks_for_gradients
 from graphplan.inference.graphed_options import ServeOptions
 from graphplan.observe.source import find_source
 from graphplan.owners.slots import Walk
-from graphplan.owners.snapshot import Snapshot, default_generators
+from graphplan.owners.snapshot import Snapshot
 from graphplan.owners.walk import walk_owners
 from graphplan.program.faults import having_run
 from graphplan.program.leases import plain

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import is_accelerator
 from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
 from graphplan.step.buckets import Ladders
@@ -154,7 +155,7 @@ def _estimate(step: GraphedStep, wanted: Sequence[Mapping[int, int]]) -> int:
     """Bytes of the pool in the end, after the first capture."""
     programs = step.programs
     first = max((program.nbytes for program in programs), default=0)
-    if step.device is not None and step.device.type == "cuda" and _elements(wanted[0]) == max(map(_elements, wanted)):
+    if step.device is not None and is_accelerator(step.device) and _elements(wanted[0]) == max(map(_elements, wanted)):
         return first
     return round(first * sum(map(_elements, wanted)) / _elements(wanted[0]))
 

@@ -8,6 +8,7 @@ from threading import Lock, get_ident
 
 import torch
 
+from graphplan.environment.devices import current_stream, is_accelerator
 from graphplan.errors import BusyError
 from graphplan.step.runner import Backends
 
@@ -33,7 +34,7 @@ class Pool:
         self.backends = Backends()
         self._lock = Lock()
         self._thread: int | None = None
-        self._last: torch.cuda.Stream | None = None
+        self._last: torch.Stream | None = None
 
     @contextmanager
     def turn(self, device: torch.device | None) -> Iterator[None]:
@@ -70,9 +71,9 @@ class Pool:
 
     def _order(self, device: torch.device | None) -> None:
         """Have this thread's stream wait for what the last call of another stream's has to do."""
-        if device is None or device.type != "cuda":
+        if device is None or not is_accelerator(device):
             return
-        current = torch.cuda.current_stream(device)
+        current = current_stream(device)
         if self._last is not None and self._last != current:
             current.wait_stream(self._last)
         self._last = current

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import default_generators
 from graphplan.environment.switches import read_all, set_all
 from graphplan.errors import CaptureError, EffectError
 from graphplan.owners.sharding import Sharding
@@ -203,14 +204,6 @@ _NOTHING = object()
 def _holds_the_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     """Whether two dictionaries have the same keys and values, in the same order."""
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
-
-
-def default_generators() -> list[torch.Generator]:
-    """The CPU's default generator, and those of the CUDA devices in use."""
-    generators = [torch.default_generator]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators += list(torch.cuda.default_generators)
-    return generators
 
 
 def _host_generators() -> list[tuple[Callable[[Any], object], Any]]:

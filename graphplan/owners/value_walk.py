@@ -30,6 +30,7 @@ from graphplan.owners.kinds import (
 from graphplan.owners.referents import Referents, Source
 from graphplan.owners.slots import Items, Namespace, Scalar, Slot, tensor_leaves
 from graphplan.owners.views import Attributes, Contents, Extent, Numbers, Rest, Room, attributes_of, slots_of
+from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on
 from graphplan.tensors.dtensors import is_sharded
 
@@ -122,7 +123,7 @@ class Values(Referents):
             return
         self.walk.containers.append(items)
         if not isinstance(source[0], torch.optim.Optimizer):
-            self.walk.objects[f"len({path})"] = Scalar(Extent(items), "len", *source)
+            self.walk.objects[Path.length(path)] = Scalar(Extent(items), "len", *source)
         dotted = isinstance(items, MAPPINGS)
         if dotted:
             self._members(items, f"{path}.keys()", depth, source)

@@ -30,6 +30,7 @@ from graphplan.owners.referents import Source
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.value_walk import Values
 from graphplan.owners.views import Extent, Length, Numbers, Rest, Room, attributes_of
+from graphplan.specs.paths import Path
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
@@ -170,7 +171,7 @@ class _Walker(Values):
             return
         known = set(self.walk.slots)
         if not is_of_no_length(loader):
-            self.walk.objects[f"len({path})"] = Scalar(Length(loader), "len", *source)
+            self.walk.objects[Path.length(path)] = Scalar(Length(loader), "len", *source)
         for name, value in list(vars(loader).items()):
             if name in self._used:
                 self._value(value, f"{path}.{name}", vars(loader), name, depth + 1, (loader, name))
@@ -196,7 +197,7 @@ class _Walker(Values):
             self._marks(param, path)
             self.walk.parameters[id(param)] = (path, param)
             if param.requires_grad or param.grad is not None:
-                place = f"{path}.grad"
+                place = Path.gradient(path)
                 self.walk.slots[place] = Slot(place, None, None, param=param, owner=param, attribute="grad")
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:

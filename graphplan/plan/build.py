@@ -31,6 +31,7 @@ from graphplan.plan.classify import classify
 from graphplan.plan.compared_numbers import find_comparisons
 from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Output, Plan, Rates, frozen
+from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import External, Role
 from graphplan.tensors.trees import has_attributes
 from graphplan.trace.changes import place_of, same_value
@@ -238,7 +239,7 @@ def _uses_grads(first: Trace, second: Trace, walk: Walk) -> bool:
         return True
     for facts in (first, second):
         names_grad = "grad" in facts.reads.anywhere or "grad" in facts.reads.by_packages
-        if names_grad or any(path.endswith(".grad") for path in facts.changes.rebindings):
+        if names_grad or any(names(path, Of.GRADIENT) for path in facts.changes.rebindings):
             return True
         if any(slot.param is not None for storage in facts.externals for slot in facts.entry_slots.get(storage, ())):
             return True
@@ -251,7 +252,7 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
     groups = [group for optimizer in walk.optimizers.values() for group in optimizer.param_groups]
     zeroed = {id(parameter) for group in groups for parameter in group["params"]}
     for path, parameter in walk.parameters.values():
-        slot = f"{path}.grad"
+        slot = Path.gradient(path)
         rebinding = trace.changes.rebindings.get(slot)
         if rebinding is not None:
             before = rebinding.before

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graphplan.effects.host_changes import Holder
 from graphplan.effects.kinds import AliasedSlots, Append, Assignment, Counter
 from graphplan.feed.signature import Feed, FeedSpec
 from graphplan.owners.slots import Walk
+from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.storages import storage_id
@@ -97,7 +99,7 @@ class Plan:
         traits: what tensors are like with which no operator works, but of which the step's code may tell that, by path.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
-        joined: slots that held one memory when the step began, as sets of paths.
+        joined: slots that held one memory when the step began.
         device: where the step computes.
         last_operators: the last ones that the step launches, with their source lines.
         communicates: whether collectives are among the step's operators.
@@ -133,7 +135,7 @@ class Plan:
     traits: Mapping[str, Any]
     twins: frozenset[str]
     shared: frozenset[int]
-    joined: tuple[frozenset[str], ...]
+    joined: tuple[frozenset[Holder], ...]
     device: torch.device
     host_facts: tuple[str, ...]
     host_reads: tuple[Any, ...]
@@ -165,7 +167,7 @@ class Plan:
     @property
     def tells_gradients(self) -> bool:
         """Whether it matters to the step which gradients are there when it begins."""
-        return bool(self.entry_grads) or any(path.endswith(".grad") for path in self.traits)
+        return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.traits)
 
     def untouched(self, walk: Walk) -> set[str]:
         """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
@@ -221,7 +223,7 @@ class Plan:
 
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.carries]
-        notes += [f"rebound: {path}" for path in self.rebinds if not path.endswith(".grad")]
+        notes += [f"rebound: {path}" for path in self.rebinds if not names(path, Of.GRADIENT)]
         if self.reads:
             notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({_few(self.reads)})")
         if self.traits:

@@ -15,6 +15,7 @@ from graphplan.compare.tensors import geometry
 from graphplan.guards.guards import Guards
 from graphplan.owners.slots import Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
+from graphplan.specs.paths import Path
 from graphplan.tensors.storages import memory_uses, places, storage_id
 
 _get_version = attrgetter("_version")
@@ -49,7 +50,7 @@ class AdoptedTensors:
         entry_grads: Mapping[str, Tensor | None],
     ) -> None:
         self._plan = plan
-        self._entry_grads = {f"{path}.grad": grad for path, grad in entry_grads.items()}
+        self._entry_grads: dict[str, Tensor | None] = {Path.gradient(path): grad for path, grad in entry_grads.items()}
         self._unowned = [e for e in plan.externals if e.path is None and e.tensor is not None]
         self._copied = set(copied)
         self._replaced = plan.replaced.difference(copied)

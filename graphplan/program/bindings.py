@@ -24,6 +24,7 @@ from graphplan.errors import GradientError, GuardError
 from graphplan.owners.slots import Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
 from graphplan.program.companions import Companions
+from graphplan.specs.paths import Of, Path, names
 from graphplan.tensors.copying import write_all
 from graphplan.tensors.dtensors import is_sharded, local
 from graphplan.tensors.storages import memory_uses, storage_id
@@ -111,7 +112,7 @@ class Bindings:
         outside = set(foreign) | self.targets
         new = {path: after.slots[path].get() for path in self._plan.carries}
         for path in self._plan.rebinds:
-            if not path.endswith(".grad"):
+            if not names(path, Of.GRADIENT):
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
         for append in self._plan.appends:
@@ -132,7 +133,7 @@ class Bindings:
                     tensor.data = memory
         # Who else has them is counted.
         self._old, self._into = {}, {}
-        touched = {path.removesuffix(".grad") for path in self._plan.rebinds if path.endswith(".grad")}
+        touched = {path.place for path in self._plan.rebinds if isinstance(path, Path) and path.of is Of.GRADIENT}
         touched |= set(self._plan.entry_grads)
         by_path = dict(after.parameters.values())
         self._grads = [(by_path[path], by_path[path].grad) for path in sorted(touched) if path in by_path]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphplan.compare.moving import copy_in
+from graphplan.environment.devices import is_accelerator
 from graphplan.feed.buffers import Buffers, distinct
 from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.plan.plan import Plan
@@ -130,7 +131,7 @@ class StaticInputs:
 
     def stage(self) -> None:
         """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""
-        if self._device.type == "cuda" and not self._leases and any(map(is_stageable, self._targets)):
+        if is_accelerator(self._device) and not self._leases and any(map(is_stageable, self._targets)):
             self._staging = Staging(self._targets, self._device)
 
     def unstage(self) -> None:

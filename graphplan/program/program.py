@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphplan.backends.backend import Backend, Nodes, Recording, first_line, is_out_of_memory
 from graphplan.compare.comparing import Row
+from graphplan.environment.devices import synchronize
 from graphplan.environment.surroundings import check_surroundings
 from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError
 from graphplan.feed.call_arguments import call_step
@@ -224,8 +225,7 @@ class Program:
             DeviceFault: if anything did.
         """
         try:
-            if self.plan.device.type == "cuda":
-                torch.cuda.synchronize(self.plan.device)
+            synchronize(self.plan.device)
         except RuntimeError as error:
             raise DeviceFault(
                 f"the device failed in the program of {self.plan.name} (fed {self.plan.feed}) by {when}: "

@@ -12,26 +12,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import current_stream, module_of, synchronize
+
 LARGE = 2**22
 """Bytes of an input from which a copy takes longer than to have it done elsewhere."""
 
 
 class Staging:
-    """Buffers for the large ones among ``targets``, which are on a CUDA device."""
+    """Buffers for the large ones among ``targets``, which are on an accelerator."""
 
     def __init__(self, targets: Sequence[Tensor], device: torch.device) -> None:
-        self._device = device
+        module = module_of(device)
+        self._device, self._module = device, module
         with torch.inference_mode(False):
             self._buffers = {
                 index: torch.empty_like(target) for index, target in enumerate(targets) if is_stageable(target)
             }
-        self._stream = torch.cuda.Stream(device)
+        self._stream = module.Stream(device)
         for buffer in self._buffers.values():
             # Whoever is given its memory later has to wait for this stream as well.
             buffer.record_stream(self._stream)
-        self._filled, self._read = torch.cuda.Event(), torch.cuda.Event()
+        self._filled, self._read = module.Event(), module.Event()
         # What the memory was used for before may still be under way.
-        self._read.record(torch.cuda.current_stream(device))
+        self._read.record(current_stream(device))
         self._is_taken = False
 
     @property
@@ -49,20 +52,20 @@ class Staging:
             return found
         if self._is_taken:
             # The last call was broken off, and nobody has noted when the buffers were read.
-            torch.cuda.synchronize(self._device)
+            synchronize(self._device)
         self._is_taken = True
-        with torch.no_grad(), torch.cuda.stream(self._stream):
+        with torch.no_grad(), self._module.stream(self._stream):
             self._stream.wait_event(self._read)
             for index in coming:
                 found[index] = self._buffers[index].copy_(found[index], non_blocking=True)
             self._filled.record(self._stream)
-        torch.cuda.current_stream(self._device).wait_event(self._filled)
+        current_stream(self._device).wait_event(self._filled)
         return found
 
     def give_back(self) -> None:
         """The buffers have been read when the current stream gets here."""
         if self._is_taken:
-            self._read.record(torch.cuda.current_stream(self._device))
+            self._read.record(current_stream(self._device))
             self._is_taken = False
 
 

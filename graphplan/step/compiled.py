@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.effects.finding import is_allowed
+from graphplan.environment.devices import is_accelerator
 from graphplan.errors import CaptureError
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot
@@ -57,7 +58,7 @@ def refuse_graphs_within(
     Raises:
         CaptureError: naming the first module or function that does.
     """
-    if device is None or device.type != "cuda":
+    if device is None or not is_accelerator(device):
         return
     contexts = {**(ran or {})}
     for value in _compiled(walk, fn):

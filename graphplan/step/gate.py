@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 
 from graphplan.backends.idleness import Idleness
+from graphplan.environment.devices import current_stream, is_accelerator, synchronize
 from graphplan.errors import SlowerError
 from graphplan.step.peers import Peers
 
@@ -54,15 +55,12 @@ class Clock:
 
     def rest(self) -> float:
         """Wait for the device; the time then."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return self.now()
 
     def watch(self) -> Callable[[], float]:
         """Begin to watch the device; what is returned ends that, and gives the share of time in which it was idle."""
-        if self._device.type != "cuda":
-            return lambda: 1.0
-        return Idleness([torch.cuda.current_stream(self._device)]).end
+        return Idleness([current_stream(self._device)]).end if is_accelerator(self._device) else lambda: 1.0
 
 
 class Laps:

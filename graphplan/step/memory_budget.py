@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from graphplan.backends.backend import Backend
+from graphplan.environment.devices import is_accelerator
 from graphplan.errors import MemoryBudgetError
 from graphplan.owners.slots import Walk
 from graphplan.plan.plan import Plan
@@ -92,7 +93,7 @@ class Room:
 
     def for_copies(self, walk: Walk, backend: Backend) -> torch.device | None:
         """Where a copy of all that owners hold is to lie: beside it (None), unless that is much."""
-        tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if t.is_cuda}
+        tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if is_accelerator(t.device)}
         return None if backend.may_take(sum(tensors.values())) else torch.device("cpu")
 
 

@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 from graphplan.effects.finding import is_allowed
+from graphplan.environment.devices import default_generators
 from graphplan.errors import HostEffectError, PaddingError
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.owners.slots import Walk, is_optimizer_state
-from graphplan.owners.snapshot import Snapshot, default_generators, host_generators
+from graphplan.owners.snapshot import Snapshot, host_generators
 from graphplan.step.capture_sizes import Slicer, result_leaves, tolerance
 from graphplan.step.compiled import uncompiled
 from graphplan.step.managed import Managed

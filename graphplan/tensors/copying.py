@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import is_accelerator
 from graphplan.tensors.attributes import PLAIN_KINDS
 
 _SMALL, _TOGETHER = 2**22, 2**24
@@ -112,7 +113,7 @@ def _stays(tensor: Tensor, device: torch.device | None) -> bool:
 
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
     """A copy on another device; on the host in pinned memory, which is faster and which torch keeps for later ones."""
-    is_pinned = device is not None and device.type == "cpu" and tensor.device.type == "cuda"
+    is_pinned = device is not None and device.type == "cpu" and is_accelerator(tensor.device)
     is_plain = type(tensor) in PLAIN_KINDS and tensor.layout is torch.strided
     # A conjugate is resolved on the host, which would have to wait for the copy.
     if not (is_pinned and is_plain) or tensor.is_conj() or tensor.is_neg():

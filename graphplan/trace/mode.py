@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from graphplan.environment.devices import default_generators
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.observe.conversions import validates
 from graphplan.observe.source import Source, find_source, is_recomputed, optimizer_fix
 from graphplan.observe.watching import Aside
-from graphplan.owners.snapshot import default_generators
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.collectives import finish

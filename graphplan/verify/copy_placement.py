@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from graphplan.environment import devices
+
 _COPIES = 3
 """Full copies alive at once: from before the step, after the replay, and eager's while that is repeated."""
 _MARGIN = 1.2
@@ -35,9 +37,8 @@ def find_room(
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on ``device``; None where nobody tells."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    if devices.is_accelerator(device):
+        return devices.free_bytes(device)
     try:
         with open("/proc/meminfo", encoding="ascii") as facts:
             lines = dict(line.split(":", 1) for line in facts)

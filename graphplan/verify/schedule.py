@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from graphplan.environment.devices import synchronize
 from graphplan.errors import OptionError
 from graphplan.program.program import NO_CHECK
 
@@ -106,6 +107,5 @@ class Timetable:
         return self._agree(following)
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return self._clock()

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import default_generators
 from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
-from graphplan.owners.snapshot import default_generators
 from graphplan.owners.views import Inherited, Numbers
+from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import has_memory, is_freed
 from graphplan.tensors.dtensors import local
 
@@ -60,7 +61,7 @@ def collect_values(
             values[path] = scalar.get()
     flags = Flags(walk, fed).read().items()
     values.update((path, flag) for path, flag in flags if not (isinstance(flag, Tensor) or allowed(path)))
-    values.update({f"len({path})": len(items) for path, items in walk.lists.items() if not allowed(path)})
+    values.update({Path.length(path): len(items) for path, items in walk.lists.items() if not allowed(path)})
     return values
 
 

@@ -15,10 +15,10 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphplan import graph_step
+from graphplan.backends.cudapools import memory_apart
 from graphplan.backends.tape import TapeBackend
 from graphplan.optimizers.first_steps import within_first_steps
 from graphplan.optimizers.scaling import takes_found_inf
-from graphplan.tensors.pools import memory_apart
 
 POOL = ("beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool")
 

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from graphplan.environment.devices import current_stream, is_accelerator, module_of
+
 _MOST = 2
 """Copies under way at a time: what is shown is no older than what the device has yet to do."""
 
@@ -17,14 +19,14 @@ class HostCopy:
     """A copy of ``tensor`` in host memory, as it is when the device comes to it."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        if tensor.device.type != "cuda":
+        self._event: torch.Event | None = None
+        if not is_accelerator(tensor.device):
             self._host = tensor.detach().to("cpu", copy=True)
             return
         self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         self._host.copy_(tensor.detach(), non_blocking=True)
-        self._event = torch.cuda.Event()
-        self._event.record(torch.cuda.current_stream(tensor.device))
+        self._event = module_of(tensor.device).Event()
+        self._event.record(current_stream(tensor.device))
 
     def has_arrived(self) -> bool:
         """Whether nobody would have to wait for it."""

@@ -1,0 +1,64 @@
+"""States of a CUDA device's generator that a captured step saves and puts back: see :mod:`graphplan.trace.rng`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphplan.trace.rng import SavedStates, saving_states
+
+
+class CapturedStates:
+    """The generators that one CUDA graph draws from in place of the default one, one for each state that is put back.
+
+    Args:
+        graph: which is captured next.
+        generator: the default one of the graph's device.
+        states: of the traced step.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator, states: SavedStates) -> None:
+        self._generator: Any = generator
+        self._growth = states.growth
+        self._offsets = [restore.offset for restore in states.restores if restore.device == generator.device]
+        self._others: list[Any] = [self._generator.clone_state() for _ in self._offsets]
+        for other in self._others:
+            graph.register_generator_state(other)
+        self._left = iter(self._others)
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Go over to the next generator wherever the step that is captured puts a state back."""
+        home = self._generator.graphsafe_get_state()
+        try:
+            with saving_states(self._save, self._put):
+                yield
+        finally:
+            self._generator.graphsafe_set_state(home)
+
+    def _save(self, generator: torch.Generator) -> Tensor:
+        # A device's state cannot be read in a capture. Which one it is, the traced step has told.
+        return torch.default_generator.get_state() if generator.device.type == "cuda" else generator.get_state()
+
+    def _put(self, generator: torch.Generator, state: Tensor) -> None:
+        if generator is self._generator:
+            self._generator.graphsafe_set_state(next(self._left))
+        elif generator.device.type != "cuda":
+            generator.set_state(state)
+
+    def set_out(self) -> int:
+        """Before a replay: set the generators to where it draws from. Returns the offset that :meth:`arrive` wants."""
+        start, seed = self._generator.get_offset(), self._generator.initial_seed()
+        for other, offset in zip(self._others, self._offsets, strict=True):
+            if other.initial_seed() != seed:
+                other.manual_seed(seed)
+            other.set_offset(start + offset)
+        return start + self._growth
+
+    def arrive(self, end: int) -> None:
+        """After a replay: set the default generator to where the step leaves it."""
+        self._generator.set_offset(end)

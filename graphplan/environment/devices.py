@@ -1,0 +1,56 @@
+"""Accelerators by what torch gives all of them: streams, events, memory, generators.
+
+Only the room of backends uses CUDA by name. All other code asks here, with the device that its tensors are on, so that
+another kind of accelerator needs a backend and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work on ``device`` is queued, so that the host runs ahead of it."""
+    return device.type not in ("cpu", "meta")
+
+
+def module_of(device: torch.device) -> Any:
+    """The module of torch for the accelerators of the type of ``device``: ``torch.cuda``, ``torch.xpu``, and so on."""
+    return torch.get_device_module(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done what was queued; at once on the CPU.
+
+    Raises:
+        RuntimeError: if work that was queued has failed.
+    """
+    if is_accelerator(device):
+        module_of(device).synchronize(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream that this thread's work on ``device``, an accelerator, is queued on."""
+    return module_of(device).current_stream(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on ``device``, an accelerator: its own, and those that torch has cached."""
+    module = module_of(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device) - module.memory_allocated(device))
+
+
+def default_generators() -> list[torch.Generator]:
+    """The CPU's default generator, and those of the accelerators in use."""
+    return [torch.default_generator, *accelerator_generators()]
+
+
+def accelerator_generators() -> list[torch.Generator]:
+    """The default generators of the accelerators; none before one is used, since to ask would start its driver."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not module_of(accelerator).is_initialized():
+        return []
+    return list(module_of(accelerator).default_generators)
