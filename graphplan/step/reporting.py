@@ -48,7 +48,7 @@ class Reporting(Reports):
         count = 0 if self.stock is None else self.stock.take_count()
         if count:
             stats = self._runner.stats
-            stats.eager += count
+            stats.count_stock(count)
             if self._stock_reason is not None:
                 stats.skip(self._stock_reason, self._stock_detail, count)
 
