@@ -77,6 +77,8 @@ def prepare_steps(optimizer: Optimizer) -> Callable[[], None]:
             preparations[0].enter()
         else:
             preparations.append(Preparation(optimizer))
+        # Its own hook is entered too late for the step that is about to begin.
+        preparations[0]._check_gradients()
 
     handles = [
         optimizer.register_step_pre_hook(enter),

@@ -20,6 +20,8 @@ from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.rng import SavedStates
 
+COLUMNS = ("name", "role", "tensor", "storage", "change")
+"""Columns of a plan's table."""
 DRAWS = "draws random numbers "
 """How facts about what may draw them begin."""
 
@@ -210,12 +212,15 @@ class Plan:
     def table(self, policy: Policy | None = None) -> str:
         """The plan as text: one line per external with its role, spec, storage under ``policy``, and what happens."""
         policy = policy or Policy.train()
-        rows = [("name", "role", "tensor", "storage", "change")]
-        rows += [_row(external, policy) for external in self.externals]
+        rows = [COLUMNS, *self.rows(policy)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([self._headline(), *lines, *self._footnotes()])
+
+    def rows(self, policy: Policy) -> list[tuple[str, ...]]:
+        """One row for each external, of texts in the order of :data:`COLUMNS`."""
+        return [_row(external, policy) for external in self.externals]
 
     def _headline(self) -> str:
         counts = ", ".join(f"{len(self.by_role(role))} {role}" for role in Role)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
+from graphplan.plan.plan import COLUMNS
 from graphplan.program.program import Program
 from graphplan.report.stats import KINDS, Stats
+from graphplan.report.text import summary
 from graphplan.specs.roles import Role
 
 _COUNTS = (
@@ -19,10 +22,12 @@ def describe_data(
     stats: Stats, *, plans: int, programs: Sequence[Program], notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What :func:`graphplan.report.describe` says, and each program with its nodes."""
+    gain = stats.gain()
     phases = {
         name: {"seconds": stats.phases[name], "calls": calls} for name, calls in stats.phase_counts.items() if calls
     }
     return {
+        "headline": summary(stats, plans=plans),
         "plans": plans,
         "stats": {name: getattr(stats, name) for name in _COUNTS},
         "skipped": {reason.name.lower(): count for reason, count in stats.skipped.items()},
@@ -31,6 +36,8 @@ def describe_data(
         "notes": list(notes),
         "phases": phases,
         "step_us": {kind: stats.step_us(kind) for kind in KINDS},
+        "seconds": None if gain is None else {"saved": gain.saved, "spent": gain.spent, "net": gain.net},
+        "timeline": [asdict(stretch) for stretch in stats.timeline()],
         "programs": [_program(program) for program in programs],
     }
 
@@ -46,6 +53,8 @@ def _program(program: Program) -> dict[str, Any]:
         "name": plan.name,
         "key": str(plan.feed),
         "device": str(plan.device),
+        "table": [COLUMNS, *plan.rows(program.policy)],
+        "reads": list(plan.reads),
         "inputs": {external.name: str(external.spec) for external in plan.inputs},
         "roles": roles,
         "policy": {

@@ -9,8 +9,9 @@ from typing import Any
 
 from graphplan.errors import OptionError
 from graphplan.program.program import Program
+from graphplan.report.page import page
 
-FORMATS = ("text", "json", "dot")
+FORMATS = ("text", "json", "html", "dot")
 _LABEL = 64
 """Characters of a name that a drawing shows; names of kernels have their template arguments in them."""
 
@@ -34,12 +35,12 @@ class Reports(ABC):
         """What the calls so far were, why some were eager, and what there is to replay.
 
         Args:
-            format: ``"text"``, ``"json"`` (the same as data, and each program with its nodes) or ``"dot"`` (the
-                programs' nodes as a drawing for graphviz).
+            format: ``"text"``, ``"json"`` (the same as data, and each program with its nodes), ``"html"`` (that as a
+                page of its own, with drawings) or ``"dot"`` (the programs' nodes as a drawing for graphviz).
             program: the number of the program to draw, as JSON lists them; all without it.
 
         Raises:
-            OptionError: for a format or a program that there is not.
+            OptionError: for a format or a program that there is not, or where what draws a page is not installed.
         """
         if format not in FORMATS:
             raise OptionError(f"format is {format!r}; expected one of: {', '.join(FORMATS)}")
@@ -49,6 +50,8 @@ class Reports(ABC):
             return self.text()
         if format == "json":
             return json.dumps(self.data(), indent=2)
+        if format == "html":
+            return page([("calls", self.data())])
         return _draw(_chosen(self.drawn(), program))
 
 

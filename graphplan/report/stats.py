@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 
 from graphplan.errors import SkipReason
@@ -15,6 +16,43 @@ TEXTS = 64
 OTHERS = "others"
 """A table has so many texts; what comes after them, each perhaps with another number in it, is counted as others."""
 PHASES = ("warmup", "trace", "capture", "first_replay", "steady", "verify")
+STARTING = ("warmup", "trace", "capture", "verify")
+"""Phases that a fit without graphplan does not have. Each of their calls is a step, too."""
+LAPS = 255
+"""Latest replays in a row whose times from end to end are kept: their median is not moved by a validation or a
+checkpoint between two steps.
+"""
+STRETCHES = 1000
+"""Stretches of a timeline; what comes after them is one more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Calls of one kind in a row: ``"eager"``, ``"traced"``, ``"captured"``, ``"replayed"`` or ``"verified"``.
+
+    ``first`` is the number of the first one, from 0, and ``count`` how many there are. ``seconds`` is the time from the
+    end of the stretch before to the end of this one; None for the first.
+    """
+
+    kind: str
+    first: int
+    count: int
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Seconds of the host's clock: ``saved`` by replays, ``spent`` on warm-up, traces, captures and checks beyond what
+    their steps take without graphplan.
+    """
+
+    saved: float
+    spent: float
+
+    @property
+    def net(self) -> float:
+        """What is left; negative where a fit was too short."""
+        return self.saved - self.spent
 
 
 @dataclass(slots=True)
@@ -26,10 +64,9 @@ class Stats:
     ``launches_eager`` and ``launches_replayed`` count what the host issued: one per operator in an eager, traced or
     captured step, one per replay. ``bytes_static`` is what inputs and programs take, ``bytes_estimated`` what the
     largest program was estimated to. ``phases`` holds seconds of host time, ``phase_counts`` the calls they cover;
-    ``"steady"`` is every replay of a program but its first. ``step_seconds`` and ``step_counts`` are the time from one
-    call's end to the next one's, where both were ``"eager"`` or both ``"replayed"``: what a training step takes all
-    in all, on a busy device too, where the host runs ahead of it. ``measured`` are seconds of a step, ``"eager"``
-    without graphplan and ``"replayed"``, where it was measured whether replays pay.
+    ``"steady"`` is every replay of a program but its first. ``laps`` are seconds from one replay's end to the next
+    one's: what a training step takes all in all, on a busy device too, where the host runs ahead of it. ``measured``
+    are seconds of a step, ``"eager"`` without graphplan and ``"replayed"``, where it was measured whether replays pay.
     """
 
     eager: int = 0
@@ -47,11 +84,12 @@ class Stats:
     bytes_copied: int = 0
     bytes_static: int = 0
     bytes_estimated: int = 0
-    step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
-    step_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    laps: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
     measured: dict[str, float] = field(default_factory=dict)
     last_end: float = 0.0
     last_kind: str = ""
+    changes: list[tuple[str, int, float]] = field(default_factory=list)
+    """The kind of a call that follows one of another kind, its number, and when that one had ended."""
     phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     phase_counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
@@ -92,26 +130,53 @@ class Stats:
         self.launches_replayed += 1
         self.bytes_copied += nbytes
         if self.last_kind == "replayed":
-            self.step_seconds["replayed"] += now - self.last_end
-            self.step_counts["replayed"] += 1
-        self.last_end, self.last_kind = now, "replayed"
+            self.laps.append(now - self.last_end)
+        else:
+            self._change("replayed")
+        self.last_end = now
 
     def end_call(self, kind: str) -> None:
         """Note that a call of ``kind`` has ended now."""
-        now = perf_counter()
-        if kind == self.last_kind and kind in self.step_seconds:
-            self.step_seconds[kind] += now - self.last_end
-            self.step_counts[kind] += 1
-        self.last_end, self.last_kind = now, kind
+        if kind != self.last_kind:
+            self._change(kind)
+        self.last_end = perf_counter()
+
+    def count_stock(self, count: int) -> None:
+        """Count eager calls that were made without graphplan, and are told of afterwards."""
+        self.eager += count
+        if self.last_kind != "eager":
+            self._change("eager", count)
+
+    def _change(self, kind: str, count: int = 1) -> None:
+        """Note that the ``count`` calls that were counted last are of another kind than the ones before."""
+        if len(self.changes) < STRETCHES:
+            self.changes.append((kind, self.calls - count, self.last_end))
+        self.last_kind = kind
+
+    def timeline(self) -> list[Stretch]:
+        """The calls so far, those of one kind in a row as one stretch."""
+        ends = [*((first, begun) for _, first, begun in self.changes[1:]), (self.calls, self.last_end)]
+        return [
+            Stretch(kind, first, end - first, ended - begun if begun else None)
+            for (kind, first, begun), (end, ended) in zip(self.changes, ends, strict=True)
+        ]
 
     def step_us(self, kind: str) -> float | None:
-        """Time of a step in microseconds as it was measured, or else the mean time from call to call; None if no two
-        calls of ``kind`` followed each other.
+        """Microseconds of a step, ``"eager"`` without graphplan or ``"replayed"``, from end to end; None if that is not
+        known. Eager steps are those that the speed gate timed, before anything was prepared: those on the way to a
+        program take longer.
         """
         if kind in self.measured:
             return self.measured[kind] * 1e6
-        count = self.step_counts[kind]
-        return self.step_seconds[kind] / count * 1e6 if count else None
+        return median(self.laps) * 1e6 if kind == "replayed" and self.laps else None
+
+    def gain(self) -> Gain | None:
+        """What replays have saved so far; None while it is not known what a step takes without them."""
+        eager, replayed = self.step_us("eager"), self.step_us("replayed")
+        if eager is None or replayed is None:
+            return None
+        starting = sum(max(0.0, self.phases[phase] - self.phase_counts[phase] * eager / 1e6) for phase in STARTING)
+        return Gain((eager - replayed) / 1e6 * (self.replayed - self.verified), starting)
 
     def mean_us(self, phase: str) -> float | None:
         """Mean host time of one call of ``phase`` in microseconds, or None if there was none."""
@@ -141,9 +206,7 @@ class Stats:
         for text, count in other.reasons.items():
             _tally(self.reasons, text, count)
         self.measured |= other.measured
-        for kind in KINDS:
-            self.step_seconds[kind] += other.step_seconds[kind]
-            self.step_counts[kind] += other.step_counts[kind]
+        self.laps += other.laps
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
             self.phase_counts[phase] += other.phase_counts[phase]

@@ -34,6 +34,11 @@ def summary(stats: Stats, *, plans: int) -> str:
     before, after = stats.step_us("eager"), stats.step_us("replayed")
     if before is not None and after is not None:
         parts.append(f"step {before:.0f} -> {after:.0f} µs")
+    elif after is not None:
+        parts.append(f"step {after:.0f} µs where replayed")
+    gain = stats.gain()
+    if gain is not None:
+        parts.append(f"saved {gain.saved:.1f} s and spent {gain.spent:.1f} s on it: net {gain.net:+.1f} s")
     if stats.verified:
         parts.append(f"{stats.verified} replays checked against eager")
     parts.append(f"extra memory {stats.bytes_static / 2**20:.1f} MiB")

@@ -116,9 +116,10 @@ class Timing:
         """What the calls so far were, those of the function alone among them."""
         stats = self._runner.stats
         count = 0 if self.stock is None else self.stock.take_count()
-        stats.eager += count
-        if count and self._reason is not None:
-            stats.skip(self._reason, self._detail, count)
+        if count:
+            stats.count_stock(count)
+            if self._reason is not None:
+                stats.skip(self._reason, self._detail, count)
         return stats
 
     @property

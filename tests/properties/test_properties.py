@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from tempfile import gettempdir
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -16,6 +18,8 @@ EXAMPLES = int(os.environ.get("RANDOM_RUNS", "0"))
 """Set it to search further, with other runs each time, and to shrink what fails, which takes minutes; without it the
 runs are always the same 320.
 """
+LAST_RUNS = Path(os.environ.get("LAST_RUNS", gettempdir()))
+"""Where each family's latest run is written to before it begins, if ``RANDOM_RUNS`` is set."""
 
 FOUND = {
     "weight decay loaded": Run("dense", calls=32, events=((4, "weight_decay", 1), (15, "saved_moments", 0))),
@@ -63,6 +67,9 @@ def test_random_runs_equal_eager_or_are_refused(family: str) -> None:
     )
     @given(runs(family))
     def check(run: Run) -> None:
+        if EXAMPLES:
+            # A run that ends the process leaves no other trace.
+            (LAST_RUNS / f"last_{family}_run").write_text(repr(run))
         replayed.append(compare(run))
 
     check()
