@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from graphplan.check.run import check_step as check_step
 from graphplan.errors import BackendError as BackendError
 from graphplan.errors import BusyError as BusyError
 from graphplan.errors import CaptureError as CaptureError
@@ -73,7 +74,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import the Lightning callback only when somebody asks for it: the core needs torch alone."""
     if name == "GraphPlanCallback":
-        from graphplan.callback.callback import GraphPlanCallback
-
+        try:
+            from graphplan.callback.callback import GraphPlanCallback
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"GraphPlanCallback is for Lightning, and {error.name} is not installed: "
+                'pip install "graphplan[lightning]"'
+            ) from error
         return GraphPlanCallback
     raise AttributeError(f"module 'graphplan' has no attribute {name!r}")

@@ -95,16 +95,18 @@ class RefusalError(GraphPlanError):
     """Root of the refusals: the step as written cannot be replayed correctly.
 
     ``reason`` is the class's own :class:`SkipReason`; ``component`` names the part of the step that is to blame
-    (``"optimizer"`` if the operator ran inside an optimizer's ``step``, else ``"step"``).
+    (``"optimizer"`` if the operator ran inside an optimizer's ``step``, else ``"step"``), and ``path`` what ``allow=``
+    would name to have replays leave it alone, where that is open.
     """
 
     reason: SkipReason = SkipReason.CAPTURE
     is_raised: bool = False
     """Whether the caller is to have it, whatever else is done about refusals."""
 
-    def __init__(self, message: str, *, component: str = "step") -> None:
+    def __init__(self, message: str, *, component: str = "step", path: str | None = None) -> None:
         super().__init__(message)
         self.component = component
+        self.path = path
 
 
 class FeedError(RefusalError, ValueError):

@@ -236,6 +236,11 @@ class GraphPlanCallback(EvaluationHooks):
         """The latest plan of a training step in the current fit, or in the last one."""
         return self._of(_TRAINING).plan
 
+    @property
+    def notes(self) -> list[str]:
+        """What the report says of the training steps beside their counts, in the current fit or the last one."""
+        return list(self._of(_TRAINING).notes)
+
     def report(self) -> str:
         """What happened to the run's steps, as text."""
         training, evaluation = self._of(_TRAINING), self._of(_EVALUATION)

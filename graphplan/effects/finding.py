@@ -70,6 +70,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
                 "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, or, "
                 f"if the step's results do not depend on it, pass allow=({path!r},)",
                 component=component,
+                path=path,
             )
         # Of an item, no name tells whether it is raised or set; two traces do.
         is_item_set = first is not second and old == new
@@ -81,6 +82,7 @@ def find_counters(first: Trace, second: Trace, walk: Walk, allow: Iterable[str])
                 "it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
                 f"allow=({path!r},)",
                 component=component,
+                path=path,
             )
         counters.append(Counter(path, delta))
     return tuple(counters)
@@ -128,7 +130,8 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
             what = "shortens" if new < old else "adds to other places than the end of"
             raise HostEffectError(
                 f"the step {what} {path}, from {old} to {new} items, which a replay cannot repeat: append, clear it "
-                f"outside the step, or pass allow=({path!r},)"
+                f"outside the step, or pass allow=({path!r},)",
+                path=path,
             )
     for path in {**first.changes.appended, **second.changes.appended}:
         if is_allowed(path, allow):
@@ -137,7 +140,8 @@ def find_appends(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[App
         if before is None or after is None or len(before) != len(after) or not _alike(before, after):
             raise HostEffectError(
                 f"the step appends {' and then '.join(told_apart(before, after, _items))} to {path}; expected tensors, "
-                f"or the same values each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)"
+                f"or the same values each time, since a replay repeats them. Append tensors, or pass allow=({path!r},)",
+                path=path,
             )
         appends.append(Append(path, len(after)))
     return tuple(appends)
@@ -251,7 +255,8 @@ def find_reads(
                 raise HostScalarError(
                     f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
                     f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, if "
-                    f"the step's results do not depend on it, pass allow=({path!r},)"
+                    f"the step's results do not depend on it, pass allow=({path!r},)",
+                    path=path,
                 )
             continue
         if grown.hides(path, scalar):
@@ -289,13 +294,15 @@ def _check_comparable(path: str, value: Any) -> None:
         raise HostEffectError(
             f"the step's code reads {path}, a {type(value).__name__}: each eager step may take its next item, and a "
             f"replay takes none. Take it before the step and feed it, or, if the step takes none, pass "
-            f"allow=({path!r},)"
+            f"allow=({path!r},)",
+            path=path,
         )
     hidden = unseen(value)
     if hidden is not None:
         raise HostScalarError(
             f"the step's code reads {path}, {hidden.what} is not compared before each replay: nobody would see "
-            f"that it changed. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)"
+            f"that it changed. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)",
+            path=path,
         )
 
 

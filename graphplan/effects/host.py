@@ -23,7 +23,8 @@ def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
             raise HostScalarError(
                 f"the step draws from {name}{place}, and a replay draws nothing: what it decides by chance would be "
                 "decided once. Draw with torch on the step's device, or draw before the step and feed the result; or, "
-                f"if the step's results do not depend on it, pass allow=({name!r},)"
+                f"if the step's results do not depend on it, pass allow=({name!r},)",
+                path=name,
             )
 
 
@@ -40,4 +41,5 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
                 "replays would leave it out. Run it in the step's own thread, or before or after the step, or, if the "
                 f"step's results do not depend on it, pass allow=({name!r},)",
                 component=source.component,
+                path=name,
             )

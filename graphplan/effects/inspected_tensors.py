@@ -45,7 +45,8 @@ def find_inspected(
             raise HostScalarError(
                 f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
                 "would keep one. Leave it what it is, look at it outside the step, or, if the step's results do not "
-                f"depend on it, pass allow=({path!r},)"
+                f"depend on it, pass allow=({path!r},)",
+                path=path,
             )
     return found
 

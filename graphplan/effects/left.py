@@ -28,12 +28,14 @@ def find_left(first: Trace, second: Trace, allow: Iterable[str]) -> dict[str, An
             raise HostEffectError(
                 f"the step leaves {path} otherwise on one call ({describe(one)}) than on the next ({describe(two)}), "
                 "and a replay leaves one value. Set it outside the step, put it back within the step, or, if replays "
-                f"may leave it alone, pass allow=({path!r},)"
+                f"may leave it alone, pass allow=({path!r},)",
+                path=path,
             )
         if two[1] is ABSENT or not is_assignable(path, two[1]):
             raise HostEffectError(
                 f"the step leaves {path} changed ({describe(two)}), which cannot be set after a replay. Put it back "
-                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)"
+                f"within the step, as a with statement does, or, if replays may leave it alone, pass allow=({path!r},)",
+                path=path,
             )
         left[path] = two[1]
     return left

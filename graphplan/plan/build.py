@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -104,6 +105,7 @@ def build_plan(
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         launches=second.launches,
+        operators=frozen(Counter(op.name for op in second.operators if op.launches)),
         footprint=first.footprint.merge(second.footprint),
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),

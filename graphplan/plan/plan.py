@@ -89,6 +89,7 @@ class Plan:
         host_reads: reads of tensors on the host that refuse no step: of what it only asserts, and of constants.
         host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
         launches: operators that one eager step launches.
+        operators: how often it launches each, by name.
         footprint: bytes of what one eager step makes, on the device where it computes.
         device_constants: tensors that the step makes from Python values on the device, in order.
         generators: generators other than torch's default ones that the step draws from.
@@ -127,6 +128,7 @@ class Plan:
     output_structure: Any
     entry_grads: Mapping[str, str]
     launches: int
+    operators: Mapping[str, int]
     footprint: Footprint
     device_constants: tuple[Tensor, ...]
     generators: tuple[torch.Generator, ...]

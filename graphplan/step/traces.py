@@ -31,6 +31,7 @@ from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Entry, Line, Programs
 from graphplan.step.runner import Refusals, Runner
+from graphplan.trace.findings import collect
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 
@@ -225,13 +226,23 @@ class Traces:
         loose = max(line.straddling, self._changing[1] - 1) >= _STRADDLING - 1
         try:
             with self._managed.rates:
-                return build_plan(first, second, feed, loose=loose, **planning)
+                return self._build(first, second, feed, loose=loose, **planning)
         except RefusalError:
             line.traces = []
             if self._may_trace_anew(entry, line, first, second, walk):
                 return None
             self._latest = None
             raise
+
+    def _build(self, *traces_and_feed: Any, allow: Sequence[str], **planning: Any) -> Plan:
+        """The plan of two traces. While refusals are collected, what may be allowed is, to find the next one."""
+        while True:
+            try:
+                return build_plan(*traces_and_feed, allow=allow, **planning)
+            except RefusalError as error:
+                if error.path is None or error.path in allow or not collect(error):
+                    raise
+                allow = (*allow, error.path)
 
     def _may_trace_anew(self, entry: Entry, line: Line, first: Trace, second: Trace, walk: Walk) -> bool:
         """Whether two traces differ by what happened between them, so that further ones may be alike."""

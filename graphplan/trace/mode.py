@@ -24,6 +24,7 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.deciding_arguments import explain
+from graphplan.trace.findings import refuse
 from graphplan.trace.footprint import Allocations
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.memory_watch import MemoryWatch
@@ -108,7 +109,7 @@ class TraceMode(OperatorMode):
         if self._trace.violation is None:
             said = explain(is_drawn=is_drawn)
             message = f"{message.rstrip('.')}.{said}" if said else message
-            self._trace.violation = error(message, component=component or find_source().component)
+            refuse(self._trace, error(message, component=component or find_source().component))
 
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it down."""

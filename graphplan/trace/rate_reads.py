@@ -10,6 +10,7 @@ from graphplan.errors import LearningRateError
 from graphplan.observe.source import Source, is_scheduled
 from graphplan.owners.slots import Walk
 from graphplan.tensors.storages import storage_id
+from graphplan.trace.findings import refuse
 from graphplan.trace.records import Trace
 
 _COPIES = tuple(f"aten.{name}.default" for name in ("clone", "detach", "_to_copy", "alias", "squeeze"))
@@ -56,10 +57,8 @@ class RateWatch:
                 self._refuse(f"keeps a learning rate in {path}")
 
     def _refuse(self, what: str, fix: str = _FIX) -> None:
-        """Before whatever else speaks against the step, since an eager step would have seen a number."""
-        if not isinstance(self._trace.violation, LearningRateError):
-            self._trace.violation = LearningRateError(
-                f"the step's own code {what}; expected that only the optimizer uses it, which reads it from the "
-                f"device, while a replay would freeze a number. {fix}",
-                component="optimizer",
-            )
+        text = (
+            f"the step's own code {what}; expected that only the optimizer uses it, which reads it from the device, "
+            f"while a replay would freeze a number. {fix}"
+        )
+        refuse(self._trace, LearningRateError(text, component="optimizer"))

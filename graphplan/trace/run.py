@@ -25,6 +25,7 @@ from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.changes import Changes, Recorder
+from graphplan.trace.findings import refuse
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import OutputTensor, Trace
@@ -77,11 +78,12 @@ def trace(
     }
     record.gradients = _with_gradients({**left, **made})
     for path, parts in {**left, **made}.items():
-        if record.violation is None and any(isinstance(p, Tensor) and has_memory(p) and is_freed(p) for p in parts):
-            record.violation = HostEffectError(
+        if any(isinstance(part, Tensor) and has_memory(part) and is_freed(part) for part in parts):
+            text = (
                 f"the step leaves or returns {path}, whose memory it has given back (untyped_storage().resize_(0)); a "
                 "replay would copy what is not there. Leave or return what has memory, or nothing"
             )
+            refuse(record, HostEffectError(text))
     for path, items in changes.appended.items():
         changes.appended[path] = [_describe_item(item) for item in items]
     watch.finish(after, leaves)

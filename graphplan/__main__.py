@@ -1,0 +1,5 @@
+"""``python -m graphplan``."""
+
+from graphplan.check.command import script
+
+script()

@@ -1,0 +1,131 @@
+"""``python -m graphplan``: check a step before it is run, and say what a report of a fault needs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphplan.check.facts import differences
+from graphplan.check.result import Result
+from graphplan.check.run import check_step
+from graphplan.check.targets import configured, load
+from graphplan.errors import OptionError
+
+CHECK = """Train a few steps on the CPU, under CUDA's rules, and list what keeps a step from being one replay.
+
+    graphplan check train.py:Module --data train.py:Data
+    graphplan check "pkg.models:Net(width=64)" --batch "(torch.randn(8, 64), torch.zeros(8).long())"
+    graphplan check --config config.yaml
+    graphplan check train.py:step --batch "torch.randn(8, 64)"
+
+The exit status is 0 if the whole step would be replayed (and the plan is that of --against), 1 if not, 2 for a wrong
+call.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with ``arguments``, by default those of the process; the exit status."""
+    parser = argparse.ArgumentParser(prog="graphplan", description="Whole training steps as CUDA-graph replays.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    check = commands.add_parser(
+        "check", help="what keeps a step from being replayed", description=CHECK,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    check.add_argument("target", nargs="?", help="module:expression of a LightningModule or of a step")
+    check.add_argument("--data", help="module:expression of a DataModule, a DataLoader or batches")
+    check.add_argument("--batch", help="an expression for one batch, or for the arguments of a step, with torch in it")
+    check.add_argument("--config", help="a file of LightningCLI or Hydra that names model and data")
+    check.add_argument("--save", type=Path, metavar="PLAN.json", help="write the plan")
+    check.add_argument("--against", type=Path, metavar="PLAN.json", help="compare the plan with one that was saved")
+    check.add_argument("--json", action="store_true", help="print the result as JSON")
+    commands.add_parser("env", help="versions, devices and settings, for a report of a fault")
+    options = parser.parse_args(arguments)
+    try:
+        text, status = (_environment(), 0) if options.command == "env" else _check(options)
+    except OptionError as error:
+        sys.stderr.write(f"graphplan {options.command}: {error}\n")
+        return 2
+    sys.stdout.write(f"{text}\n")
+    return status
+
+
+def script() -> None:
+    """The ``graphplan`` command."""
+    sys.exit(main())
+
+
+def _check(options: argparse.Namespace) -> tuple[str, int]:
+    result = _result(options)
+    lines = [json.dumps(result.data(), indent=2) if options.json else result.text()]
+    status = 1 if result.blockers or result.plan is None else 0
+    if options.save is not None and result.plan is not None:
+        options.save.write_text(json.dumps(result.plan, indent=2) + "\n", encoding="utf-8")
+    if options.against is not None and result.plan is not None:
+        found = differences(_saved(options.against), result.plan)
+        lines += [f"  the plan is that of {options.against}"] if not found else []
+        lines += [f"  not as in {options.against}: {line}" for line in found]
+        status = 1 if found else status
+    return "\n".join(lines), status
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("roles", "operators", "launches", "guards")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"--against is {path}, which is no plan that --save has written: {error!r}") from error
+
+
+def _result(options: argparse.Namespace) -> Result:
+    if (options.target is None) == (options.config is None):
+        raise OptionError("expected one of: a target such as train.py:Module, or --config")
+    if options.config is not None:
+        make, data = configured(options.config)
+        name = options.config
+    else:
+        make, data = load(options.target, what="the target"), lambda: None
+        name = options.target
+    if options.data is not None:
+        data = load(options.data, what="--data")
+    batches = None if options.batch is None else _batches(options.batch)
+    first = make()
+    if hasattr(first, "training_step"):
+        return _check_fit(make, data if batches is None else lambda: batches, name)
+    if not callable(first):
+        raise OptionError(f"{name} is a {type(first).__name__}; expected a LightningModule, or a step to call")
+    if batches is None:
+        raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
+    calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    return check_step(lambda: first, calls, name=name)
+
+
+def _check_fit(make: Any, data: Any, name: str) -> Result:
+    try:
+        from graphplan.check.fit import check_fit
+    except ImportError as error:
+        raise OptionError(
+            f'{name} is trained in a Trainer, and {error.name} is not installed: pip install "graphplan[lightning]"'
+        ) from error
+    return check_fit(make, data, name=name)
+
+
+def _batches(expression: str) -> list[Any]:
+    """One batch, as often as a fit is long."""
+    try:
+        batch = eval(expression, {"torch": torch})
+    except Exception as error:
+        raise OptionError(f"--batch is {expression!r}, which does not make a batch: {error!r}") from error
+    return [batch] * 64
+
+
+def _environment() -> str:
+    """What somebody who looks into a fault wants to know."""
+    from graphplan.check.environment_facts import environment
+
+    return "\n".join(f"{name}: {value}" for name, value in environment().items())

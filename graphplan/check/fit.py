@@ -1,0 +1,80 @@
+"""Checks of a LightningModule: a few steps of a fit in a Trainer of its own."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader, Dataset
+
+from graphplan.callback.callback import GraphPlanCallback
+from graphplan.check.result import Result
+from graphplan.check.run import STEPS, check
+from graphplan.errors import OptionError
+from graphplan.plan.plan import Plan
+from graphplan.report.stats import Stats
+
+
+def check_fit(make: Callable[[], pl.LightningModule], data: Callable[[], Any], *, name: str = "fit") -> Result:
+    """Train a module for a few steps on the CPU, and list everything that would keep its steps from being replays.
+
+    Examples:
+        >>> from graphplan.check.fit import check_fit
+        >>> from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
+        >>> print(check_fit(BoringModel, BoringDataModule).replayed)
+        each step would be one replay
+
+    Args:
+        make: returns the module; called twice.
+        data: returns a DataModule, a DataLoader, a Dataset of batches, or a list of batches; None if the module has
+            loaders of its own.
+        name: what the result is headed with.
+
+    Returns:
+        The result. ``print(result.text())`` lists the blockers.
+
+    Raises:
+        OptionError: if the data is none of these, or there is none.
+    """
+
+    def run(components: str = "auto") -> tuple[Stats, Plan | None, list[str]]:
+        callback = GraphPlanCallback(backend="tape", on_failure="eager", components=components)
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, callbacks=[callback],
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        )  # fmt: skip
+        module, fed = make(), data()
+        if isinstance(fed, pl.LightningDataModule):
+            trainer.fit(module, datamodule=fed)
+        elif fed is None and _has_loader(module):
+            trainer.fit(module)
+        else:
+            trainer.fit(module, _loader_of(fed))
+        return callback.stats, callback.plan, callback.notes
+
+    def meanwhile() -> str:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stats, _, _ = run("optimizer")
+        return "; components='optimizer' would replay the optimizer's step alone" if stats.replayed else ""
+
+    return check(run, name, meanwhile)
+
+
+def _has_loader(module: pl.LightningModule) -> bool:
+    return getattr(module.train_dataloader, "__func__", None) is not pl.LightningModule.train_dataloader
+
+
+def _loader_of(data: Any) -> DataLoader[Any]:
+    if isinstance(data, DataLoader):
+        return data
+    if isinstance(data, Dataset | list) and len(data):  # type: ignore[arg-type]
+        return DataLoader(data, batch_size=None)  # type: ignore[arg-type]
+    raise OptionError(
+        f"data is {type(data).__name__}; expected a LightningDataModule, a DataLoader, a Dataset of batches or a list "
+        "of them (--data, --batch), or a module with a train_dataloader of its own"
+    )

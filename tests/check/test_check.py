@@ -1,0 +1,192 @@
+"""``graphplan check``: all blockers at once, each with its line; exit statuses; plans that are kept and compared."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphplan import check_step
+from graphplan.check import fit
+from graphplan.check.command import main
+from graphplan.check.facts import differences
+from graphplan.check.targets import configured, load
+from graphplan.errors import OptionError
+from tests.check import subjects
+
+HERE = "tests.check.subjects"
+FILE = str(Path(subjects.__file__))
+
+
+def line_of(comment: str) -> str:
+    """``file:line`` of the line in the subjects that ends with a comment."""
+    lines = Path(FILE).read_text(encoding="utf-8").splitlines()
+    return f"subjects.py:{next(number for number, line in enumerate(lines, 1) if line.endswith(comment))}"
+
+
+def test_all_blockers_are_listed_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["check", f"{HERE}:Bad", "--data", f"{HERE}:Data", "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert status == 1
+    assert result["replayed"].startswith("nothing would be replayed")
+    places = ["first", "second", "third"]
+    for place in places:
+        assert sum(line_of(f"line of the {place}") in text for text in result["blockers"]) == 1, place
+    assert sum(line_of("and of a changed attribute") in text for text in result["blockers"]) == 1
+    assert sum("model.seen" in text for text in result["blockers"]) == 1
+    assert len(result["blockers"]) == 5
+    assert result["plan"]["launches"] > 10
+
+
+def test_a_module_that_is_replayed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{FILE}:Good(width=8)", "--data", f"{FILE}:Data(rows=32)"]) == 0
+    out = capsys.readouterr().out
+    assert "each step would be one replay" in out
+    assert "0 blockers" in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [f"{HERE}:Own"],
+        [f"{HERE}:Good", "--data", f"{HERE}:loader"],
+        [f"{HERE}:Good", "--data", f"{HERE}:batches"],
+        [f"{HERE}:Good", "--batch", "(torch.randn(4, 8),)"],
+        [f"{HERE}:model", "--batch", "torch.randn(2, 4)"],
+    ],
+    ids=["own loader", "loader", "batches", "batch", "callable"],
+)
+def test_ways_to_name_data(arguments: list[str]) -> None:
+    assert main(["check", *arguments]) == 0
+
+
+def test_what_replays_leave_out_is_no_blocker(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{HERE}:step", "--batch", "(torch.randn(3, 4),)"]) == 0
+    assert "warning: the step prints at subjects.py" in capsys.readouterr().out
+
+
+def test_a_copy_to_the_host_that_does_nothing_on_the_host() -> None:
+    """CUDA's rules: ``.to("cpu")`` is a copy there, ``.to(x.device)`` is none anywhere."""
+    result = check_step(lambda: subjects.moves, [(torch.randn(2, 4),)])
+    assert len(result.blockers) == 1
+    assert ".to() at subjects.py" in result.blockers[0]
+    assert result.replayed == "replayed on the CPU, and not on a CUDA device"
+    assert "to" not in vars(torch.Tensor)
+
+
+def test_a_part_that_is_replayed_meanwhile() -> None:
+    result = fit.check_fit(subjects.OptimizerOnly, subjects.Data)
+    assert len(result.blockers) == 1
+    assert result.replayed == (
+        "nothing would be replayed; components='optimizer' would replay the optimizer's step alone"
+    )
+    result = fit.check_fit(subjects.HostOptimizer, subjects.Data)
+    assert result.replayed.startswith("a part of each step would be replayed (")
+    assert "optimizer" in result.replayed
+
+
+def test_a_plan_is_kept_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    data = ["--data", f"{HERE}:Data"]
+    assert main(["check", f"{HERE}:Good", *data, "--save", str(file)]) == 0
+    assert main(["check", f"{HERE}:Good", *data, "--against", str(file)]) == 0
+    assert f"the plan is that of {file}" in capsys.readouterr().out
+    assert main(["check", f"{HERE}:Growing", *data, "--against", str(file)]) == 1
+    out = capsys.readouterr().out
+    assert "model.net.2.weight: none -> param f32[1, 8]" in out
+    assert "launches: " in out
+
+
+def test_differences_of_guards_and_operators() -> None:
+    old = {"roles": {}, "operators": {"aten.mm": 1}, "launches": 1, "guards": ["model.scale"]}
+    new = {"roles": {}, "operators": {"aten.mm": 2}, "launches": 2, "guards": ["model.gain"]}
+    assert differences(old, new) == [
+        "operator aten.mm: 1 -> 2 times", "launches: 1 -> 2", "guard gone: model.scale", "guard new: model.gain",
+    ]  # fmt: skip
+
+
+CLI = f"model:\n  class_path: {HERE}.Good\n  init_args:\n    width: 8\ndata:\n  class_path: {HERE}.Data\n"
+HYDRA = f"module:\n  _target_: {HERE}.Good\n  width: 8\ndatamodule:\n  _target_: {HERE}.Data\n  rows: 32\n"
+
+
+@pytest.mark.parametrize("text", [CLI, HYDRA], ids=["LightningCLI", "Hydra"])
+def test_configurations(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert main(["check", "--config", str(file)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "expected one of: a target such as train.py:Module, or --config"),
+        (["nowhere"], "expected a module and an expression in it"),
+        (["nowhere:Module"], "which cannot be imported: No module named 'nowhere'"),
+        (["nowhere.py:Module"], "which cannot be imported"),
+        ([f"{HERE}:Missing"], "'Missing' means nothing in"),
+        ([f"{HERE}:Good"], "data is NoneType; expected a LightningDataModule, a DataLoader"),
+        ([f"{HERE}:FILE_OF_A_STEP"], "means nothing"),
+        ([f"{HERE}:HERE if False else 3"], "is a int; expected a LightningModule, or a step to call"),
+        ([f"{HERE}:step"], "is called with --batch, which is missing"),
+        ([f"{HERE}:step", "--batch", "torch.nothing"], "which does not make a batch: AttributeError"),
+        (["--config", "nowhere.yaml"], "there is no such file"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_wrong_calls(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_configuration_without_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("trainer:\n  max_epochs: 3\n")
+    with pytest.raises(OptionError, match=r"which names no model; expected model .* found: trainer"):
+        configured(str(file))
+    file.write_text(f"model:\n  class_path: {HERE}.Missing\n")
+    with pytest.raises(OptionError, match=r"and tests\.check\.subjects has no Missing"):
+        configured(str(file))[0]()
+
+
+def test_a_plan_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text("[]")
+    assert main(["check", f"{HERE}:Own", "--against", str(file)]) == 2
+    assert "which is no plan that --save has written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("library", "words"), [("omegaconf", "graphplan[hydra]"), ("lightning.pytorch", "graphplan[lightning]")]
+)
+def test_without_a_library(
+    library: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(CLI)
+    monkeypatch.delitem(sys.modules, "graphplan.check.fit")
+    monkeypatch.setitem(sys.modules, library, None)
+    arguments = ["--config", str(file)] if library == "omegaconf" else [f"{HERE}:Own"]
+    assert main(["check", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_step_without_calls() -> None:
+    with pytest.raises(ValueError, match="calls is empty; expected the arguments of one call at least"):
+        check_step(lambda: subjects.step, [])
+
+
+def test_a_target_is_made_anew_each_time() -> None:
+    make = load(f"{HERE}:Good", what="the target")
+    assert make() is not make()
+
+
+def test_the_command_in_a_process_of_its_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "graphplan", "env"], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert f"torch: {torch.__version__}" in done.stdout
+    assert "guards: in " in done.stdout
