@@ -43,11 +43,7 @@ class CallLock:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Have the turn for the block.
-
-        Raises:
-            BusyError: if somebody else has it.
-        """
+        """Have the turn for the block. Raises BusyError if somebody else has it."""
         if not self._turn.acquire(False):
             self._check_turn()
         try:

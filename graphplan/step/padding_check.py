@@ -155,9 +155,7 @@ class RehearsalMode(OperatorMode):
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What one rehearsal left: copies of tensors, by path, Python values, the result. ``names`` are those of the
-    result's tensors.
-    """
+    """What one rehearsal left: copies of tensors by path, values, the result and its tensors' names."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -167,9 +165,7 @@ class _Left:
 
 
 class PaddingCheck:
-    """One comparison. ``walk`` is over the owners now, ``feed`` the batch as it came, on the step's device; copies lie
-    on ``room``. ``allow`` names what padding may change.
-    """
+    """One comparison with ``feed`` as it came. ``walk`` is over the owners now; copies lie on ``room``."""
 
     def __init__(
         self, runner: Runner, managed: Managed, walk: Walk, feed: Feed, *, allow: Sequence[str], room: torch.device
@@ -224,11 +220,7 @@ class PaddingCheck:
         return self._differences(ours, left, came.rounding) + problems
 
     def _differences(self, came: Mapping[str, Tensor], padded: Mapping[str, Tensor], rounding: float) -> list[str]:
-        """Tensors that rounding does not explain, those first that the others follow from.
-
-        Raises:
-            ArithmeticError: if a step that overflows leaves nothing to compare.
-        """
+        """Tensors that rounding does not explain, causes first. Raises ArithmeticError if none is finite."""
         live = tensors_of(self._walk)
         old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
         alike = [path for path in came if path in padded and fits(came[path], padded[path])]

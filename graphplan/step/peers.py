@@ -41,33 +41,21 @@ class Peers:
         self._apart = False
 
     def meet(self, stage: str) -> None:
-        """Wait for the others to come to the end of ``stage``, as long as all of them keep step.
-
-        Raises:
-            PeerError: if one of them refuses there.
-        """
+        """Wait for the others to come to the end of ``stage``, unless they are out of step. Raises PeerError."""
         if self._apart:
             self.check()
         elif not self._wait(stage):
             self._apart = True
 
     def may_advance(self, is_planned: bool) -> bool:
-        """Whether this rank may take the next step on the way to a program: with a plan in hand, that is a capture.
-
-        Raises:
-            PeerError: if another rank cannot.
-        """
+        """Whether this rank may trace, or capture a plan that it has. Raises PeerError if another cannot."""
         if is_planned:
             return self.are_ready()
         self.check()
         return True
 
     def are_ready(self) -> bool:
-        """Say that this rank can capture, and ask whether all can by now. The steps go on eagerly until then.
-
-        Raises:
-            PeerError: if one cannot.
-        """
+        """Say that this rank can capture; whether all can by now. Raises PeerError if one cannot."""
         if not self._all_ready:
             self.check()
             self._all_ready = self._wait("ready", only_look=self._asked)
@@ -81,11 +69,7 @@ class Peers:
         return self._come(keys, 0 if only_look else _SHORT)
 
     def _come(self, keys: list[str], patience: float) -> bool:
-        """Whether all ``keys`` are there within ``patience`` seconds.
-
-        Raises:
-            PeerError: if a rank refuses meanwhile.
-        """
+        """Whether all ``keys`` are there within ``patience`` seconds. Raises PeerError if a rank refuses meanwhile."""
         end = monotonic() + patience
         while not self._store.check(keys):
             self.check()
@@ -100,11 +84,7 @@ class Peers:
             self._store.set(self._own, str(error))
 
     def check(self) -> None:
-        """Look whether a rank has told that it cannot.
-
-        Raises:
-            PeerError: naming the rank, and why.
-        """
+        """Look whether a rank has told that it cannot. Raises PeerError naming the rank, and why."""
         for rank, key in enumerate(self._keys):
             if key != self._own and self._store.check([key]):
                 said = self._store.get(key).decode()
