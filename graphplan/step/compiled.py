@@ -1,8 +1,7 @@
-"""Steps that run code which ``torch.compile`` compiled.
+"""Steps that run code which ``torch.compile`` compiled, and ``compile=``.
 
-Under a dispatch mode such code runs uncompiled: with other roundings, and from some compilers other random numbers. So
-a trace of it is a rehearsal, which is undone before the step is taken as it is. A CUDA graph records the compiled
-kernels; the tape can only record the uncompiled operators, which is right where both come to the same bits.
+Under a dispatch mode such code runs uncompiled, with other roundings. So its trace is undone, and the step run again. A
+CUDA graph records the compiled kernels; the tape records the uncompiled operators, and refuses where bits differ.
 """
 
 from __future__ import annotations
@@ -119,12 +118,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class Rehearsal:
-    """What a step left that ran uncompiled, to compare with what it leaves compiled.
-
-    Args:
-        walk: the owners now.
-        allow: paths that a replay may leave out.
-    """
+    """What a step left that ran uncompiled, but for what ``allow`` names, to compare with the compiled step."""
 
     def __init__(self, walk: Callable[[], Walk], result: Any, allow: Sequence[str]) -> None:
         self._walk = walk

@@ -1,7 +1,5 @@
-"""From a call to its program: by its key, or for a call like an earlier one on the fast path.
-
-The first replay of a kind of call goes by its key. What that found is compared on the fast path afterwards, with a few
-comparisons that are exact in one direction: if one fails, the call goes by its key.
+"""From a call to its program: by its key, or for a call like an earlier one on the fast path, with comparisons that are
+exact in one direction: if one fails, the call goes by its key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Training steps whose batches are padded to capture sizes.
-
-Python and replays get the padded batch, in memory that programs read it from, so replays are checked as ever. That
-padding has no effect is checked too: the first padded calls of each capture size, and some later ones, are rehearsed
-with and without it before (:mod:`padding_check`). Each batch is trained on once: padded, or as it came if padding makes
-a difference.
+"""Training steps whose batches are padded to capture sizes. Replays are checked as ever; that padding has no effect is
+checked by rehearsals (:mod:`padding_check`). Each batch is trained on once: padded, or as it came if that differs.
 """
 
 from __future__ import annotations

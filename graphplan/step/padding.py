@@ -76,16 +76,8 @@ class Kind:
 
 
 class Padding:
-    """Pads the calls of one function, and remembers their kinds and capture sizes.
-
-    Args:
-        fn: the function.
-        buckets, dynamic, pad, mask: see :func:`graph_step`.
-        device: where padded tensors are to lie, if not where they are fed from.
-        stats: counts of shapes.
-
-    Raises:
-        OptionError: for an argument that there is not.
+    """Pads the calls of one function, on ``device`` if given, and remembers their kinds and capture sizes. Raises
+    OptionError for an argument that there is not.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
-"""Ranks that train together agree on whether to capture: one that cannot keeps all of them eager.
-
-They tell each other through the process group's store, never through a collective: a rank whose batches have other
-shapes gets to its capture later, and a collective in between would meet the step's own.
+"""Ranks that train together agree on whether to capture. They tell each other through the process group's store: a
+collective would meet those of a rank whose batches have other shapes, and which gets to its capture later.
 """
 
 from __future__ import annotations
@@ -23,13 +21,7 @@ _numbers = count()
 
 
 class Peers:
-    """The other ranks of one step. Every rank has to make as many of these, in the same order.
-
-    Args:
-        store: where the process group's ranks met.
-        rank: this one.
-        world_size: how many there are.
-    """
+    """The other ranks of one step, in the process group's ``store``. Every rank makes as many, in the same order."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._prefix = f"graphplan/{next(_numbers)}"
@@ -91,11 +83,8 @@ class Peers:
                 raise PeerError(f"rank {rank} cannot capture this step, so no rank does: {said}")
 
     def vote(self, question: str, answer: bool, patience: float = _PATIENCE, *, together: bool = False) -> bool | None:
-        """Whether every rank answers ``question`` with yes; None if not all of them ask it within ``patience`` seconds,
-        or one refuses meanwhile. What one rank is told, all are: who comes late finds what was decided.
-
-        One no decides at once; with ``together`` whoever says it waits for the others, too: what follows, all of them
-        do, or none.
+        """Whether every rank answers ``question`` with yes; None if not all ask it within ``patience`` seconds, or one
+        refuses meanwhile. All ranks are told the same. One no decides at once, unless ranks wait ``together``.
         """
         key, decision = f"{self._prefix}/{question}", "no"
         if not answer:

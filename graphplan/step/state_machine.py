@@ -95,21 +95,8 @@ class Skip(NamedTuple):
 
 
 class StateMachine:
-    """Runs, traces, captures, replays or checks each call of one step.
-
-    Args:
-        fn: the step's function.
-        owners: as for :func:`graph_step`.
-        options: the step's.
-        backends: shared by steps that share memory.
-        peers: other ranks, which capture if this one does.
-        compiles: whether the step sees to ``options.compile`` itself.
-        gate: knows the eager time, and decides whether replays pay.
-        opens_gate: whether the step times its first calls, if its options ask for that.
-        serve: makes a call, with the turn of the step.
-
-    Raises:
-        OptionError: if there is no module to compile.
+    """Runs, traces, captures, replays or checks each call of one step. ``serve`` makes a call with the step's turn; for
+    the other arguments see :class:`GraphedStep`. Raises OptionError if there is no module to compile.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from graphplan.errors import SkipReason, SlowerError
 from graphplan.feed.call_arguments import hands_over
@@ -59,13 +59,6 @@ class Stock:
         return result
 
 
-class StandsDown(Protocol):
-    """Drops all that is not the user's own; ``options`` are those of :class:`Stock`."""
-
-    def __call__(self, reason: SkipReason, detail: str, **options: Any) -> None:
-        """Stand down."""
-
-
 class Timing:
     """Times a step that has to be faster than without graphplan, if its options say so.
 
@@ -74,7 +67,7 @@ class Timing:
 
     Args:
         serve: makes a call in the step's own way.
-        stand_down: has the step stand down.
+        stand_down: drops all that is not the user's own; takes a reason, its wording, and options of a Stock.
 
     Attributes:
         way: what makes calls instead of the state machine; None: nothing does.
@@ -89,7 +82,7 @@ class Timing:
         gate: Gate | None,
         opens: bool,
         serve: Serve,
-        stand_down: StandsDown,
+        stand_down: Callable[..., None],
     ) -> None:
         self._runner, self._managed = parts.runner, parts.managed
         self._options, self._peers = parts.options, parts.peers
