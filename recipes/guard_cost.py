@@ -61,8 +61,8 @@ def measure(layers: int, kind: type[torch.optim.Optimizer], width: int = 4) -> d
         step(x)
     assert step.stats.replayed, step.report()
     # The call that a replayed step makes before anything is copied.
-    assert step._machine.fast_path.find((x,)) is not None
-    cost = _microseconds(lambda: step._machine.fast_path.find((x,)))
+    assert step.machine.fast_path.find((x,)) is not None
+    cost = _microseconds(lambda: step.machine.fast_path.find((x,)))
     tensors = len([e for e in step.plan.externals if e.path is not None]) if step.plan is not None else 0
     counts = {"parameters": 2 * layers, "modules": layers, "optimizer": kind.__name__, "tensors": tensors}
     return {**counts, "microseconds": round(cost, 2)}

@@ -136,10 +136,10 @@ def alone(work: Workload, device: torch.device) -> Row:
     for index in range(_STEPS):
         step(*training.batches[index % 4])
     gc.collect()
-    row: Row = {"program": count.reserved, "at_most": count.most_reserved, "static": step._machine.buffers.nbytes}
+    row: Row = {"program": count.reserved, "at_most": count.most_reserved, "static": step.machine.buffers.nbytes}
     row |= {
         "estimate": step.stats.bytes_estimated,
-        "took": step._machine.programs.nbytes,
+        "took": step.machine.programs.nbytes,
         "replayed": step.stats.replayed,
     }
     count.clear_workspaces()
@@ -179,7 +179,7 @@ def shared(work: Workload, device: torch.device) -> Row:
             for kind in kinds:
                 step(*training.batches[index % 4], kind)
         assert step.stats.captured >= len(kinds), step.report()
-        takes.append(step._machine.programs.nbytes)
+        takes.append(step.machine.programs.nbytes)
         step.close()
         del step, training
     return {"one": takes[0], "three": takes[1], "shared": takes[1] / takes[0]}

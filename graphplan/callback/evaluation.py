@@ -82,7 +82,7 @@ class EvaluationSeam(RenewingSeam):
         pays = gate.end_replay(start) if step.stats.last_kind == "replayed" else None
         if pays is not None:
             self._gates[hook] = None
-            step.settle(gate, pays)
+            step.machine.timing.settle(gate, pays)
             self._look_at(step)
         return result
 
@@ -100,7 +100,7 @@ class EvaluationSeam(RenewingSeam):
         self._context = (None, kwargs.get("batch_idx", 0), kwargs)
         if hook not in self._by_hook:
             step = self._by_hook[hook] = self._make(partial(self._body, hook), self._owners({}))
-            step.decide_refusals(lambda error: self._must_raise())
+            step.machine.refusals.escalates = lambda error: self._must_raise()
         step = self._by_hook[hook]
         result = self._through(
             step, lambda: self._stock(hook, *args), (kwargs.get("dataloader_idx"), self._trainer.sanity_checking)

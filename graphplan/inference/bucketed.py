@@ -84,7 +84,7 @@ class Bucketed:
         """Whether gradients could flow to parameters: padded inputs lie in memory that the next call overwrites."""
         if not torch.is_grad_enabled():
             return False
-        found = [owner for owner in self._step.owners.values() if isinstance(owner, nn.Module)]
+        found = [owner for owner in self._step.machine.managed.owners.values() if isinstance(owner, nn.Module)]
         return any(asks_for_gradients(param) for owner in found for param in owner.parameters())
 
     def _run(self, call: PaddedCall) -> Any:
@@ -119,7 +119,7 @@ class Bucketed:
             if fed is not None and (change := fed.change()) is not None:
                 # Only the containers that are made for padded tensors are changed; calls as they came have their own.
                 size.refusal = HostEffectError(change)
-                self._step.refuse(size.refusal)
+                self._step.machine.refusals.refuse(size.refusal)
             if is_padded and not kind.is_sure:
                 # The function gives something else than before: this call's outcome is that without padding.
                 size.next_check = size.calls + 1
@@ -138,12 +138,14 @@ class Bucketed:
 
     def _watch(self, call: PaddedCall, program: Program | None) -> _Effects:
         """What notes the effects of a call; _UnpaddedError without memory for copies of what the owners hold."""
-        held = {id(t): t for slot in walk_owners(self._step.owners).slots.values() for t in slot.tensors()}
+        held = {
+            id(t): t for slot in walk_owners(self._step.machine.managed.owners).slots.values() for t in slot.tensors()
+        }
         where = next((memory.device for memory in call.kind.layout.staged.values()), torch.device("cpu"))
         room, reason = find_room(sum(tensor.nbytes for tensor in held.values()), where)
         if room is None:
             raise _UnpaddedError(SkipReason.CHECK, reason)
-        return _Effects(self._step.owners, self._allow, room, program)
+        return _Effects(self._step.machine.managed.owners, self._allow, room, program)
 
     def _check(self, call: PaddedCall, leaves: list[Any], effects: _Effects) -> Any:
         """Make the call as it came, too, and compare: its outcome stands."""
@@ -174,7 +176,7 @@ class Bucketed:
                 "padded (dynamic=), or pass shapes='exact'. What came out without padding stands",
                 result=expected,
             )
-            self._step.refuse(size.refusal)
+            self._step.machine.refusals.refuse(size.refusal)
         return expected
 
     def _refuse_draws(self, call: PaddedCall, effects: _Effects, expected: Any) -> Any:
@@ -187,7 +189,7 @@ class Bucketed:
             "size are replayed all the same. What came out without padding stands",
             result=expected,
         )
-        self._step.refuse(call.kind.size.drawing)
+        self._step.machine.refusals.refuse(call.kind.size.drawing)
         return expected
 
 

@@ -91,7 +91,7 @@ class Graphed(Method, Reports):
                 )
             # Part of another step, which has it in its own recording.
             return self._fn(*args, **kwargs)
-        self.pool.take(self._step.device)
+        self.pool.take(self._step.machine.runner.device)
         self._thread = get_ident()
         try:
             return self._serve(args, kwargs)
@@ -112,7 +112,7 @@ class Graphed(Method, Reports):
             self.shapes.hits += 1
             return result
         self.shapes.misses += 1
-        with self._step.having_run():
+        with self._step.machine.timing.having_run():
             if stats.captured > captured:
                 self._warn_of_limits()
             if self._specimen is None or stats.captured > captured:
@@ -164,13 +164,13 @@ class Graphed(Method, Reports):
         """
         if self._bucketed is not None:
             raise OptionError("replay is for shapes='exact' and 'eager'; expected calls, which are padded first")
-        with self.pool.turn(self._step.device):
+        with self.pool.turn(self._step.machine.runner.device):
             args = tuple(map(plain, args))
             found = self._step.find_program(args)
             for _ in range(self._options.capture_after + 3):
                 if found is not None:
                     break
-                with self._step.asked_for():
+                with self._step.machine.timing.asked_for():
                     self._step(*map_result(lambda tensor: tensor.clone(), args))
                 found = self._step.find_program(args)
             if found is None:
@@ -246,7 +246,7 @@ class Graphed(Method, Reports):
             role: {e.name: e.spec.nbytes for program in programs for e in program.plan.by_role(role)} for role in Role
         }
         return Memory(
-            input=self._step.buffer_bytes + padding,
+            input=self._step.machine.buffers.nbytes + padding,
             param=sum(by_role[Role.PARAM].values()),
             state=sum(by_role[Role.STATE].values()),
             output=sum(program.lent_bytes for program in programs),

@@ -96,7 +96,7 @@ def prewarm(
     estimate = 0
     for number, dims in enumerate(wanted):
         _show(progress, number, len(wanted), dims, estimate)
-        with step.asked_for():
+        with step.machine.timing.asked_for():
             _capture(call, step, specimen.resized(dynamic, dims), dims)
         if number == 0:
             estimate = _estimate(step, wanted)
@@ -155,7 +155,8 @@ def _estimate(step: GraphedStep, wanted: Sequence[Mapping[int, int]]) -> int:
     """Bytes of the pool in the end, after the first capture."""
     programs = step.programs
     first = max((program.nbytes for program in programs), default=0)
-    if step.device is not None and is_accelerator(step.device) and _elements(wanted[0]) == max(map(_elements, wanted)):
+    device = step.machine.runner.device
+    if device is not None and is_accelerator(device) and _elements(wanted[0]) == max(map(_elements, wanted)):
         return first
     return round(first * sum(map(_elements, wanted)) / _elements(wanted[0]))
 

@@ -86,11 +86,7 @@ Buckets = Sequence[int] | Fit | Mapping[int, Sequence[int] | Fit]
 
 
 def check_shapes(shapes: str, choices: Sequence[str], buckets: Buckets | None, mask: str | None) -> None:
-    """Refuse what makes no sense together.
-
-    Raises:
-        OptionError: for another choice, and for capture sizes that are missing or not asked for.
-    """
+    """Raise OptionError for an unknown choice, and for capture sizes that are missing or unused."""
     if shapes not in choices:
         raise OptionError(f"shapes is {shapes!r}; expected one of: {', '.join(choices)}")
     if shapes == "bucket":

@@ -1,7 +1,5 @@
-"""One call of a step at a time, and one step for one set of owners.
-
-The lock is tried, never waited for, which costs a replay next to nothing. Only where it is taken does somebody look at
-who has it: an interrupt may have come between taking the lock and the call that it was taken for.
+"""One call of a step at a time. The lock is tried, never waited for; where it is taken, the stacks of all threads tell
+by whom, since an interrupt may have come between taking it and the call.
 """
 
 from __future__ import annotations
@@ -43,11 +41,7 @@ class CallLock:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Have the turn for the block.
-
-        Raises:
-            BusyError: if somebody else has it.
-        """
+        """Have the turn for the block. Raises BusyError if somebody else has it."""
         if not self._turn.acquire(False):
             self._check_turn()
         try:

@@ -23,9 +23,7 @@ Candidates = list[Place | None]
 
 @dataclass(slots=True)
 class ShapeStats:
-    """Counts of shapes and padding. ``hits`` were replayed, ``misses`` ran otherwise; ``shapes`` are the sizes that
-    calls came with, ``capture_sizes`` what they were rounded up to. Elements are those of the padded inputs.
-    """
+    """Counts of shapes and padding: ``hits`` were replayed, ``misses`` ran otherwise; elements of padded inputs."""
 
     hits: int = 0
     misses: int = 0
@@ -108,9 +106,7 @@ class Slicer:
     def learn(
         self, expected: Any, leaves: Sequence[Any], true: Mapping[Place, int]
     ) -> tuple[list[str], dict[str, Tensor]]:
-        """Compare an unpadded result with the ``leaves`` of a padded one: what is not explained, in words, and the
-        padded one's tensors without their padding, by name.
-        """
+        """What is not explained between an unpadded result and a padded one's ``leaves``, and the unpadded leaves."""
         assert self.known is not None
         wanted, structure = flatten_result(expected)
         if structure != self._structure:

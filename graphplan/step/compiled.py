@@ -1,8 +1,7 @@
-"""Steps that run code which ``torch.compile`` compiled.
+"""Steps that run code which ``torch.compile`` compiled, and ``compile=``.
 
-Under a dispatch mode such code runs uncompiled: with other roundings, and from some compilers other random numbers. So
-a trace of it is a rehearsal, which is undone before the step is taken as it is. A CUDA graph records the compiled
-kernels; the tape can only record the uncompiled operators, which is right where both come to the same bits.
+Under a dispatch mode such code runs uncompiled, with other roundings. So its trace is undone, and the step run again. A
+CUDA graph records the compiled kernels; the tape records the uncompiled operators, and refuses where bits differ.
 """
 
 from __future__ import annotations
@@ -52,12 +51,7 @@ def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
 def refuse_graphs_within(
     walk: Walk, fn: Callable[..., Any], device: torch.device | None, ran: Mapping[int, tuple[Any, str]] | None = None
 ) -> None:
-    """Refuse compiled code that captures CUDA graphs itself, of that which ``ran`` too, wherever it is held. On the CPU
-    the same code has none.
-
-    Raises:
-        CaptureError: naming the first module or function that does.
-    """
+    """Raise CaptureError for compiled code, held or ``ran``, that captures CUDA graphs itself."""
     if device is None or not is_accelerator(device):
         return
     contexts = {**(ran or {})}
@@ -116,9 +110,7 @@ def _compiles_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run compiled code as it was written: a compiler would look into the code that observes it. What is compiled in
-    the step itself would not be, under a dispatch mode, and never again afterwards.
-    """
+    """Run compiled code as it was written, since compilers would look into the code that observes it."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -127,12 +119,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class Rehearsal:
-    """What a step left that ran uncompiled, to compare with what it leaves compiled.
-
-    Args:
-        walk: the owners now.
-        allow: paths that a replay may leave out.
-    """
+    """What a step left that ran uncompiled, but for what ``allow`` names, to compare with the compiled step."""
 
     def __init__(self, walk: Callable[[], Walk], result: Any, allow: Sequence[str]) -> None:
         self._walk = walk
@@ -152,11 +139,7 @@ class Rehearsal:
         torch.clear_autocast_cache()
 
     def check(self, result: Any, fn: Callable[..., Any]) -> None:
-        """Compare with what the step ``fn`` has left now.
-
-        Raises:
-            CaptureError: naming the first tensor that is not the same.
-        """
+        """Raise CaptureError, naming the first tensor that ``fn`` has left otherwise now."""
         paths = differing(self._left, self._tensors(result))
         if paths:
             raise CaptureError(
@@ -172,9 +155,7 @@ def _is_optimizer(compiled: Any) -> bool:
 
 
 def _from_the_top() -> AbstractContextManager[Any]:
-    """Have the compiler take in the call itself. It leaves torch's own frames alone, and so the layers of a container,
-    unless the outermost frame is one of its own.
-    """
+    """Have the compiler take in a container's own call, which is a frame of torch's."""
     config: Any = importlib.import_module("torch._dynamo.config")
     if not hasattr(config, "wrap_top_frame"):
         return nullcontext()

@@ -264,11 +264,7 @@ def _alive(fn: Any, name: str) -> Callable[..., Any]:
 
 
 def make_backend(name: str, plan: Plan) -> Backend:
-    """The backend called ``name`` for ``plan``'s device.
-
-    Raises:
-        BackendError: if it cannot record there.
-    """
+    """The backend called ``name`` for ``plan``'s device. Raises BackendError if it cannot record there."""
     resolved = resolve_backend(name, plan.device)
     if resolved == "eager":
         raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")

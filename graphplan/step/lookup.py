@@ -1,19 +1,33 @@
-"""From a feed to its entry and its program: the key, the guards, and what is done where one of them says no."""
+"""From a call to its program: by its key, or for a call like an earlier one on the fast path, with comparisons that are
+exact in one direction: if one fails, the call goes by its key.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
 from operator import is_not
+from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from graphplan.compare.comparing import Checks, facts_of, lie
 from graphplan.environment.collector import no_collections
-from graphplan.feed.signature import Feed, check_feed, key_anywhere
+from graphplan.feed.signature import Feed, alignment_unit, check_feed, key_anywhere, leaf_key
 from graphplan.program.program import Program
 from graphplan.step.managed import Managed
-from graphplan.step.options import Options
-from graphplan.step.programs import Entry, Key, Programs
-from graphplan.step.runner import Runner
+from graphplan.step.programs import Entry, Key, Variant
+from graphplan.step.runner import Parts
+from graphplan.tensors.attributes import attributes_on
+from graphplan.tensors.containers import PLAIN_LEAVES
+
+_KINDS = 4
+"""Kinds of calls with tensors of the same shapes that are remembered: as many as a step that accumulates gradients has
+programs."""
+_SHAPES = 256
+"""Shapes whose kinds of calls are remembered."""
 
 
 class Lookup:
@@ -23,14 +37,10 @@ class Lookup:
         is_moved: whether what is fed may lie on another device than the step's, and is moved there.
     """
 
-    def __init__(self, runner: Runner, managed: Managed, programs: Programs, options: Options) -> None:
-        self._runner = runner
-        self._managed = managed
-        self._programs = programs
-        self._modes = managed.modes
-        self._stats = runner.stats
-        self._warmup_steps = options.warmup_steps
-        self._feed_device = options.feed_device
+    def __init__(self, parts: Parts) -> None:
+        self._runner, self._managed, self._programs = parts.runner, parts.managed, parts.programs
+        self._modes, self._stats = parts.managed.modes, parts.runner.stats
+        self._warmup_steps, self._feed_device = parts.options.warmup_steps, parts.options.feed_device
         self.is_moved = self._feed_device is not None and self._feed_device.type != "cpu"
 
     def find(self, feed: Feed) -> tuple[Entry, Program | None]:
@@ -108,9 +118,7 @@ class Lookup:
         return False
 
     def keep(self, feed: Feed, entry: Entry) -> None:
-        """After one of the first steps, which makes owners known on which the key depends: keep ``entry`` under the
-        feed's new key, if that has none.
-        """
+        """Keep ``entry`` under the feed's new key, once a first step has made the owners known."""
         key = self._key(feed, self._managed.fingerprint())
         if self.is_moved:
             self._programs.warmed = {_anywhere(key): entry.warm}
@@ -122,3 +130,186 @@ def _anywhere(key: Key) -> Key:
     """A call's key without the devices that its tensors are fed from."""
     ((of_feed, alignments), *others) = key
     return (key_anywhere(of_feed), alignments, *others)
+
+
+class KnownCall:
+    """One kind of call: positional arguments, each a tensor, a literal, or tuples, lists and dicts of those.
+
+    Attributes:
+        entry, program: what the long way found for it.
+        checks: compare everything with what it was in that call.
+        variant: the gradients that were there on entry; None if the program serves whatever there is.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[Any],
+        feed: Feed,
+        entry: Entry,
+        program: Program,
+        *,
+        checks: Any,
+        variant: Variant | None,
+        moved: bool,
+    ) -> None:
+        self.entry = entry
+        self.program = program
+        self.checks = checks
+        self.variant = variant
+        self._shapes = list(map(_shape, args))
+        self._is_flat = all(shape is None for _, shape, _ in self._shapes)
+        self._kinds = list(map(type, feed.leaves))
+        # Only facts of the tensors are kept, not the tensors: they are a batch.
+        self._tensors = [index for index, _ in feed.tensors()]
+        tensors = [leaf for _, leaf in feed.tensors()]
+        self._fit = facts_of(tensors, placed=False).fit
+        # Where tensors are moved to the step's device, that gives them new alignments.
+        self._units: list[int] = [1] * len(tensors) if moved else list(map(alignment_unit, tensors))
+        self._alignments = [0] * len(tensors) if moved else list(feed.alignments())
+        others = [
+            (index, leaf)
+            for index, leaf in enumerate(feed.leaves)
+            if index not in feed.unread and not isinstance(leaf, Tensor)
+        ]
+        self._adopted = list(program.adopted_inputs.items())
+        self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
+
+    def leaves(self, args: Sequence[Any]) -> list[Any] | None:
+        """The leaves of ``args``, if they are of this kind."""
+        if self._is_flat:
+            leaves = list(args)
+        elif not self._take_apart(args, leaves := []):
+            return None
+        if list(map(type, leaves)) != self._kinds:
+            return None
+        for index, literal, key in self._literals:
+            if leaves[index] is not literal and leaf_key(leaves[index]) != key:
+                return None
+        tensors = [leaves[index] for index in self._tensors]
+        written = self.program.written
+        if written is None or not self._fit(tensors) or not lie(tensors, self._units, self._alignments, written):
+            return None
+        if self._adopted and any(leaves[index].data_ptr() != at for index, at in self._adopted):
+            return None
+        return leaves
+
+    def _take_apart(self, args: Sequence[Any], leaves: list[Any]) -> bool:
+        """Add the leaves of ``args`` to ``leaves``; whether the containers are of this kind."""
+        if len(args) != len(self._shapes):
+            return False
+        return all(map(_take, args, self._shapes, repeat(leaves)))
+
+
+def _take(arg: Any, known: tuple[Any, Any, Any], leaves: list[Any]) -> bool:
+    """Add the leaves of ``arg`` to ``leaves``; whether it has the shape that is ``known``."""
+    kind, shape, parts = known
+    items: Any
+    if type(arg) is not kind:
+        return False
+    if shape is None:
+        leaves.append(arg)
+        return True
+    if (tuple(arg) if kind is dict else len(arg)) != shape:
+        return False
+    items = arg.values() if kind is dict else arg
+    if parts is None:
+        leaves += items
+        return True
+    return all(map(_take, items, parts, repeat(leaves)))
+
+
+def _shape(arg: Any) -> tuple[Any, Any, Any]:
+    """The class of an argument; a container's keys or length (None: a leaf); the shapes of nested containers."""
+    kind: Any = type(arg)
+    if kind not in (dict, list, tuple):
+        return kind, None, None
+    parts = [_shape(item) for item in (arg.values() if kind is dict else arg)]
+    return kind, tuple(arg) if kind is dict else len(arg), parts if any(part[1] is not None for part in parts) else None
+
+
+def _shapes(args: Sequence[Any]) -> Any:
+    """The shapes of those arguments that are tensors: where few calls are alike, few need a closer look."""
+    try:
+        return tuple([arg.shape if type(arg) is Tensor else None for arg in args])
+    except RuntimeError:
+        # A nested tensor has no shape, and no program.
+        return None
+
+
+class FastPath:
+    """The kinds of calls of one step that were replayed of late. ``moved``: what is fed may lie on another device."""
+
+    def __init__(self, managed: Managed, *, moved: bool) -> None:
+        self._managed = managed
+        self._moved = moved
+        self._modes = managed.modes
+        self._known: dict[Any, list[KnownCall]] = {}
+        self._latest: KnownCall | None = None
+
+    def find(self, args: Sequence[Any]) -> tuple[KnownCall, list[Any]] | None:
+        """A call like this one whose program may be replayed, and the leaves of this one."""
+        try:
+            call = self._latest
+            leaves = None if call is None else call.leaves(args)
+            if call is None or leaves is None:
+                call, leaves = self._search(args)
+                if call is None or leaves is None:
+                    return None
+            program = call.program
+            if program.tally.replays + 1 >= program.next_check:
+                return None
+            if call.variant is not None and self._managed.grad_presence() != call.variant:
+                return None
+            if call.checks.hold() or (program.take_gradients() and call.checks.hold()):
+                return call, leaves
+            return None
+        except Exception:  # noqa: BLE001 - something is gone, or an object raises: the long way says what
+            return None
+
+    def _search(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[Any] | None]:
+        for call in self._known.get(_shapes(args), ()):
+            leaves = call.leaves(args)
+            if leaves is not None:
+                self._latest = call
+                return call, leaves
+        return None, None
+
+    def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
+        """Know calls like this one from now on, unless the comparisons would not tell enough about them."""
+        read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
+        plain = PLAIN_LEAVES.issuperset(map(type, read)) and not entry.wants_grad
+        plain = plain and not any(attributes_on(leaf) for _, leaf in feed.tensors())
+        if not plain:
+            return
+        self._managed.fingerprint()
+        self._modes.now()
+        modes, owners = self._modes.rows(), self._managed.rows(program.guards.compared)
+        if modes is None or owners is None:
+            return
+        variant = None if entry.any_program is program else self._managed.grad_presence()
+        checks = Checks([entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.guards.rows])
+        call = KnownCall(args, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
+        leaves = call.leaves(args)
+        if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
+            shapes = _shapes(args)
+            others = [known for known in self._known.pop(shapes, ()) if known.leaves(args) is None]
+            self._known[shapes] = [call, *others][:_KINDS]
+            self._latest = call
+            if len(self._known) > _SHAPES:
+                del self._known[next(iter(self._known))]
+
+    def seconds(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> float | None:
+        """How long :meth:`find` is going to take for calls like this one; None if it will not find them."""
+        self.remember(args, feed, entry, program)
+        start = perf_counter()
+        found = self.find(args)
+        taken = perf_counter() - start
+        self._latest = None
+        self._known.pop(_shapes(args), None)
+        return None if found is None else taken
+
+    def forget(self) -> None:
+        """Let go of programs that were closed."""
+        self._latest = None
+        alive = {shapes: [call for call in calls if call.program.is_open] for shapes, calls in self._known.items()}
+        self._known = {shapes: calls for shapes, calls in alive.items() if calls}

@@ -166,9 +166,7 @@ class Managed:
     def discover(
         self, call: Callable[[], tuple[Result, Walk]], on_first_sight: Callable[[Any], None] = lambda thing: None
     ) -> tuple[Result, Walk]:
-        """Run ``call`` and take in the modules and optimizers that it uses: its result, and a walk over the owners
-        afterwards. ``call`` gives both too, for the owners known before.
-        """
+        """Run ``call`` and take in the modules and optimizers that it uses: its result, and a walk afterwards."""
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
             result, walk = call()
         discovery.faults.check()
@@ -224,9 +222,7 @@ class Managed:
             )
 
     def take_names(self, ran: ExecutedCode, walk: Walk) -> bool:
-        """Take in the names that code used, and the objects that it ran on; whether there are new ones. ``walk`` is
-        over the owners as they are now. An object is taken in when it is met again: others are made by the step itself.
-        """
+        """Take in the names that code used, and objects that it ran on again; whether there are new ones."""
         asked: dict[int, bool] = {}
         self.is_settled = False
         self.compiled |= ran.compiled
@@ -267,9 +263,7 @@ class Managed:
         return self._scaled_steps.unborn
 
     def refresh(self, walk: Walk | None = None) -> None:
-        """Look at the owners anew: after a warm-up step, or when containers were replaced. ``walk`` has just been over
-        them, if given.
-        """
+        """Look at the owners anew, over which ``walk`` has just been, if given."""
         if self.refusal is not None:
             return
         walk = self.walk() if walk is None else walk
@@ -352,9 +346,7 @@ class Managed:
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
-        """After :meth:`fingerprint`: comparisons that hold while it has this number; None if they do not say enough.
-        ``compared`` are the ids of tensors that others compare.
-        """
+        """Comparisons that hold while the fingerprint has its number; ``compared`` elsewhere are left out."""
         return None if self._fingerprint is None else self._fingerprint.rows(compared)
 
     def row(self) -> Row:
@@ -362,11 +354,7 @@ class Managed:
         return ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
 
     def next_fingerprint(self) -> int:
-        """:meth:`fingerprint` at the start of a call.
-
-        Raises:
-            OptimizerError: if a hyper-parameter keeps taking new values, which no number of programs could follow.
-        """
+        """The fingerprint of a call. Raises OptimizerError for a hyper-parameter that keeps changing."""
         if self._fingerprint is not None and not self._fingerprint.is_of_today():
             self.refresh()
         before, layout, taken = self._last, self._layout, self._taken
@@ -408,9 +396,7 @@ class Managed:
             self.manage(optimizer)
 
     def stand_down(self, *, is_by_time: bool) -> None:
-        """Make the optimizers stock. Where runs are to be repeatable, and time decides (``is_by_time``), those that the
-        step steps keep the kernels of replays instead, whose roundings may be others.
-        """
+        """Make the optimizers stock, unless time decides this and runs are to have the same roundings."""
         if not (is_by_time and self._trains and torch.are_deterministic_algorithms_enabled()):
             self.release()
             return
@@ -431,9 +417,7 @@ class Managed:
 
 
 def _churn_error(changed: Sequence[str], settings: Container[str]) -> OptimizerError:
-    """The refusal of hyper-parameters that change too fast, each described as ``path: old then new``. ``settings`` are
-    the names of those that optimizers are made with: others are the user's.
-    """
+    """The refusal of hyper-parameters that change too fast; ``settings`` are those of torch's optimizers."""
     what = f"{'; '.join(changed[:3])}: the {_CHURN}rd new value before a step could be captured"
     names = [change.partition(": ")[0].rpartition(".")[2] for change in changed]
     if all(name not in settings for name in names):

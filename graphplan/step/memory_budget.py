@@ -21,9 +21,7 @@ _GROUPS = 4
 
 
 class Room:
-    """The memory of one step's programs. Before a capture it is estimated from what the traced steps had alive at once,
-    or on the tape from all that they made.
-    """
+    """The memory of one step's programs, estimated from the traces before a capture."""
 
     def __init__(self, options: Options, programs: Programs, peers: Peers | None) -> None:
         self._budget = options.memory_budget
@@ -31,9 +29,7 @@ class Room:
         self._peers = peers
 
     def make(self, entry: Entry, plan: Plan, backend: Backend) -> MemoryBudgetError | None:
-        """Drop programs of other entries until there is room for ``plan``'s, the least recently used first; or say why
-        there is none. The entry stays eager then, under a budget on every rank if the step communicates.
-        """
+        """Make room for a program of ``plan``, on every rank or none; or say why there is none."""
         error = self._find(entry, plan, backend)
         if self._peers is not None and self._budget is not None and plan.communicates:
             all_can = self._peers.vote(f"memory {self._programs.attempts}", error is None)
@@ -69,9 +65,7 @@ class Room:
         return error
 
     def settle(self, entry: Entry, backend: Backend) -> MemoryBudgetError | None:
-        """After a capture, drop what is over the budget in fact, at last the new program; have programs share memory in
-        groups that can go one after the other; and give unused memory back to the device.
-        """
+        """After a capture, drop what is over the budget in fact, and give unused memory back to the device."""
         error = None
         if self._budget is not None:
             latest = entry.programs()[-1]

@@ -15,9 +15,7 @@ from graphplan.errors import OptionError
 
 
 class Method:
-    """What is a method where it lies in a class: each instance gets one of its own, and under ``@classmethod`` each
-    class, since two of them share no program.
-    """
+    """A method in a class: each instance gets a copy, and under ``@classmethod`` each class."""
 
     def _be_method(self, fn: Callable[..., Any]) -> None:
         self._fn = fn
@@ -41,20 +39,14 @@ class Method:
 
 
 class Bound:
-    """What an instance has of a graphed method, or a class of a graphed class method. A copy of the instance gets an
-    empty one.
-    """
+    """What an instance, or a class, has of a graphed method. A copy of the instance gets an empty one."""
 
     def __init__(self) -> None:
         self._graphed: Any = None
 
     @classmethod
     def of(cls, instance: Any, key: str, name: str) -> Bound:
-        """That of ``instance`` for its method ``name``.
-
-        Raises:
-            OptionError: if the instance cannot keep it.
-        """
+        """That of ``instance`` for its method ``name``. Raises OptionError if the instance cannot keep it."""
         try:
             inner = vars(instance)
         except TypeError:
@@ -104,11 +96,7 @@ _FORMS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 
 
 def check_form(fn: Callable[..., Any]) -> None:
-    """Refuse a function whose call gives something that is yet to run, with which a replay has nothing to do.
-
-    Raises:
-        OptionError: naming it.
-    """
+    """Raise OptionError for a function whose call only begins something, such as a coroutine."""
     while isinstance(fn, partial):
         fn = fn.func
     # What runs when an object is called is a method of its class.

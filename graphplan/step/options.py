@@ -19,12 +19,40 @@ from graphplan.step.padding import PadValue
 from graphplan.verify.schedule import Schedule
 
 EagerIf = Callable[..., bool] | int | None
-_COUNTS = {"warmup_steps": 1, "max_graphs": 1, "max_recaptures": 0}
-_REASONS = {"warmup_steps": ": an optimizer makes its state in that step"}
+_FLAGS = ("prepare_optimizers", "fuse_optimizer", "debug", "debug_eager", "prefetch")
 
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _names_arguments(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def _is_speedup(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value >= 0)
+
+
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("warmup_steps", lambda value: _is_count(value, 1), "an int >= 1: an optimizer makes its state in that step"),
+    ("max_graphs", lambda value: _is_count(value, 1), "an int >= 1"),
+    ("max_recaptures", lambda value: _is_count(value, 0), "an int >= 0"),
+    *((name, _is_bool, "True or False") for name in _FLAGS),
+    ("outputs", lambda value: value in ("clone", "static"), "'clone' or 'static'"),
+    ("memory_budget", lambda value: value is None or _is_count(value, 1), "bytes, an int >= 1, or None"),
+    ("on_failure", lambda value: value in ("raise", "eager"), "'raise' or 'eager'"),
+    ("compile", lambda value: _is_bool(value) or _names_arguments(value),
+     "True, False, or arguments of torch.compile by name, such as {'dynamic': False}"),
+    ("min_speedup", _is_speedup, "a number >= 0, or None for the backend's own"),
+    ("eager_if", lambda value: value is None or callable(value) or _is_count(value, 1),
+     "a predicate, or n >= 1 for every n-th call"),
+)  # fmt: skip
+"""Option, check, and what is expected."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +98,22 @@ class Options:
         check_backend(self.backend)
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise PolicyError(f"policy is {self.policy!r}; expected a Policy, such as Policy.train()")
-        for name, least in _COUNTS.items():
+        for name, is_good, expected in _CHECKS:
             value = getattr(self, name)
-            if not _is_count(value, least):
-                raise OptionError(f"{name} is {value!r}; expected an int >= {least}{_REASONS.get(name, '')}")
-        for name in ("prepare_optimizers", "fuse_optimizer", "debug", "debug_eager", "prefetch"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
-        if self.outputs not in ("clone", "static"):
-            raise OptionError(f"outputs is {self.outputs!r}; expected 'clone' or 'static'")
-        if self.memory_budget is not None and not _is_count(self.memory_budget, 1):
-            raise OptionError(f"memory_budget is {self.memory_budget!r}; expected bytes, an int >= 1, or None")
-        if self.on_failure not in ("raise", "eager"):
-            raise OptionError(f"on_failure is {self.on_failure!r}; expected 'raise' or 'eager'")
+            if not is_good(value):
+                raise OptionError(f"{name} is {value!r}; expected {expected}")
         if self.fuse_optimizer and not self.prepare_optimizers:
             raise OptionError("fuse_optimizer=True prepares optimizers; expected prepare_optimizers=True with it")
-        self._check_compile()
-        self._check_min_speedup()
-        self._check_allow()
-        self._check_watch()
-        self._check_device()
-        self._check_eager_if()
+        if isinstance(self.allow, str):
+            raise OptionError(f"allow is the string {self.allow!r}; expected a sequence of paths: ({self.allow!r},)")
+        self._keep_names("allow", lambda name: True, "paths, such as ('model.calls',)")
+        self._keep_names("watch", str.isidentifier, "top-level names of packages, such as ('mypackage',)")
+        watch(self.watch)
+        try:
+            assert self.feed_device is None or self.feed_device.type
+        except (RuntimeError, TypeError) as error:
+            expected = "a torch.device or its name, such as 'cuda'"
+            raise OptionError(f"device is {self.device!r}; expected {expected}") from error
         Schedule.parse(self.verify)
         check_shapes(self.shapes, ("exact", "bucket"), self.buckets, self.mask)
         if self.shapes == "bucket" and self.mode != "train":
@@ -98,48 +121,13 @@ class Options:
         if self.buckets is not None:
             Ladders(self.buckets)
 
-    def _check_compile(self) -> None:
-        named = isinstance(self.compile, Mapping) and all(isinstance(name, str) for name in self.compile)
-        if not isinstance(self.compile, bool) and not named:
-            raise OptionError(
-                f"compile is {self.compile!r}; expected True, False, or arguments of torch.compile by name, such as "
-                "{'dynamic': False}"
-            )
-
-    def _check_min_speedup(self) -> None:
-        value = self.min_speedup
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
-            raise OptionError(f"min_speedup is {value!r}; expected a number >= 0, or None for the backend's own")
-
-    def _check_allow(self) -> None:
-        if isinstance(self.allow, str):
-            raise OptionError(f"allow is the string {self.allow!r}; expected a sequence of paths: ({self.allow!r},)")
-        paths = tuple(self.allow) if isinstance(self.allow, Iterable) else None
-        if paths is None or not all(isinstance(path, str) for path in paths):
-            raise OptionError(f"allow is {self.allow!r}; expected a sequence of paths, such as ('model.calls',)")
-        # A copy: what the caller does to its list later is not meant for the step.
-        object.__setattr__(self, "allow", paths)
-
-    def _check_watch(self) -> None:
-        names = None if isinstance(self.watch, str) else tuple(self.watch)
-        if names is None or not all(isinstance(name, str) and name.isidentifier() for name in names):
-            raise OptionError(
-                f"watch is {self.watch!r}; expected a sequence of top-level names of packages, such as ('mypackage',)"
-            )
-        object.__setattr__(self, "watch", names)
-        watch(names)
-
-    def _check_device(self) -> None:
-        try:
-            assert self.feed_device is None or self.feed_device.type
-        except (RuntimeError, TypeError) as error:
-            raise OptionError(
-                f"device is {self.device!r}; expected a torch.device or its name, such as 'cuda'"
-            ) from error
-
-    def _check_eager_if(self) -> None:
-        if self.eager_if is not None and not callable(self.eager_if) and not _is_count(self.eager_if, 1):
-            raise OptionError(f"eager_if is {self.eager_if!r}; expected a predicate, or n >= 1 for every n-th call")
+    def _keep_names(self, option: str, is_name: Callable[[str], bool], expected: str) -> None:
+        """Keep a copy of a sequence of names: later changes of the caller's list are not meant for the step."""
+        value = getattr(self, option)
+        names = None if isinstance(value, str) or not isinstance(value, Iterable) else tuple(value)
+        if names is None or not all(isinstance(name, str) and is_name(name) for name in names):
+            raise OptionError(f"{option} is {value!r}; expected a sequence of {expected}")
+        object.__setattr__(self, option, names)
 
     @hands_over
     def asks_eager(self, calls: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -165,9 +153,7 @@ class Options:
 
     @property
     def may_stay_eager(self) -> bool:
-        """Whether a step on a busy device needs no program: not where it is asked for faster kernels or copies, which
-        pay there too, or where runs are to be repeatable, and have the kernels of replays.
-        """
+        """Whether a busy device needs no program: nothing is asked for that pays there, too."""
         asks = self.compile is not False or self.fuse_optimizer or self.prefetch
         return not asks and not torch.are_deterministic_algorithms_enabled()
 

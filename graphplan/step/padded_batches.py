@@ -1,9 +1,5 @@
-"""Training steps whose batches are padded to capture sizes.
-
-Python and replays get the padded batch, in memory that programs read it from, so replays are checked as ever. That
-padding has no effect is checked too: the first padded calls of each capture size, and some later ones, are rehearsed
-with and without it before (:mod:`padding_check`). Each batch is trained on once: padded, or as it came if padding makes
-a difference.
+"""Training steps whose batches are padded to capture sizes. Replays are checked as ever; that padding has no effect is
+checked by rehearsals (:mod:`padding_check`). Each batch is trained on once: padded, or as it came if that differs.
 """
 
 from __future__ import annotations
@@ -33,11 +29,7 @@ to be known to be undone."""
 
 
 class PaddedBatches:
-    """Serves the calls of one training step at capture sizes.
-
-    Raises:
-        OptionError: for options that contradict each other, and where other ranks train along.
-    """
+    """Serves the calls of one training step at capture sizes. Raises OptionError if ranks train together."""
 
     def __init__(self, machine: StateMachine, shapes: ShapeStats) -> None:
         options = machine.options
@@ -77,11 +69,7 @@ class PaddedBatches:
         return args, dict(its_kwargs)
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before | None = None) -> Any:
-        """Make a call that has the turn, at its capture size if it has one.
-
-        Raises:
-            PaddingError: if padding changes what the step leaves; the call is undone.
-        """
+        """Make a call that has the turn, at its capture size if it has one."""
         feed = self._plain_feed(args, kwargs)
         pads = feed is not None and self._known_calls >= _CALLS_TO_KNOW and self._stopped_by is None
         kind = self._kind(feed) if feed is not None and pads else None
@@ -146,11 +134,7 @@ class PaddedBatches:
         return result
 
     def _is_harmless(self, feed: Feed, kind: Kind) -> bool:
-        """Rehearse the step both ways; whether padding makes no difference. If not, the call is made as it came.
-
-        Raises:
-            RefusalError: if padding makes a difference, or that cannot be told (see ``on_failure``).
-        """
+        """Rehearse the step both ways; whether padding makes no difference. RefusalError if it does."""
         size, stats = kind.size, self._runner.stats
         number = size.calls + 1
         settle_companions()
@@ -183,7 +167,6 @@ class PaddedBatches:
         managed, backend = self._machine.managed, self._runner.backend
         walk = managed.walk()
         assert self._runner.device is not None
-        assert backend is not None
         tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found}
         # Three rehearsals leave copies, where a check of a replay has those of two steps.
         room, reason = find_room(sum(tensors.values()) * 4 // 3, self._runner.device, backend.may_take)

@@ -76,16 +76,8 @@ class Kind:
 
 
 class Padding:
-    """Pads the calls of one function, and remembers their kinds and capture sizes.
-
-    Args:
-        fn: the function.
-        buckets, dynamic, pad, mask: see :func:`graph_step`.
-        device: where padded tensors are to lie, if not where they are fed from.
-        stats: counts of shapes.
-
-    Raises:
-        OptionError: for an argument that there is not.
+    """Pads the calls of one function, on ``device`` if given, and remembers their kinds and capture sizes. Raises
+    OptionError for an argument that there is not.
     """
 
     def __init__(
@@ -147,11 +139,7 @@ class Padding:
         return kind
 
     def places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
-        """The dynamic dimensions that have a ladder; there have to be some if they ``are_expected``.
-
-        Raises:
-            OptionError: for a ladder that nothing is ever padded by, naming its dimension.
-        """
+        """The dynamic dimensions with a ladder. Raises OptionError for a ladder that is of no use."""
         places = [(index, dim) for index, dim in self._dynamic.of(feed) if dim in self.ladders.dims]
         padded = {dim for _, dim in places}
         missing = [dim for dim in self.ladders.dims if dim not in padded and (places or are_expected)]
@@ -224,11 +212,7 @@ class Padding:
         return self._leases[key].tensor
 
     def pad(self, feed: Feed, layout: Layout) -> Arguments:
-        """The arguments of a call at its capture size.
-
-        Raises:
-            PaddingError: if a padding function does not give what it was asked for.
-        """
+        """The arguments of a call at its capture size. Raises PaddingError for a wrong padding function."""
         leaves = list(feed.leaves)
         with torch.no_grad():
             for rest, value in layout.rests:
@@ -260,11 +244,7 @@ class Padding:
 
 
 class PaddedCall:
-    """One call at its capture size: ``args`` and ``kwargs`` are padded; ``feed`` is what came.
-
-    Raises:
-        PaddingError: if a padding function does not give what it was asked for.
-    """
+    """One call at its capture size: ``args`` and ``kwargs`` are padded; ``feed`` is what came."""
 
     def __init__(self, padding: Padding, feed: Feed, kind: Kind) -> None:
         self.feed, self.kind = feed, kind

@@ -1,19 +1,17 @@
 """Whether padding changes what a training step leaves: the step is rehearsed on the batch as it came and on the padded
 one, from one state, and both times undone.
 
-What is compared is what the step *changes*: results, gradients, optimizer state, buffers, and the updates of
-parameters. Other shapes have other kernels, which add up in another order, so these may differ by what rounding does:
+Compared is what the step *changes*: results, gradients, optimizer state, buffers, updates of parameters. Other shapes
+have other kernels, which add up in another order, so these may differ by rounding:
 
-- by a share of the change itself, :func:`graphplan.step.capture_sizes.tolerance`. The relative error of a sum grows
+- by a share of the change itself (:func:`graphplan.step.capture_sizes.tolerance`). The relative error of a sum grows
   with the root of its length times the last place; the root of the last place leaves room for millions of terms.
-- by a multiple of what a third rehearsal finds, on the batch as it came from parameters whose last bits are others.
-  Where terms cancel, rounding is all that is left (an attention's key bias has no gradient), Adam makes of that steps
-  as long as of any gradient, and two samples of it may lie far apart. Under autocast the bits are those of the coarser
-  type, which is far more than other kernels do: they add up in float32, and seldom round to another number. (Of six
-  kinds of language models on a CPU, changes differed by up to four times what the third rehearsal found in float32, and
-  by up to half of it in bfloat16.)
+- by a multiple of what a third rehearsal finds, from parameters with other last bits. Where terms cancel, rounding is
+  all that is left (an attention's key bias has no gradient), and Adam makes steps of it as long as of any gradient.
+  Under autocast the bits are the coarser type's, far more than other kernels change. (For six kinds of language models
+  on a CPU, changes differed by up to four times what the third rehearsal found in float32, and half of it in bfloat16.)
 
-Dropout keeps everything in a rehearsal: what it draws for a padded batch is not what it draws for the batch.
+Rehearsals have no dropout, which would draw other numbers for a padded batch.
 """
 
 from __future__ import annotations
@@ -70,15 +68,7 @@ _SIDES = Sides("the padded step", "the unpadded step", "rounding comes to")
 
 
 class RehearsalMode(OperatorMode):
-    """Runs a step of which dropout keeps everything and draws nothing, and notes what its undoing takes.
-
-    Args:
-        copied: storages of which there are copies.
-
-    Attributes:
-        written: storages of others that it has written to.
-        draws: what draws random numbers otherwise, and where.
-    """
+    """Runs a step without dropout, and notes what it draws, and has ``written`` to that has not been ``copied``."""
 
     def __init__(self, copied: set[int | None]) -> None:
         super().__init__()
@@ -156,9 +146,7 @@ class RehearsalMode(OperatorMode):
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What one rehearsal left: copies of tensors, by path, Python values, the result. ``names`` are those of the
-    result's tensors.
-    """
+    """What one rehearsal left: copies of tensors by path, values, the result and its tensors' names."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -168,9 +156,7 @@ class _Left:
 
 
 class PaddingCheck:
-    """One comparison. ``walk`` is over the owners now, ``feed`` the batch as it came, on the step's device; copies lie
-    on ``room``. ``allow`` names what padding may change.
-    """
+    """One comparison with ``feed`` as it came. ``walk`` is over the owners now; copies lie on ``room``."""
 
     def __init__(
         self, runner: Runner, managed: Managed, walk: Walk, feed: Feed, *, allow: Sequence[str], room: torch.device
@@ -225,11 +211,7 @@ class PaddingCheck:
         return self._differences(ours, left, came.rounding) + problems
 
     def _differences(self, came: Mapping[str, Tensor], padded: Mapping[str, Tensor], rounding: float) -> list[str]:
-        """Tensors that rounding does not explain, those first that the others follow from.
-
-        Raises:
-            ArithmeticError: if a step that overflows leaves nothing to compare.
-        """
+        """Tensors that rounding does not explain, causes first. Raises ArithmeticError if none is finite."""
         live = tensors_of(self._walk)
         old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
         alike = [path for path in came if path in padded and fits(came[path], padded[path])]

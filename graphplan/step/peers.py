@@ -1,7 +1,5 @@
-"""Ranks that train together agree on whether to capture: one that cannot keeps all of them eager.
-
-They tell each other through the process group's store, never through a collective: a rank whose batches have other
-shapes gets to its capture later, and a collective in between would meet the step's own.
+"""Ranks that train together agree on whether to capture. They tell each other through the process group's store: a
+collective would meet those of a rank whose batches have other shapes, and which gets to its capture later.
 """
 
 from __future__ import annotations
@@ -23,13 +21,7 @@ _numbers = count()
 
 
 class Peers:
-    """The other ranks of one step. Every rank has to make as many of these, in the same order.
-
-    Args:
-        store: where the process group's ranks met.
-        rank: this one.
-        world_size: how many there are.
-    """
+    """The other ranks of one step, in the process group's ``store``. Every rank makes as many, in the same order."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self._prefix = f"graphplan/{next(_numbers)}"
@@ -41,33 +33,21 @@ class Peers:
         self._apart = False
 
     def meet(self, stage: str) -> None:
-        """Wait for the others to come to the end of ``stage``, as long as all of them keep step.
-
-        Raises:
-            PeerError: if one of them refuses there.
-        """
+        """Wait for the others to come to the end of ``stage``, unless they are out of step. Raises PeerError."""
         if self._apart:
             self.check()
         elif not self._wait(stage):
             self._apart = True
 
     def may_advance(self, is_planned: bool) -> bool:
-        """Whether this rank may take the next step on the way to a program: with a plan in hand, that is a capture.
-
-        Raises:
-            PeerError: if another rank cannot.
-        """
+        """Whether this rank may trace, or capture a plan that it has. Raises PeerError if another cannot."""
         if is_planned:
             return self.are_ready()
         self.check()
         return True
 
     def are_ready(self) -> bool:
-        """Say that this rank can capture, and ask whether all can by now. The steps go on eagerly until then.
-
-        Raises:
-            PeerError: if one cannot.
-        """
+        """Say that this rank can capture; whether all can by now. Raises PeerError if one cannot."""
         if not self._all_ready:
             self.check()
             self._all_ready = self._wait("ready", only_look=self._asked)
@@ -81,11 +61,7 @@ class Peers:
         return self._come(keys, 0 if only_look else _SHORT)
 
     def _come(self, keys: list[str], patience: float) -> bool:
-        """Whether all ``keys`` are there within ``patience`` seconds.
-
-        Raises:
-            PeerError: if a rank refuses meanwhile.
-        """
+        """Whether all ``keys`` are there within ``patience`` seconds. Raises PeerError if a rank refuses meanwhile."""
         end = monotonic() + patience
         while not self._store.check(keys):
             self.check()
@@ -100,22 +76,15 @@ class Peers:
             self._store.set(self._own, str(error))
 
     def check(self) -> None:
-        """Look whether a rank has told that it cannot.
-
-        Raises:
-            PeerError: naming the rank, and why.
-        """
+        """Look whether a rank has told that it cannot. Raises PeerError naming the rank, and why."""
         for rank, key in enumerate(self._keys):
             if key != self._own and self._store.check([key]):
                 said = self._store.get(key).decode()
                 raise PeerError(f"rank {rank} cannot capture this step, so no rank does: {said}")
 
     def vote(self, question: str, answer: bool, patience: float = _PATIENCE, *, together: bool = False) -> bool | None:
-        """Whether every rank answers ``question`` with yes; None if not all of them ask it within ``patience`` seconds,
-        or one refuses meanwhile. What one rank is told, all are: who comes late finds what was decided.
-
-        One no decides at once; with ``together`` whoever says it waits for the others, too: what follows, all of them
-        do, or none.
+        """Whether every rank answers ``question`` with yes; None if not all ask it within ``patience`` seconds, or one
+        refuses meanwhile. All ranks are told the same. One no decides at once, unless ranks wait ``together``.
         """
         key, decision = f"{self._prefix}/{question}", "no"
         if not answer:

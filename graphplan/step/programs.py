@@ -170,9 +170,7 @@ class Programs:
         return entry
 
     def _others(self, entry: Entry, *, of_shape: bool = False) -> list[Entry]:
-        """Other entries of the same step: under the same modes and fingerprint. ``of_shape``: that differ by the shapes
-        of tensors alone.
-        """
+        """Other entries of the same modes and fingerprint; ``of_shape``: that differ by shapes alone."""
         own = next((key for key, known in self._entries.items() if known is entry), None)
         if own is None:
             return []
@@ -237,9 +235,7 @@ class Programs:
         self._refused.clear()
 
     def evict_for_memory(self, kept: Entry) -> int:
-        """Drop the programs of the generation that was used least recently, unless ``kept`` has programs of it; how
-        many entries lost theirs. Memory comes back only if nothing of a generation is left.
-        """
+        """Drop the oldest generation of programs, unless it is ``kept``'s; how many entries lost theirs."""
         used: dict[object, int] = {}
         for entry in self._entries.values():
             for program in entry.programs():
@@ -277,9 +273,7 @@ class Programs:
         self._let_go()
 
     def has_room(self, entry: Entry) -> bool:
-        """Whether ``entry`` may have one more program: there are few enough, or one of the others is no longer in use.
-        If not, the programs stay, and calls of other signatures are eager while all of them are used.
-        """
+        """Whether ``entry`` may have one more program, for one that is not in use; else others are turned away."""
         others = [other for other in self._entries.values() if other is not entry and other.programs()]
         if len(self.all()) < self._options.max_graphs or not others:
             return True

@@ -17,9 +17,7 @@ from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
 from graphplan.program.companions import settle_companions
 from graphplan.program.program import NO_CHECK, Program, Tally
-from graphplan.step.options import Options
-from graphplan.step.peers import Peers
-from graphplan.step.runner import Runner
+from graphplan.step.runner import Parts
 from graphplan.verify.check import Verdict, check_replay, detached
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.noise import Noise
@@ -27,9 +25,7 @@ from graphplan.verify.schedule import Timetable
 
 
 class _Series:
-    """The programs of one step for several shapes, which run the same operators. They share the times of checks: of the
-    replays of all, as many are checked as of a single program's, and the first one of each.
-    """
+    """The programs of one step for several shapes, which are checked as often as a single one."""
 
     def __init__(self, timetable: Timetable, due: int) -> None:
         self.tally = Tally()
@@ -38,9 +34,7 @@ class _Series:
         self._checked: WeakKeyDictionary[Program, int] = WeakKeyDictionary()
 
     def takes(self, program: Program) -> bool:
-        """Whether it is the turn of ``program`` to be checked: of those that there are, that of the one whose check is
-        the longest ago, unless it does not come.
-        """
+        """Whether ``program`` is checked next: its last check is the longest ago, or that one's turn is overdue."""
         latest = [number for known, number in self._checked.items() if known.is_open]
         is_overdue = self.tally.replays >= self._due + len(latest)
         return program not in self._checked or is_overdue or self._checked[program] == min(latest)
@@ -57,11 +51,9 @@ class _Series:
 class Replays:
     """Replays programs, checks replays, and counts both."""
 
-    def __init__(self, runner: Runner, options: Options, peers: Peers | None) -> None:
-        self._runner = runner
-        self._peers = peers
-        self._options = options
-        self._stats = runner.stats
+    def __init__(self, parts: Parts) -> None:
+        self._runner, self._options, self._peers = parts.runner, parts.options, parts.peers
+        self._stats = parts.runner.stats
         self._asked = 0
         self._noises: WeakKeyDictionary[Program, Noise] = WeakKeyDictionary()
         self._series: WeakKeyDictionary[Program, _Series] = WeakKeyDictionary()
@@ -106,7 +98,6 @@ class Replays:
         """
         device = self._runner.device
         assert device is not None
-        assert self._runner.backend is not None
         nbytes = program.count_state_bytes()
         room, reason = find_room(nbytes, device, self._runner.backend.may_take)
         if program.plan.communicates:
@@ -197,11 +188,7 @@ class Replays:
             ) from error
 
     def _on_any(self, says: bool) -> bool:
-        """Whether it is so on any rank that checks.
-
-        Raises:
-            PeerError: if one has left the check, for want of memory: a replay here would wait for its next step.
-        """
+        """Whether any rank ``says`` so. Raises PeerError if one has left the check for want of memory."""
         assert self._peers is not None
         self._asked += 1
         is_none = self._peers.vote(f"check {self._stats.calls} {self._asked}", not says, together=True)

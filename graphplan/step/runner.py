@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,9 @@ from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
 from graphplan.step.managed import Managed
+from graphplan.step.options import Options
 from graphplan.step.peers import Peers
+from graphplan.step.programs import Programs
 from graphplan.tensors.trees import map_result
 
 Walked = TypeVar("Walked")
@@ -44,9 +47,7 @@ class Backends:
 
 
 class Refusals:
-    """Raises a step's refusals, or warns of them. ``escalates`` decides; by default, those before the first replay
-    raise if ``on_failure`` says so.
-    """
+    """Raises a step's refusals if they escalate: by default, those before the first replay. Or warns."""
 
     def __init__(self, on_failure: str, stats: Stats, peers: Peers | None) -> None:
         self._peers = peers
@@ -85,22 +86,25 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 class Runner:
-    """Runs one step's function, and counts the calls of the step.
-
-    ``backend`` and ``device`` are None until they are settled; ``plan`` is the latest one, None before there is one.
-    """
+    """Runs one step's function, and counts the calls of the step."""
 
     def __init__(self, fn: Callable[..., Any], managed: Managed, backend: str, backends: Backends) -> None:
         self.fn = fn
         self._managed = managed
         self._asked = backend
         self._backends = backends
-        self.backend: Backend | None = None
+        self._backend: Backend | None = None
         self.device: torch.device | None = None
         self.plan: Plan | None = None
         self.stats = Stats()
         self.outcome: tuple[Any] | None = None
         """What the step's function has returned in this call, once it has."""
+
+    @property
+    def backend(self) -> Backend:
+        """What records the step, once it is settled."""
+        assert self._backend is not None
+        return self._backend
 
     def call(self, fed: CallArguments) -> Any:
         """The step's function itself on what it is fed."""
@@ -136,12 +140,12 @@ class Runner:
         fed, and what walks the owners afterwards.
         """
         with presenting_capture(), self._managed.rates if traced else self._managed.rates.within_optimizers():
-            if self.backend is None:
+            if self._backend is None:
                 return body()
             if between is None:
-                return self.backend.run(body)
+                return self._backend.run(body)
             program, leaves, walk = between
-            return program.run_between(self.backend, body, leaves, walk)
+            return program.run_between(self._backend, body, leaves, walk)
 
     def run_walked(self, body: Callable[[], tuple[Any, Walked]], *, traced: bool = False) -> tuple[Any, Walked]:
         """:meth:`run` for a ``body`` that gives a walk beside its result, which is not the backend's."""
@@ -155,9 +159,7 @@ class Runner:
         return self.run(run, traced=traced), walks.pop()
 
     def eager(self, fed: CallArguments, reason: SkipReason | None, detail: str = "", *, managed: bool = False) -> Any:
-        """An eager call, counted under ``reason``: ``managed``, as before a trace; or with numbers for learning rates
-        and the kernels of managed steps, for calls with which no program will be compared.
-        """
+        """An eager call: ``managed``, as before a trace, or with numbers for learning rates."""
         if managed:
             result = self.run(lambda: self.call(fed))
         else:
@@ -177,13 +179,25 @@ class Runner:
 
     def settle_backend(self, feed: Feed) -> None:
         """Choose device and backend once the owners' and the feed's tensors show where the step computes."""
-        if self.backend is not None:
+        if self._backend is not None:
             return
         device = find_device(self._managed.walk(), feed)
         name = resolve_backend(self._asked, device)
         check_feed(feed, device)
         self.device = device
-        self.backend = self._backends.get(name, device)
+        self._backend = self._backends.get(name, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the classes that serve one step share."""
+
+    options: Options
+    managed: Managed
+    runner: Runner
+    refusals: Refusals
+    programs: Programs
+    peers: Peers | None
 
 
 def brought_to(device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallArguments:

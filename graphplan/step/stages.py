@@ -31,12 +31,9 @@ from graphplan.program.capture import capture_program
 from graphplan.program.faults import refusal_of
 from graphplan.program.program import Program
 from graphplan.step.compiled import refuse_graphs_within, uncompiled
-from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import Room
-from graphplan.step.options import Options
-from graphplan.step.peers import Peers
-from graphplan.step.programs import Entry, Line, Programs
-from graphplan.step.runner import Refusals, Runner
+from graphplan.step.programs import Entry, Line
+from graphplan.step.runner import Parts
 from graphplan.step.traces import Traces
 from graphplan.tensors.trees import flatten_result
 
@@ -51,24 +48,11 @@ _TURNS = 2
 class Stages:
     """Takes the steps on the way to a program, and counts them."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        managed: Managed,
-        options: Options,
-        *,
-        buffers: Buffers,
-        refusals: Refusals,
-        peers: Peers | None,
-        programs: Programs,
-        room: Room,
-        unread: UnreadValues,
-    ) -> None:
-        self._runner, self._managed, self._options = runner, managed, options
-        self._buffers, self._refusals, self._programs = buffers, refusals, programs
-        self._room, self._unread = room, unread
-        self._traces = Traces(runner, managed, options, refusals, peers, programs)
-        self._stats = runner.stats
+    def __init__(self, parts: Parts, buffers: Buffers, room: Room, unread: UnreadValues) -> None:
+        self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
+        self._refusals, self._programs, self._stats = parts.refusals, parts.programs, parts.runner.stats
+        self._buffers, self._room, self._unread = buffers, room, unread
+        self._traces = Traces(parts)
         self._captured: WeakSet[Program] = WeakSet()
         self._changes: list[str] = []
         """What first calls in a row, each with a key of its own, changed in containers that they were fed."""
@@ -107,7 +91,6 @@ class Stages:
     def warm_up(self, entry: Entry, feed: Feed) -> Any:
         """An eager step that takes in the owners that it uses; they are known if another shape has a plan."""
         self._runner.settle_backend(feed)
-        assert self._runner.backend is not None
         fed = CallArguments.of(feed).watch()
         call = partial(self._runner.call, fed)
         is_settled = entry.settled or any(other.settled for other in self._programs.other_shapes(entry))
@@ -139,12 +122,7 @@ class Stages:
         return result
 
     def check_changes(self, entry: Entry) -> None:
-        """Refuse a step that changes the structure of what it is fed, or keeps what it makes, in each call: there
-        would never be a second call of one key.
-
-        Raises:
-            HostEffectError: naming the container, or what is kept.
-        """
+        """Raise HostEffectError for a step that changes what it is fed, or keeps what it makes, in each call."""
         often = max(self._options.warmup_steps, _NO_ACCIDENT)
         if not entry.eager_calls and len(self._changes) >= often:
             raise HostEffectError(self._changes[0])
@@ -174,7 +152,6 @@ class Stages:
     def _attempt(self, entry: Entry, line: Line, feed: Feed, walk: Walk) -> Any:
         """A trace or a capture as a transaction; see :class:`Traces` for the exception."""
         backend = self._runner.backend
-        assert backend is not None
         with ExitStack() as undo:
             generators = line.plan.generators if line.plan is not None else ()
             changed = line.plan.changed_tensors(walk) if line.plan is not None else []
@@ -214,13 +191,8 @@ class Stages:
         *,
         compiled: bool,
     ) -> Any:
-        """Capture a call with ``feed``, and give it its results. ``snapshot`` is from before it.
-
-        Raises:
-            ReadSignal: if the step used one of the ``placeholders`` in the feed.
-        """
+        """Capture a call, and give it its results. Raises ReadSignal if a placeholder was used."""
         options, backend = self._options, self._runner.backend
-        assert backend is not None
         if compiled and plan.assertions and not backend.executes:
             raise HostSyncError(
                 f"the step {plan.assertions[0]}, and runs compiled code: a capture of both waits for the device. "

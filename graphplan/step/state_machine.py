@@ -38,16 +38,15 @@ from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
-from graphplan.step.fast_path import FastPath
 from graphplan.step.gate import Gate
-from graphplan.step.lookup import Lookup
+from graphplan.step.lookup import FastPath, Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import Room
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
 from graphplan.step.programs import Entry, Line, Programs
 from graphplan.step.replays import Replays
-from graphplan.step.runner import Backends, Refusals, Runner, brought_to
+from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
 from graphplan.step.timing import Serve, Timing
 
@@ -73,7 +72,7 @@ class Call:
     feed: Feed = field(init=False)
     entry: Entry = field(init=False)
     program: Program | None = None
-    line: Line | None = None
+    line: Line = field(init=False)
     walk: Walk = field(init=False)
     is_on_way: bool = False
 
@@ -96,21 +95,8 @@ class Skip(NamedTuple):
 
 
 class StateMachine:
-    """Runs, traces, captures, replays or checks each call of one step.
-
-    Args:
-        fn: the step's function.
-        owners: as for :func:`graph_step`.
-        options: the step's.
-        backends: shared by steps that share memory.
-        peers: other ranks, which capture if this one does.
-        compiles: whether the step sees to ``options.compile`` itself.
-        gate: knows the eager time, and decides whether replays pay.
-        opens_gate: whether the step times its first calls, if its options ask for that.
-        serve: makes a call, with the turn of the step.
-
-    Raises:
-        OptionError: if there is no module to compile.
+    """Runs, traces, captures, replays or checks each call of one step. ``serve`` makes a call with the step's turn; for
+    the other arguments see :class:`GraphedStep`. Raises OptionError if there is no module to compile.
     """
 
     def __init__(
@@ -141,18 +127,12 @@ class StateMachine:
         self.programs = Programs(options, self.stats)
         self.room = Room(options, self.programs, peers)
         self.unread = UnreadValues()
-        self.stages = Stages(
-            self.runner, self.managed, options,
-            buffers=self.buffers, refusals=self.refusals, peers=peers,
-            programs=self.programs, room=self.room, unread=self.unread,
-        )  # fmt: skip
-        self.replays = Replays(self.runner, options, peers)
-        self.lookup = Lookup(self.runner, self.managed, self.programs, options)
+        parts = Parts(options, self.managed, self.runner, self.refusals, self.programs, peers)
+        self.stages = Stages(parts, self.buffers, self.room, self.unread)
+        self.replays = Replays(parts)
+        self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
-        self.timing = Timing(
-            self.runner, self.managed, options, peers,
-            gate=gate, opens=opens_gate, serve=serve, stand_down=self.stand_down,
-        )  # fmt: skip
+        self.timing = Timing(parts, gate=gate, opens=opens_gate, serve=serve, stand_down=self.stand_down)
         self.calls = 0
         self.is_closed = False
         self._fruitless = (0, 0)
@@ -206,12 +186,15 @@ class StateMachine:
         try:
             for reason, applies, run in EAGER:
                 found = applies(self, call)
+                if not found:
+                    continue
+                if run is None:
+                    return None
                 if isinstance(found, RefusalError):
                     return Skip(found.reason, str(found), run, found)
                 if isinstance(found, tuple):
                     return Skip(*found, run)
-                if found:
-                    return Skip(reason, found if isinstance(found, str) else "", run)
+                return Skip(reason, found if isinstance(found, str) else "", run)
         except RefusalError as error:
             self.demote(error)
             return Skip(error.reason, str(error), _plainly, error)
@@ -230,9 +213,7 @@ class StateMachine:
         return CallArguments.of(self.lookup.moved(call.feed))
 
     def _run_refused(self, error: RefusalError, fed: CallArguments, feed: Feed | None = None) -> Any:
-        """An eager call because of ``error``. After several in a row, the step stands down, unless it has programs for
-        other calls than those like ``feed``.
-        """
+        """An eager call because of ``error``; after several in a row, the step stands down."""
         progress = self.stats.traced + self.stats.captured + self.stats.replayed
         count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
         self._fruitless = count, progress
@@ -281,7 +262,6 @@ class StateMachine:
             self.programs.forget()
             self.demote(refusal)
             return self._run_eager(call, Skip(refusal.reason, str(refusal), _plainly, refusal))
-        assert self.runner.backend is not None
         self.room.after_check(self.runner.backend)
         if error is not None and is_needed:
             # One trace could not tell; two will, and name the culprit.
@@ -302,13 +282,11 @@ class StateMachine:
         call.tell(None)
         self.fast_path.forget()
         entry, captured = call.entry, self.stats.captured
-        assert call.line is not None
         with no_collections():
             result = self.stages.advance(entry, call.line, call.feed, call.walk)
             if self.stats.captured == captured:
                 return result
             self.programs.count_capture(entry, self.lookup.geometry(call.feed))
-            assert self.runner.backend is not None
             cramped = self.room.settle(entry, self.runner.backend)
             if cramped is not None:
                 self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
@@ -355,11 +333,7 @@ class StateMachine:
         return outcome[0]
 
     def find_program(self, args: tuple[Any, ...]) -> tuple[Program, Feed] | None:
-        """The program that a call with ``args`` would replay now, and its feed; None if it would not replay one.
-
-        Raises:
-            RefusalError: for arguments that no program could take.
-        """
+        """The program that a call with ``args`` would replay now, and its feed; None without one."""
         if surroundings() is not None:
             return None
         feed = flatten(args, {})
@@ -449,6 +423,18 @@ def _cannot_be_flattened(machine: StateMachine, call: Call) -> Found:
     return None
 
 
+def _asks_for_gradients(machine: StateMachine, call: Call) -> Found:
+    return machine.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
+
+
+def _is_asked_for(machine: StateMachine, call: Call) -> Found:
+    return machine.options.asks_eager(machine.calls, call.args, call.kwargs)
+
+
+def _is_turned_away(machine: StateMachine, call: Call) -> Found:
+    return machine.programs.turns_away(machine.lookup.geometry(call.feed))
+
+
 def _is_refused(machine: StateMachine, call: Call) -> Found:
     if machine.managed.refusal is not None:
         raise machine.managed.refusal
@@ -482,8 +468,6 @@ def _fits_no_buffer(machine: StateMachine, call: Call) -> Found:
 
 
 def _is_overdue(machine: StateMachine, call: Call) -> Found:
-    if call.program is not None:
-        return None
     call.feed = machine.lookup.moved(call.feed)
     overdue = machine.programs.check_due(call.feed)
     if overdue is None:
@@ -495,21 +479,13 @@ def _is_overdue(machine: StateMachine, call: Call) -> Found:
     return str(overdue)
 
 
-def _is_one_too_many(machine: StateMachine, call: Call) -> Found:
-    return call.program is None and not machine.programs.has_room(call.entry)
-
-
 def _waits_for_peers(machine: StateMachine, call: Call) -> Found:
-    if call.program is not None:
-        return None
     machine.programs.check_churn()
     machine.stages.check_changes(call.entry)
     return machine.peers is not None and not machine.peers.may_advance(is_planned=bool(call.entry.plans))
 
 
 def _is_cold(machine: StateMachine, call: Call) -> Found:
-    if call.program is not None:
-        return None
     entry, call.is_on_way = call.entry, True
     if not entry.eager_calls:
         machine.programs.count_new()
@@ -528,14 +504,14 @@ def _is_cold(machine: StateMachine, call: Call) -> Found:
 
 
 def _feeds_owned_memory(machine: StateMachine, call: Call) -> Found:
-    plan = call.line.plan if call.line is not None else None
+    plan = call.line.plan
     is_fed = plan is not None and plan.shared_leaves(call.feed, call.walk) != plan.shared
     return MEMORY_IS_FED if is_fed else None
 
 
 def _has_no_memory(machine: StateMachine, call: Call) -> Found:
-    plan, backend = call.line.plan if call.line is not None else None, machine.runner.backend
-    cramped = machine.room.make(call.entry, plan, backend) if plan is not None and backend is not None else None
+    plan = call.line.plan
+    cramped = None if plan is None else machine.room.make(call.entry, plan, machine.runner.backend)
     if cramped is None:
         return None
     # No fault of the step's: nothing to raise.
@@ -543,41 +519,29 @@ def _has_no_memory(machine: StateMachine, call: Call) -> Found:
     return cramped.reason, str(cramped)
 
 
-EAGER: tuple[tuple[SkipReason | None, Callable[[StateMachine, Call], Found], Run], ...] = (
+EAGER: tuple[tuple[SkipReason | None, Callable[[StateMachine, Call], Found], Run | None], ...] = (
     (SkipReason.SURROUNDINGS, lambda machine, call: machine.options.autograd and call.around, _plainly),
     (SkipReason.SURROUNDINGS, lambda machine, call: call.around, _as_traced),
     (SkipReason.BACKEND_EAGER, lambda machine, call: machine.options.backend == "eager", _untouched),
     (SkipReason.FEED, _cannot_be_flattened, _plainly),
-    (
-        SkipReason.GRADIENT,
-        lambda machine, call: machine.options.autograd and any(map(asks_for_gradients, call.feed.leaves)),
-        _plainly,
-    ),
-    (
-        SkipReason.EAGER_IF,
-        lambda machine, call: machine.options.asks_eager(machine.calls, call.args, call.kwargs),
-        _as_traced,
-    ),
+    (SkipReason.GRADIENT, _asks_for_gradients, _plainly),
+    (SkipReason.EAGER_IF, _is_asked_for, _as_traced),
     (None, lambda machine, call: machine.timing.begins(call.feed), _as_stock),
     (SkipReason.CAPTURE, _is_refused, _plainly),
-    (
-        SkipReason.MAX_GRAPHS,
-        lambda machine, call: machine.programs.turns_away(machine.lookup.geometry(call.feed)),
-        _plainly,
-    ),
+    (SkipReason.MAX_GRAPHS, _is_turned_away, _plainly),
     (SkipReason.FEED, _cannot_be_looked_up, _plainly),
     (SkipReason.GRADIENT, lambda machine, call: call.entry.outside, _plainly),
     (SkipReason.CAPTURE, _has_refused_key, _plainly),
     (None, _is_timed, _timed),
     (SkipReason.FEED, _fits_no_buffer, _as_traced),
-    # From here on, there is no program.
+    (None, lambda machine, call: call.program is not None, None),
     (SkipReason.SHAPE, _is_overdue, _plainly),
-    (SkipReason.MAX_GRAPHS, _is_one_too_many, _plainly),
+    (SkipReason.MAX_GRAPHS, lambda machine, call: not machine.programs.has_room(call.entry), _plainly),
     (SkipReason.PEERS, _waits_for_peers, _as_traced),
     (None, _is_cold, _warming_up),
     (SkipReason.FEED, _feeds_owned_memory, _as_traced),
     (SkipReason.MEMORY, _has_no_memory, _plainly),
 )
 """Why a call is eager, in this order: the reason, whether it applies (True, or the reason's wording), and how the call
-runs. A condition may find out more of the call for those below it. One that raises refuses the call, and all others of
-the step; one that gives a refusal, the call and those like it; one that gives a pair has another reason."""
+runs; None: it is not eager. A condition may find out more of the call for those below it. One that raises refuses all
+calls of the step; one that gives a refusal, calls like this one; one that gives a pair has another reason."""

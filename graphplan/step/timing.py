@@ -1,12 +1,10 @@
-"""What makes the calls of a step that is not, or not yet, replayed: its own function, before its gate has decided and
-after it has stood down.
-"""
+"""Calls of a step's own function: while it is timed, and after it has stood down."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from graphplan.errors import SkipReason, SlowerError
 from graphplan.feed.call_arguments import hands_over
@@ -15,10 +13,7 @@ from graphplan.plan.build import find_device
 from graphplan.program.faults import refusal_of
 from graphplan.report.stats import Stats
 from graphplan.step.gate import AGAIN, Clock, Gate
-from graphplan.step.managed import Managed
-from graphplan.step.options import Options
-from graphplan.step.peers import Peers
-from graphplan.step.runner import Runner, brought_to
+from graphplan.step.runner import Parts, brought_to
 
 Serve = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
@@ -64,13 +59,6 @@ class Stock:
         return result
 
 
-class StandsDown(Protocol):
-    """Drops all that is not the user's own; ``options`` are those of :class:`Stock`."""
-
-    def __call__(self, reason: SkipReason, detail: str, **options: Any) -> None:
-        """Stand down."""
-
-
 class Timing:
     """Times a step that has to be faster than without graphplan, if its options say so.
 
@@ -79,7 +67,7 @@ class Timing:
 
     Args:
         serve: makes a call in the step's own way.
-        stand_down: has the step stand down.
+        stand_down: drops all that is not the user's own; takes a reason, its wording, and options of a Stock.
 
     Attributes:
         way: what makes calls instead of the state machine; None: nothing does.
@@ -89,24 +77,21 @@ class Timing:
 
     def __init__(
         self,
-        runner: Runner,
-        managed: Managed,
-        options: Options,
-        peers: Peers | None,
+        parts: Parts,
         *,
         gate: Gate | None,
         opens: bool,
         serve: Serve,
-        stand_down: StandsDown,
+        stand_down: Callable[..., None],
     ) -> None:
-        self._runner, self._managed, self._options, self._peers = runner, managed, options, peers
+        self._runner, self._managed = parts.runner, parts.managed
+        self._options, self._peers = parts.options, parts.peers
         self._serve, self._stand_down = serve, stand_down
         self.leave: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._gate = gate
         self.opens = opens and gate is None
         self._again = AGAIN
-        self.is_asked_for = False
-        """Whether programs are wanted whether they pay or not."""
+        self._is_asked_for = False
         self.way: Serve | None = None if gate is None else self._timed
         self.stock: Stock | None = None
         self._reason: SkipReason | None = None
@@ -230,9 +215,18 @@ class Timing:
         self._runner.settle_backend(feed)
         device = self._runner.device
         assert device is not None
-        if self.is_asked_for or not self._options.is_gated(device):
+        if self._is_asked_for or not self._options.is_gated(device):
             return None
         return Gate(self._options.least_speedup(device), Clock(device), loops=False)
+
+    @contextmanager
+    def asked_for(self) -> Iterator[None]:
+        """Programs of the block's calls are wanted whether they pay or not."""
+        self._is_asked_for = True
+        try:
+            yield
+        finally:
+            self._is_asked_for = False
 
     @contextmanager
     def having_run(self) -> Iterator[None]:

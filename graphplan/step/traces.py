@@ -26,11 +26,8 @@ from graphplan.plan.plan import Plan
 from graphplan.program.capture import outdated
 from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.step.compiled import Rehearsal, uncompiled
-from graphplan.step.managed import Managed
-from graphplan.step.options import Options
-from graphplan.step.peers import Peers
-from graphplan.step.programs import Entry, Line, Programs
-from graphplan.step.runner import Refusals, Runner
+from graphplan.step.programs import Entry, Line
+from graphplan.step.runner import Parts
 from graphplan.trace.findings import collect
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
@@ -44,18 +41,10 @@ _STRADDLING = 3
 class Traces:
     """Traces one step and builds its plans."""
 
-    def __init__(
-        self,
-        runner: Runner,
-        managed: Managed,
-        options: Options,
-        refusals: Refusals,
-        peers: Peers | None,
-        programs: Programs,
-    ) -> None:
-        self._runner, self._managed, self._options = runner, managed, options
-        self._refusals, self._peers, self._programs = refusals, peers, programs
-        self._stats = runner.stats
+    def __init__(self, parts: Parts) -> None:
+        self._runner, self._managed, self._options = parts.runner, parts.managed, parts.options
+        self._refusals, self._peers, self._programs = parts.refusals, parts.peers, parts.programs
+        self._stats = parts.runner.stats
         self._latest: Trace | None = None
         """The latest trace, until there is a plan or a refusal."""
         self._changing = "", 0
@@ -117,7 +106,7 @@ class Traces:
                 fed.restore()
                 result = self._runner.run(lambda: self._runner.call(CallArguments.of(feed)))
             try:
-                if rehearsal is not None and self._runner.backend is not None and self._runner.backend.executes:
+                if rehearsal is not None and self._runner.backend.executes:
                     rehearsal.check(result, self._runner.fn)
                 self._take(entry, line, feed, facts, walk if rehearsal is None else None)
                 if self._peers is not None:
@@ -192,7 +181,6 @@ class Traces:
         self._runner.plan = line.plan
         for fact in line.plan.assertions:
             self._stats.note(fact)
-        assert self._runner.backend is not None
         needed = self._runner.backend.needs(line.plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
         self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)

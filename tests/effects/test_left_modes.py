@@ -681,7 +681,7 @@ def test_checks_compare_what_is_left() -> None:
         rig = build(partial(make_rig, acts))
         step = managed(rig, verify=4)
         drive(replace(rig, calls=rig.calls[:9]), step)
-        (program,) = step._machine.programs.all()
+        (program,) = step.machine.programs.all()
         program.plan = replace(
             program.plan, left={key: value for key, value in program.plan.left.items() if key != path}
         )

@@ -178,15 +178,15 @@ DYING: dict[str, Step] = {
 @pytest.mark.parametrize("name", DYING)
 def test_what_dies_in_the_step_is_captured(name: str) -> None:
     step = assert_equals_eager(partial(rig_of, DYING[name]))
-    assert set(step._machine.managed.owners) == {"model", "optimizer", "keeper", "names"}
+    assert set(step.machine.managed.owners) == {"model", "optimizer", "keeper", "names"}
 
 
 def _size(step: Any) -> dict[str, int]:
     """How much graphplan has to look at, and how many objects there are."""
     gc.collect()
-    walk = step._machine.managed.walk()
+    walk = step.machine.managed.walk()
     places = sum(map(len, (walk.slots, walk.scalars, walk.objects, walk.links, walk.containers)))
-    return {"owners": len(step._machine.managed.owners), "places": places, "objects": len(gc.get_objects())}
+    return {"owners": len(step.machine.managed.owners), "places": places, "objects": len(gc.get_objects())}
 
 
 @pytest.mark.parametrize("name", DYING)
@@ -291,7 +291,7 @@ def test_steps_that_keep_what_they_make_leave_no_owners(name: str) -> None:
     step = managed(rig, on_failure="eager")
     with pytest.warns(UserWarning, match="which is still there after it"):
         drive(rig, step)
-    assert set(step._machine.managed.owners) == {"model", "optimizer", "keeper", "names"}
+    assert set(step.machine.managed.owners) == {"model", "optimizer", "keeper", "names"}
 
 
 def _make_once(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def _make_once(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor) -> T
 
 def test_what_the_first_call_makes_is_an_owner_from_the_next_one_on() -> None:
     step = assert_equals_eager(partial(rig_of, _make_once))
-    assert "sgd" in step._machine.managed.owners
+    assert "sgd" in step.machine.managed.owners
 
 
 def _keep_sometimes(model: nn.Module, optimizer: Any, keeper: Keeper, x: Tensor) -> Tensor:

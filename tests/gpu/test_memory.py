@@ -173,7 +173,7 @@ def test_a_program_takes_what_eager_steps_take() -> None:
     allocated = torch.cuda.memory_allocated(DEVICE)
     workspaces = 2 * bytes_of_workspace()
     fed = sum(x.nbytes for (x,) in rig.calls)
-    static = step._machine.buffers.nbytes
+    static = step.machine.buffers.nbytes
     assert step.stats.replayed == CALLS - AT - 1, step.report()
     assert allocated - before[0] <= 2 * PARAMETERS + fed + static + PARAMETERS // 2
     assert reserved - before[1] - workspaces <= 1.15 * (need + 2 * PARAMETERS) + fed + static + 64 * MIB
@@ -215,7 +215,7 @@ def test_an_estimate_is_near_to_what_a_capture_reserves() -> None:
     rig = build(make_wide)
     step = managed(rig, backend=BACKEND, verify="off")
     drive(rig, step)
-    (program,) = step._machine.programs.all()
+    (program,) = step.machine.programs.all()
     assert step.stats.bytes_estimated == pytest.approx(program.nbytes, rel=1 / 3), step.report()
 
 
@@ -230,7 +230,7 @@ def test_a_program_that_is_too_large_is_not_captured() -> None:
         found = drive(rig, step)
     assert_same_runs(expected, found)
     assert step.stats.skipped == {SkipReason.MEMORY: CALLS - AT}
-    assert step._machine.programs.all() == []
+    assert step.machine.programs.all() == []
 
 
 @needs_cuda
@@ -367,7 +367,7 @@ def test_what_a_check_leaves_where_nobody_looks_is_not_overwritten() -> None:
     memory()
     torch.cuda.reset_peak_memory_stats(DEVICE)
     assert_same_runs(expected, drive(rig, step))
-    (backend,) = step._machine.runner._backends._known.values()
+    (backend,) = step.machine.runner._backends._known.values()
     assert (step.stats.captured == 2) is not backend._lends
     checked = {id(kept): (kept, copy) for kept, copy in pairs}
     assert len(checked) > 1

@@ -62,7 +62,7 @@ def test_prefetching_changes_nothing() -> None:
     found, step = train(prefetch=True)
     assert_same(expected, found)
     assert step.stats.replayed == STEPS - 6, step.report()
-    (program,) = step._machine.programs.all()
+    (program,) = step.machine.programs.all()
     assert program.staged_bytes == (4 * SIZE if CUDA else 0)
     step.close()
     assert program.staged_bytes == 0
@@ -73,7 +73,7 @@ def sleeping(seed: int) -> Between:
     dice = random.Random(seed)
 
     def wait(index: int, step: Any) -> None:
-        for program in step._machine.programs.all():
+        for program in step.machine.programs.all():
             if dice.random() < 0.5:
                 with torch.cuda.stream(program._inputs._staging._stream):
                     torch.cuda._sleep(dice.randrange(20_000_000))
@@ -119,7 +119,7 @@ def test_calls_on_changing_streams() -> None:
 def test_a_copy_does_not_wait_for_the_device() -> None:
     """While the device is busy the next input is already there."""
     _, step = train(prefetch=True)
-    (program,) = step._machine.programs.all()
+    (program,) = step.machine.programs.all()
     x, weight, done = pinned(0), torch.tensor(1.0), torch.cuda.Event()
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
@@ -136,13 +136,13 @@ def test_what_is_not_staged() -> None:
     expected, _ = train(eager_if=1, size=2**16)
     found, step = train(prefetch=True, size=2**16)
     assert_same(expected, found)
-    assert step._machine.programs.all()[0]._inputs._staging is None
+    assert step.machine.programs.all()[0]._inputs._staging is None
 
     expected, _ = train(eager_if=1)
     for make in (lambda index, size: pinned(index, size).clone(), lambda index, size: pinned(index, size).to(DEVICE)):
         found, step = train(prefetch=True, make=make)
         assert_same(expected, found)
-        assert not step._machine.programs.all()[0]._inputs._staging._is_taken
+        assert not step.machine.programs.all()[0]._inputs._staging._is_taken
 
 
 @needs_cuda
@@ -153,7 +153,7 @@ def test_a_call_that_was_broken_off() -> None:
 
     def between(index: int, step: Any) -> None:
         if index == STEPS - 4:
-            program = step._machine.programs.all()[0]
+            program = step.machine.programs.all()[0]
             program._inputs._staging.fetch([*map(pinned, (99,)), torch.tensor(1.0)])
             assert program._inputs._staging._is_taken
             broken.append(index)
@@ -161,7 +161,7 @@ def test_a_call_that_was_broken_off() -> None:
     found, step = train(between, prefetch=True)
     assert broken
     assert_same(expected, found)
-    assert not step._machine.programs.all()[0]._inputs._staging._is_taken
+    assert not step.machine.programs.all()[0]._inputs._staging._is_taken
 
 
 @needs_cuda

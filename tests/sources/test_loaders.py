@@ -200,4 +200,4 @@ def test_a_loader_that_no_step_names_is_left_alone() -> None:
         for x, y in loop.loader:
             step(x, y)
     assert step.stats.replayed
-    assert not any("dataset" in path for path in step._machine.managed.walk().slots)
+    assert not any("dataset" in path for path in step.machine.managed.walk().slots)

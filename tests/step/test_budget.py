@@ -41,7 +41,7 @@ def test_an_estimate_is_what_the_tape_takes() -> None:
     rig = build(make_rig)
     step = managed(rig)
     drive(rig, step)
-    (program,) = step._machine.programs.all()
+    (program,) = step.machine.programs.all()
     assert step.stats.bytes_estimated == pytest.approx(program.nbytes, rel=0.1)
     assert step.plan.footprint.total == step.stats.bytes_estimated
     assert re.search(r"the largest program was estimated at \d+\.\d MiB before its capture", step.report())
@@ -121,7 +121,7 @@ def test_a_budget_that_is_raised() -> None:
     with pytest.warns(UserWarning, match=r"takes? .*memory_budget allows 0\.0 MiB"):
         drive(rig, step)
     object.__setattr__(step._options, "memory_budget", 2**40)
-    step._machine.room._budget = 2**40
+    step.machine.room._budget = 2**40
     step.invalidate("more memory")
     drive(rig, step)
     assert step.stats.captured == 1
@@ -146,7 +146,7 @@ def test_programs_go_for_a_new_one_and_their_memory_with_them() -> None:
     step = make()
     for _ in range(6):
         step(one)
-    taken = step._machine.programs.nbytes
+    taken = step.machine.programs.nbytes
     assert taken >= 3 * size
     assert resident() - start >= 2.5 * size
     step.close()
@@ -156,7 +156,7 @@ def test_programs_go_for_a_new_one_and_their_memory_with_them() -> None:
     for kind in (1, 2, 3):
         for _ in range(6):
             assert step(one, kind).item() == pytest.approx(math.exp(2) * (size // 4), rel=1e-3)
-        assert step._machine.programs.nbytes <= taken + size
+        assert step.machine.programs.nbytes <= taken + size
         assert resident() - start <= taken + size
     assert step.stats.events == {"evicted: more bytes than memory_budget": 2}
     assert step.stats.captured == 3
@@ -172,7 +172,7 @@ def test_a_program_that_turns_out_to_be_too_large(monkeypatch: pytest.MonkeyPatc
     assert found == pytest.approx([math.exp(2) * MIB / 4] * 8, rel=1e-3)
     assert (step.stats.captured, step.stats.replayed) == (1, 0)
     assert step.stats.skipped == {SkipReason.MEMORY: 2}
-    assert step._machine.programs.all() == []
+    assert step.machine.programs.all() == []
 
 
 def test_a_device_that_has_too_little_memory() -> None:

@@ -66,7 +66,8 @@ BEFORE: dict[str, list[str]] = {
     ],
     "graphplan.step.state_machine": ["flatten", "settle_companions", "no_collections"],
     "graphplan.feed.unread": ["leaf_key"],
-    "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed"],
+    "graphplan.step.lookup": ["Lookup.find", "Lookup.geometry", "Lookup.keep", "check_feed", "KnownCall.leaves",
+                              "FastPath.remember"],
     "graphplan.step.programs": ["Programs.get", "Programs.count_capture", "Programs.check_due"],
     "graphplan.compare.fast_compare": ["Modes.now"],
     "graphplan.guards.fingerprint": ["Fingerprint.values", "Fingerprint.__init__"],
@@ -87,7 +88,6 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads"],
     "graphplan.program.outputs": ["Outputs.__init__"],
     "graphplan.program.inputs": ["StaticInputs.load"],
-    "graphplan.step.fast_path": ["KnownCall.leaves", "FastPath.remember"],
     "graphplan.report.stats": ["Stats.count_replay", "Stats.end_call"],
     "graphplan.step.replays": ["check_replay", "find_room"],
     "graphplan.verify.check": ["_Check.start", "_Check.first_replay", "_Check.compare", "collect_values"],
@@ -104,7 +104,7 @@ BEFORE: dict[str, list[str]] = {
 """Functions that run before the step, around it, in its middle or after it."""
 PLACES = [f"{module}:{name}" for module, names in BEFORE.items() for name in names]
 SHORT = {
-    "graphplan.step.fast_path:KnownCall.leaves", "graphplan.step.fast_path:FastPath.remember",
+    "graphplan.step.lookup:KnownCall.leaves", "graphplan.step.lookup:FastPath.remember",
     "graphplan.step.managed:Managed.rows",
 }  # fmt: skip
 """Without these, calls go the long way."""

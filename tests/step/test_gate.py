@@ -346,7 +346,7 @@ def test_new_signatures_are_eager_in_the_end_and_known_ones_are_replayed(monkeyp
     stats = rig.step.stats
     assert stats.skipped[SkipReason.MAX_GRAPHS] == 60 - 24
     walks: list[Any] = []
-    monkeypatch.setattr(rig.step._machine.managed, "walk", lambda: walks.append(1))
+    monkeypatch.setattr(rig.step.machine.managed, "walk", lambda: walks.append(1))
     rig.drive(rig.step, 10, rows=lambda index: index + 100)
     assert walks == []
     monkeypatch.undo()
@@ -393,7 +393,7 @@ def test_served_calls_that_pay_and_others_that_do_not(monkeypatch: pytest.Monkey
     assert run.stats.skipped.keys() == {SkipReason.SHAPE, SkipReason.SLOWER}
     rests, replayed = clock.rests, run.stats.replayed
     walks: list[Any] = []
-    monkeypatch.setattr(run._step._machine.managed, "look_again", lambda: walks.append(1))
+    monkeypatch.setattr(run._step.machine.managed, "look_again", lambda: walks.append(1))
     for _ in range(10):
         run(torch.zeros(9, 6))
         run(torch.zeros(4, 6))

@@ -195,7 +195,7 @@ def test_checks_that_may_take_little(monkeypatch: pytest.MonkeyPatch) -> None:
     step = managed(rig, verify=2)
     assert_same_runs(expected, drive(rig, step))
     assert (step.stats.replayed, step.stats.verified) == (CALLS - BEFORE_REPLAY, (CALLS - BEFORE_REPLAY) // 2)
-    (program,) = step._machine.programs.all()
+    (program,) = step.machine.programs.all()
     recorded = {id(grad) for _, grad in program._bindings._grads}
     grads = [parameter.grad for parameter in rig.owners["model"].parameters()]
     assert recorded == set(map(id, grads)) <= {id(tensor) for tensor in left[-1]}
@@ -240,7 +240,7 @@ def test_gradients_of_a_check_that_something_else_refers_to(keeps: str, monkeypa
     rig = build(make_rig)
     step = managed(rig, verify="off")
     drive(rig, step)
-    (program,) = step._machine.programs.all()
+    (program,) = step.machine.programs.all()
     first, *others = rig.owners["model"].parameters()
     recorded = [parameter.grad for parameter in (first, *others)]
     for parameter in (first, *others):
@@ -265,7 +265,7 @@ def test_a_program_whose_memory_eager_code_keeps_is_captured_anew(verify: Any) -
     def spoil(index: int) -> None:
         after(index)
         if index == BEFORE_REPLAY + 1:
-            (program,) = step._machine.programs.all()
+            (program,) = step.machine.programs.all()
             program._recording.is_spoiled = True
             spoiled.append(program)
 

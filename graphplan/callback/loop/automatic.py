@@ -74,7 +74,7 @@ class AutomaticSeam(RenewingSeam):
         self._components: GraphedStep | None = None
         self._logs.sums_in_step = self._may_sum
         self._whole = self._make(self._whole_body, self._owners(self._progress))
-        self._whole.decide_refusals(self._escalates)
+        self._whole.machine.refusals.escalates = self._escalates
         outside = keeps_optimizer_outside(self._module)
         if self._options.backend == "eager":
             return
@@ -102,7 +102,7 @@ class AutomaticSeam(RenewingSeam):
         self._logs.sums_in_step = False
         self._whole.close()
         self._update = self._make(self._update_body, self._owners(self._progress), feeds=False)
-        self._update.decide_refusals(lambda error: self._must_raise())
+        self._update.machine.refusals.escalates = lambda error: self._must_raise()
         self._put(self._loop, "_optimizer_step", self._step_optimizer)
 
     def keep_optimizer_outside(self, reason: str) -> None:
@@ -112,7 +112,7 @@ class AutomaticSeam(RenewingSeam):
         owners |= group_numbers(self._optimizer)
         self._whole.close()
         self._components = self._make(self._closure_body, owners)
-        self._components.decide_refusals(lambda error: self._must_raise())
+        self._components.machine.refusals.escalates = lambda error: self._must_raise()
         self._put(self._loop, "_make_closure", self._make_closure)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:

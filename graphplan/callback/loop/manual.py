@@ -45,7 +45,7 @@ class ManualSeam(RenewingSeam):
     def _begin(self) -> None:
         self._are_same: Callable[[], bool] = Checks(members_of(self._trainer.strategy, "_optimizers")).hold
         self._whole = self._make(self._body, self._owners({"step": self._loop.optim_step_progress}))
-        self._whole.decide_refusals(lambda error: self._must_raise())
+        self._whole.machine.refusals.escalates = lambda error: self._must_raise()
 
     @override
     def _end(self) -> None:
