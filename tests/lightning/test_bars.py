@@ -11,7 +11,7 @@ import pytest
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from graphplan.callback.logging import bars
-from graphplan.callback.logging.async_copies import LaggingNumbers, SentNumbers
+from graphplan.callback.logging.late_numbers import LaggingNumbers, SentNumbers
 from tests.lightning.parts import LitDigits, Observer, assert_same_fits, digits, fit, tape, with_step
 from tests.lightning.test_progress_bar import Counting
 
@@ -249,7 +249,7 @@ def test_a_bar_that_is_drawn_now_and_then_waits_for_no_numbers(tmp_path: Path, m
             self.looks += 1
             return self.looks > 3
 
-    monkeypatch.setattr("graphplan.callback.logging.bar_metrics.LaggingNumbers", partial(LaggingNumbers, Late))
+    monkeypatch.setattr("graphplan.callback.logging.bars.LaggingNumbers", partial(LaggingNumbers, Late))
     clock = iter(range(10**6))
     monkeypatch.setattr("graphplan.callback.logging.bars.perf_counter", lambda: next(clock) / 200)
     bar = PatientBar()

@@ -1,31 +1,122 @@
-"""Rows for the loggers, written when their numbers have arrived from the device, and not by waiting for them.
+"""Numbers of device tensors on their way to the host, for bars and loggers, without waiting.
 
 Every ``log_every_n_steps`` steps Lightning turns what was logged into numbers, one after the other, and hands them to
-the loggers, which write files: the device has nothing to do from the moment that the host asks until the host is back
-in the loop. Here the numbers are sent, and the loggers get them in one of the next steps. They get the same rows in the
-same order: whatever else is logged, and whoever wants to have to do with a logger's writer, comes after the rows on
-their way.
+the loggers, which write files; meanwhile the device has nothing to do. Here the numbers are sent, and the loggers get
+them in one of the next steps: the same rows in the same order. All else that is logged, and each use of a logger's
+writer, comes after the rows on their way.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import Tensor
 
-from graphplan.callback.logging.async_copies import SentNumbers
 from graphplan.feed.call_arguments import hands_over
 
 _MOST = 2
-"""Rows on their way at a time."""
+"""Copies or rows under way at a time: what is shown is no older than what the device has yet to do."""
+
 _ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()
-"""Whose rows come late, by logger. A logger's copy is not among them."""
+"""Rows that come late, by logger. A logger's copy is not among them."""
+
+
+class HostCopy:
+    """A copy of ``tensor`` in host memory, as it is when the device comes to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type != "cuda":
+            self._host = tensor.detach().to("cpu", copy=True)
+            return
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._host.copy_(tensor.detach(), non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def has_arrived(self) -> bool:
+        """Return True if the copy has completed."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Tensor:
+        """The copy, once it has completed."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+class SentNumbers:
+    """One number of each tensor, on its way: one copy for all of a dtype and device."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, value in values.items():
+            groups.setdefault((value.dtype, value.device), []).append(name)
+        self._copies = [
+            (names, HostCopy(torch.stack([values[name].detach().reshape(()) for name in names])))
+            for names in groups.values()
+        ]
+
+    def has_arrived(self) -> bool:
+        """Return True if all copies have completed."""
+        return all(copy.has_arrived() for _, copy in self._copies)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers by name, once they are there."""
+        return {
+            name: number
+            for names, copy in self._copies
+            for name, number in zip(names, copy.wait().tolist(), strict=True)
+        }
+
+
+class LaggingNumbers:
+    """Numbers of tensors that are read again and again: those that arrived last, instead of waiting.
+
+    ``send`` starts to copy.
+    """
+
+    def __init__(self, send: Callable[[Mapping[str, Tensor]], Any] = SentNumbers) -> None:
+        self._send = send
+        self._sent: deque[Any] = deque()
+        self._arrived: dict[str, float] = {}
+        self._awaited: Any = None
+        self._is_fresh = False
+
+    def are_here(self, values: Mapping[str, Tensor]) -> bool:
+        """Whether numbers have arrived that are no older than the first call which was answered with no. That call
+        sends those of its ``values``.
+        """
+        if self._awaited is None:
+            self._awaited = self._send(values)
+            self._sent.append(self._awaited)
+        self._take()
+        if any(sent is self._awaited for sent in self._sent):
+            return False
+        self._awaited, self._is_fresh = None, True
+        return True
+
+    def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """The latest numbers of ``values`` that are there. Waits for those that never were."""
+        self._take()
+        is_new = not values.keys() <= self._arrived.keys()
+        is_fresh, self._is_fresh = self._is_fresh, False
+        if is_new or (len(self._sent) < _MOST and not is_fresh):
+            self._sent.append(self._send(values))
+            self._take(wait=is_new)
+        return {name: self._arrived[name] for name in values}
+
+    def _take(self, *, wait: bool = False) -> None:
+        """Take in what has arrived, in the order in which it was sent."""
+        while self._sent and (wait or self._sent[0].has_arrived()):
+            self._arrived.update(self._sent.popleft().numbers())
 
 
 def _late(kind: Any) -> Any:
