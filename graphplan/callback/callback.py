@@ -213,29 +213,12 @@ class GraphPlanCallback(Callback):
         self.components = Components.parse(components)
         parsed = parse_policies(policies or {})
         self.options = Options(
-            policy=parsed.get("train"),
-            backend=backend,
-            warmup_steps=warmup_steps,
-            on_failure=on_failure,
-            allow=allow,
-            watch=watch,
-            eager_if=eager_if,
-            prepare_optimizers=prepare_optimizers,
-            fuse_optimizer=fuse_optimizer,
-            compile=compile,
-            verify=verify,
-            min_speedup=min_speedup,
-            max_graphs=max_graphs,
-            memory_budget=memory_budget,
-            max_recaptures=max_recaptures,
-            debug=debug,
-            debug_eager=debug_eager,
-            prefetch=prefetch,
-            shapes=shapes,
-            buckets=buckets,
-            pad=pad,
-            dynamic=dynamic,
-        )
+            policy=parsed.get("train"), backend=backend, warmup_steps=warmup_steps, on_failure=on_failure, allow=allow,
+            watch=watch, eager_if=eager_if, prepare_optimizers=prepare_optimizers, fuse_optimizer=fuse_optimizer,
+            compile=compile, verify=verify, min_speedup=min_speedup, max_graphs=max_graphs, memory_budget=memory_budget,
+            max_recaptures=max_recaptures, debug=debug, debug_eager=debug_eager, prefetch=prefetch, shapes=shapes,
+            buckets=buckets, pad=pad, dynamic=dynamic,
+        )  # fmt: skip
         self.variant = Variant(variant)
         self.eval = eval
         self.loop = loop
@@ -359,7 +342,10 @@ class GraphPlanCallback(Callback):
         for patch in self._patches:
             patch.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
-        direct = reason is None and self._takes_host_batches(trainer, pl_module)
+        # Whether steps copy batches to the device themselves: nobody else looks at them there.
+        asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
+        may = reason is None and not asks and self.transfer == "auto"
+        direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
         run = Run(trainer, pl_module, options, self._backends, self._stand_down, self._recover, self.variant, gate)
         seam = AutomaticSeam(run, self.components) if pl_module.automatic_optimization else ManualSeam(run)
@@ -395,11 +381,6 @@ class GraphPlanCallback(Callback):
         self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
         self._stock.begin(reason, detail)
 
-    def _takes_host_batches(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether steps copy batches to the device themselves: nobody else looks at them there."""
-        asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
-        return not asks and self.transfer == "auto" and keeps_stock_transfer(trainer, pl_module) is None
-
     def _install(self, part: str, seam: Seam) -> None:
         self._seams[part] = seam
         seam.install()
@@ -416,8 +397,7 @@ class GraphPlanCallback(Callback):
                 self._refuse(_EVALUATION, reason)
                 return
             options = replace(self.options, policy=self._eval_policy)
-            run = Run(trainer, pl_module, options, self._backends, lambda *_: None, self._recover)
-            self._install(_EVALUATION, EvaluationSeam(run))
+            self._install(_EVALUATION, EvaluationSeam(Run(trainer, pl_module, options, self._backends)))
 
     on_test_start = on_predict_start = on_validation_start
 

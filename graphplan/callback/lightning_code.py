@@ -27,6 +27,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.logger_connector impo
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
 from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 
+from graphplan.environment.origin import is_library
+
 LOOP_METHODS = (
     "run", "done", "_is_training_done", "_num_ready_batches_reached", "advance", "_should_check_val_fx",
     "on_advance_end", "update_lr_schedulers", "_update_learning_rates", "_should_accumulate",
@@ -80,19 +82,26 @@ def _form(node: Any) -> str:
     return f"{type(node).__name__}({', '.join(inner)})"
 
 
+def _inner(function: Any) -> Any:
+    """What torch, as ``torch.compiler.disable``, has wrapped; a wrapper of another package's is unknown code."""
+    while hasattr(function, "__wrapped__") and is_library(function.__code__.co_filename):
+        function = function.__wrapped__
+    return function
+
+
 @cache
-def _text_of(function: Any) -> str:
-    return _form(ast.parse(dedent(inspect.getsource(function))))
+def _digest_of(functions: tuple[Any, ...]) -> str:
+    try:
+        sources = [dedent(inspect.getsource(function)) for function in functions]
+    except (OSError, TypeError):
+        return ""
+    return sha256("\n".join(_form(ast.parse(source)) for source in sources).encode()).hexdigest()[:16]
 
 
 def digest_of(part: str) -> str:
     """The digest of what is installed of a part; an empty text if some of it has no source."""
     found: list[Any] = [getattr(holder, name, None) for holder, names in PARTS[part] for name in names]
-    try:
-        text = "\n".join(_text_of(inspect.unwrap(getattr(one, "fget", None) or one)) for one in found)
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    return sha256(text.encode()).hexdigest()[:16]
+    return _digest_of(tuple(_inner(getattr(one, "fget", None) or one) for one in found))
 
 
 def is_known(part: str) -> bool:

@@ -291,12 +291,11 @@ class StepLogs:
         return int(_ResultCollection._extract_batch_size(self._trainer._results, metric, given, metric.meta))  # type: ignore[arg-type]
 
     def _is_grouped(self, call: LogCall, value: Any) -> bool:
-        known = self._grouped.get(call.key)
-        if known is None or known.options != call.options or not isinstance(value, Tensor):
+        known, size = self._grouped.get(call.key), dict(call.options).get("batch_size")
+        if known is None or not (size is None or isinstance(size, int)):
+            return False  # A size that is no integer is Lightning's to add.
+        if known.options != call.options or not isinstance(value, Tensor):
             return False
-        size = dict(call.options).get("batch_size")
-        if size is not None and not isinstance(size, int):
-            return False  # Lightning adds it.
         # Not asked as an attribute, for which a metric would compute in the step.
         held = vars(self.sums.metric_of(call.key))["value"]
         return value.ndim == 0 and _kind(value) == self._kind == _kind(held)

@@ -79,21 +79,25 @@ class Figures:
     plan: Plan | None = None
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 @dataclass(frozen=True)
 class Run:
     """The run that a seam is made for.
 
     Attributes:
         when_down: told after a step that all those to come are eager, and why.
-        recover: takes graphplan out of the run after an error of its own, or raises it.
+        recover: see :data:`graphplan.callback.patches.Recover`.
     """
 
     trainer: Trainer
     module: LightningModule
     options: Options
     backends: Backends
-    when_down: Callable[[SkipReason, str], object]
-    recover: Recover
+    when_down: Callable[[SkipReason, str], object] = lambda reason, detail: None
+    recover: Recover = _raise
     variant: Variant = field(default_factory=lambda: Variant(None))
     gate: Gate | None = None
 
@@ -102,7 +106,7 @@ class Seam(ABC):
     """One loop's seam. ``install`` and ``remove`` are inverse; ``figures`` outlive both."""
 
     def __init__(self, run: Run) -> None:
-        self._run_of, self._trainer, self._module = run, run.trainer, run.module
+        self._made_for, self._trainer, self._module = run, run.trainer, run.module
         self.recover = run.recover
         self._variant, self._wrapper = run.variant, Wrapper(run.trainer)
         options, names = run.options, optimizers_of(run.trainer)
@@ -204,9 +208,9 @@ class Seam(ABC):
         escalates: Callable[[RefusalError], bool] | None = None,
     ) -> GraphedStep:
         """A step of ``body``, which is given batches if it ``feeds``. ``escalates`` says which refusals raise."""
-        gate = None if self._run_of.gate is None else self._run_of.gate.with_same_eager_time()
+        gate = None if self._made_for.gate is None else self._made_for.gate.with_same_eager_time()
         step = (step_class(self._options) if feeds else GraphedStep)(
-            body, owners, self._options, self._run_of.backends, find_peers(), compiles=False, gate=gate,
+            body, owners, self._options, self._made_for.backends, find_peers(), compiles=False, gate=gate,
             opens_gate=False,
         )  # fmt: skip
         step.decide_refusals(escalates or (lambda error: self._must_raise()))
@@ -253,7 +257,7 @@ class Seam(ABC):
     def _give_up(self, reason: SkipReason, detail: str) -> None:
         if not self._is_down:
             self._is_down = True
-            self._run_of.when_down(reason, detail)
+            self._made_for.when_down(reason, detail)
 
     def _renew(self) -> bool:
         """Make steps for the optimizers that the Trainer has now; if there are none, this step counts as eager.

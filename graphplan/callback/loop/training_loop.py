@@ -62,12 +62,14 @@ class Batches(Iterator[Any]):
     """Lightning's fetcher for one call of ``advance``. A batch that was read, and not begun, is its next one again."""
 
     def __init__(self, fetcher: Any) -> None:
-        self._fetcher, self._read = fetcher, _reader(fetcher)
+        self._fetcher = fetcher
+        self._read: Callable[[], Any] | None = None
         self.batch: Any = _NONE
 
     def read(self) -> Any:
         """The next batch, which is not begun yet."""
-        self.batch = _NONE
+        if self._read is None:
+            self._read = _reader(self._fetcher)
         self.batch = batch = _stock(self._read)
         return batch
 
@@ -220,9 +222,8 @@ class LoopSeam:
             return 1
         return 0 if trainer.val_check_batch == float("inf") else trainer.val_check_batch
 
-    @recovering(lambda self, progress: False)
-    def _goes_on(self, progress: Any) -> bool:
-        """Whether the next batch is this seam's as well: then this one is over, else Lightning's loop ends it."""
+    def _is_due(self, progress: Any) -> bool:
+        """Whether Lightning's loop has anything to do, or to decide, after this batch."""
         loop, ready = self._loop, progress.current.ready
         if (
             self._unchanged is None
@@ -232,12 +233,19 @@ class LoopSeam:
             or (self._validates_every and ready % self._validates_every == 0)
             or (self._max_steps != -1 and loop.global_step >= self._max_steps)
         ):
-            return False
+            return True
         for config in self._strategy.lr_scheduler_configs:
             if config.reduce_on_plateau and config.interval == "step":
-                return False
-        if not self._may_accumulate or not loop._should_accumulate():
-            loop._batches_that_stepped += 1
+                return True
+        return False
+
+    @recovering(lambda self, progress: False)
+    def _goes_on(self, progress: Any) -> bool:
+        """Whether the next batch is this seam's as well: then this one is over, else Lightning's loop ends it."""
+        if self._is_due(progress):
+            return False
+        if not self._may_accumulate or not self._loop._should_accumulate():
+            self._loop._batches_that_stepped += 1
         return True
 
     def _step_schedulers(self) -> None:
