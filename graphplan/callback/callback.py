@@ -6,28 +6,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.callback_options import Components, check_choices
-from graphplan.callback.clipping import FusedClipping, needed_clipping
-from graphplan.callback.evaluation import EvaluationHooks, EvaluationSeam
-from graphplan.callback.gates import closed_to_all, closed_to_training
-from graphplan.callback.instance_patch import PatchedMethods
-from graphplan.callback.logging.bars import stand_ins_of_bars
+from graphplan.callback.callback_options import Components, Variant, VariantOf, check_choices
+from graphplan.callback.evaluation import EvaluationSeam
+from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
+from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
+from graphplan.callback.logging.bars import LazyNumbers, ThrottledBar
 from graphplan.callback.loop.automatic import AutomaticSeam
 from graphplan.callback.loop.manual import ManualSeam
-from graphplan.callback.loop.requirements import closed_loop, keeps_stock_transfer
-from graphplan.callback.loop.seam import Figures, Seam
-from graphplan.callback.loop.stock_batches import StockBatches
+from graphplan.callback.loop.seam import Figures, Run, Seam
 from graphplan.callback.loop.training_loop import LoopSeam
-from graphplan.callback.loop.variants import Variant, VariantOf
-from graphplan.callback.sigterm import LaggingSigterm
 from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
@@ -49,7 +43,49 @@ _LIGHTNINGS_OWN = ("log", "log_dict")
 """Methods of the module that Lightning sets on every callback."""
 
 
-class GraphPlanCallback(EvaluationHooks):
+class StockBatches:
+    """Batches of a fit that Lightning trains on alone, before the seam is installed and after it was taken out: counted
+    by Lightning's own progress, without a look at each.
+
+    Attributes:
+        reason: why the current ones are not graphplan's; None for those that are timed.
+    """
+
+    def __init__(self, trainer: Any = None) -> None:
+        # Not the Trainer, which a callback must not keep.
+        self._progress: Any = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total
+        self._since: int | None = None
+        self._past = Stats()
+        self._detail = ""
+        self.reason: SkipReason | None = None
+
+    def begin(self, reason: SkipReason | None, detail: str = "") -> None:
+        """From the next batch on, Lightning is alone."""
+        self._since, self.reason, self._detail = self._progress.ready, reason, detail
+
+    def end(self) -> None:
+        """The current batch was the last one."""
+        self._past, self._since = self.added_to(Stats()), None
+
+    @property
+    def count(self) -> int:
+        """Batches since :meth:`begin`; 0 after :meth:`end`."""
+        count: int = 0 if self._since is None else self._progress.ready - self._since
+        return count
+
+    def added_to(self, stats: Stats) -> Stats:
+        """``stats`` with these batches among the eager ones."""
+        total = Stats()
+        total.merge(stats)
+        total.merge(self._past)
+        if self.count:
+            total.eager += self.count
+            if self.reason is not None:
+                total.skip(self.reason, self._detail, self.count)
+        return total
+
+
+class GraphPlanCallback(Callback):
     """Replays a Trainer's training steps, optimizer included, with the numbers of the same run without it.
 
     Examples:
@@ -177,29 +213,12 @@ class GraphPlanCallback(EvaluationHooks):
         self.components = Components.parse(components)
         parsed = parse_policies(policies or {})
         self.options = Options(
-            policy=parsed.get("train"),
-            backend=backend,
-            warmup_steps=warmup_steps,
-            on_failure=on_failure,
-            allow=allow,
-            watch=watch,
-            eager_if=eager_if,
-            prepare_optimizers=prepare_optimizers,
-            fuse_optimizer=fuse_optimizer,
-            compile=compile,
-            verify=verify,
-            min_speedup=min_speedup,
-            max_graphs=max_graphs,
-            memory_budget=memory_budget,
-            max_recaptures=max_recaptures,
-            debug=debug,
-            debug_eager=debug_eager,
-            prefetch=prefetch,
-            shapes=shapes,
-            buckets=buckets,
-            pad=pad,
-            dynamic=dynamic,
-        )
+            policy=parsed.get("train"), backend=backend, warmup_steps=warmup_steps, on_failure=on_failure, allow=allow,
+            watch=watch, eager_if=eager_if, prepare_optimizers=prepare_optimizers, fuse_optimizer=fuse_optimizer,
+            compile=compile, verify=verify, min_speedup=min_speedup, max_graphs=max_graphs, memory_budget=memory_budget,
+            max_recaptures=max_recaptures, debug=debug, debug_eager=debug_eager, prefetch=prefetch, shapes=shapes,
+            buckets=buckets, pad=pad, dynamic=dynamic,
+        )  # fmt: skip
         self.variant = Variant(variant)
         self.eval = eval
         self.loop = loop
@@ -208,8 +227,8 @@ class GraphPlanCallback(EvaluationHooks):
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._backends = Backends()
-        self._stand_ins: list[PatchedMethods] = []
-        self._kept: list[PatchedMethods] = []
+        self._patches: list[Any] = []
+        self._kept: list[Any] = []
         self._down: Seam | None = None
         self._stock = StockBatches()
         self._gate: Gate | None = None
@@ -219,7 +238,7 @@ class GraphPlanCallback(EvaluationHooks):
         """Figures of training or evaluation, in the current run or the last one."""
         seam = self._seams.get(part)
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
-        return self._stock.added_to(figures) if part == _TRAINING else figures
+        return replace(figures, stats=self._stock.added_to(figures.stats)) if part == _TRAINING else figures
 
     @property
     def stats(self) -> Stats:
@@ -278,9 +297,11 @@ class GraphPlanCallback(EvaluationHooks):
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
-        self._kept = [LaggingSigterm(trainer), *needed_clipping(trainer)]
-        for stand_in in self._kept:
-            stand_in.install()
+        # Without clipping, Lightning refuses a fit in which the user's own optimizer is fused.
+        fused = any(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in trainer.optimizers)
+        self._kept = [LaggingSigterm(trainer), *(fused_clipping(trainer) if fused else [])]
+        for patch in self._kept:
+            patch.install()
         device = trainer.strategy.root_device
         if self.options.is_gated(device):
             period = trainer.accumulate_grad_batches
@@ -320,25 +341,27 @@ class GraphPlanCallback(EvaluationHooks):
 
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam, and all that goes with it."""
-        clips = any(isinstance(kept, FusedClipping) for kept in self._kept)
-        self._stand_ins = [*([] if clips else [FusedClipping(trainer)]), *stand_ins_of_bars(trainer, self._recover)]
-        for stand_in in self._stand_ins:
-            stand_in.install()
+        numbers = LazyNumbers(trainer, self._recover)
+        clips = fused_clipping(trainer) if len(self._kept) == 1 else []
+        self._patches = [*clips, numbers, ThrottledBar(trainer, numbers)]
+        for patch in self._patches:
+            patch.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
-        direct = reason is None and self._takes_host_batches(trainer, pl_module)
+        # Whether steps copy batches to the device themselves: nobody else looks at them there.
+        asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
+        may = reason is None and not asks and self.transfer == "auto"
+        direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
-        kind = partial(AutomaticSeam, components=self.components) if pl_module.automatic_optimization else ManualSeam
-        seam = kind(trainer, pl_module, options, self.variant, self._backends, gate)
-        seam.tell_when_down(self._stand_down)
-        seam.recover = self._recover
+        run = Run(trainer, pl_module, options, self._backends, self._stand_down, self._recover, self.variant, gate)
+        seam = AutomaticSeam(run, self.components) if pl_module.automatic_optimization else ManualSeam(run)
         self._install(_TRAINING, seam)
         if self.options.prefetch and not direct:
             seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
         elif self.options.backend != "eager":
-            self._stand_ins.append(LoopSeam(trainer, pl_module, seam.sums, self._recover, direct=direct))
-            self._stand_ins[-1].install()
+            self._patches.append(LoopSeam(trainer, pl_module, seam.sums, self._recover, direct=direct))
+            self._patches[-1].install()
 
     def _recover(self, error: Exception) -> None:
         """Take graphplan out of the running fit after an error of its own, or raise the error.
@@ -363,17 +386,13 @@ class GraphPlanCallback(EvaluationHooks):
         self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
         self._stock.begin(reason, detail)
 
-    def _takes_host_batches(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether steps copy batches to the device themselves: nobody else looks at them there."""
-        asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
-        return not asks and self.transfer == "auto" and keeps_stock_transfer(trainer, pl_module) is None
-
     def _install(self, part: str, seam: Seam) -> None:
         self._seams[part] = seam
         seam.install()
 
     @override
-    def _start_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Install the seam of evaluation, if it is not there."""
         if not self.eval or _EVALUATION in self._seams:
             return
         self._figures[_EVALUATION] = Figures()
@@ -383,15 +402,19 @@ class GraphPlanCallback(EvaluationHooks):
                 self._refuse(_EVALUATION, reason)
                 return
             options = replace(self.options, policy=self._eval_policy)
-            self._install(_EVALUATION, EvaluationSeam(trainer, pl_module, options, self._backends))
+            self._install(_EVALUATION, EvaluationSeam(Run(trainer, pl_module, options, self._backends)))
+
+    on_test_start = on_predict_start = on_validation_start
 
     @override
-    def _end_evaluation(self, trainer: Trainer) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the seam at the end of a run that only evaluates: a fit may validate again."""
         if trainer.state.fn != TrainerFn.FITTING and _EVALUATION in self._seams:
             self._remove()
             figures = self._of(_EVALUATION)
             rank_zero_info(summary(figures.stats, plans=figures.plans))
+
+    on_test_end = on_predict_end = on_validation_end
 
     @contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
@@ -433,8 +456,8 @@ class GraphPlanCallback(EvaluationHooks):
         self._backends = Backends()
 
     def _remove_training(self) -> None:
-        while self._stand_ins:
-            self._stand_ins.pop().remove()
+        while self._patches:
+            self._patches.pop().remove()
         seam = self._seams.pop(_TRAINING, None)
         if seam is not None:
             seam.take_off()
@@ -466,5 +489,5 @@ class GraphPlanCallback(EvaluationHooks):
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
-        fresh = {"_seams": {}, "_backends": Backends(), "_stand_ins": [], "_kept": [], "_gate": None, "_down": None}
+        fresh = {"_seams": {}, "_backends": Backends(), "_patches": [], "_kept": [], "_gate": None, "_down": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}

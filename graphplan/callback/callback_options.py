@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule
 
 from graphplan.errors import OptionError, PolicyError
 
 _SIDES = ("forward_backward", "optimizer")
+VariantOf = Callable[[Any, int], Any] | str | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,41 @@ class Components:
     def both(self) -> bool:
         """Whether the whole step is captured to begin with."""
         return self.forward_backward and self.optimizer
+
+
+class Variant:
+    """Which program a batch belongs to, for steps whose control flow alternates: the user's own key.
+
+    Args:
+        given: ``(batch, batch_idx)`` to a literal (or a tuple of some), or the name of a method of the module that is
+            called like that; None if there is one way only.
+
+    Raises:
+        OptionError: for anything else.
+    """
+
+    def __init__(self, given: VariantOf) -> None:
+        if given is not None and not callable(given) and not isinstance(given, str):
+            raise OptionError(
+                f"variant is {given!r}; expected a function of (batch, batch_idx) or the name of a method of the module"
+            )
+        self._given = given
+        self.is_given = given is not None
+        """Whether there may be several ways."""
+
+    def of(self, module: LightningModule, batch: Any, batch_idx: int) -> Any:
+        """The key of this batch.
+
+        Raises:
+            OptionError: if the module has no such method.
+        """
+        found = getattr(module, self._given, None) if isinstance(self._given, str) else self._given
+        if not callable(found):
+            raise OptionError(
+                f"variant is {self._given!r}, and {type(module).__name__} has no such method; expected one that takes "
+                "(batch, batch_idx)"
+            )
+        return found(batch, batch_idx)
 
 
 def check_choices(*, mode: str, eval: bool, **choices: str) -> None:

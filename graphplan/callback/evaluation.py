@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from graphplan.callback.gates import members_of
-from graphplan.callback.loop.renewing import RenewingSeam
-from graphplan.callback.loop.variants import Variant
+from graphplan.callback.hooks import members_of
+from graphplan.callback.loop.seam import Run, Seam
 from graphplan.compare.comparing import Checks
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.step.gate import Clock, Gate
 from graphplan.step.graphed_step import GraphedStep
-from graphplan.step.options import Options
 from graphplan.step.peers import find_peers
-from graphplan.step.runner import Backends
 
 _HOOKS = ("validation_step", "test_step", "predict_step")
 _ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
@@ -30,18 +25,18 @@ METRICS_TOO = Policy("inference", static_roles=tuple(Role))
 """The inference policy, and state static as well: metrics that a step updates are state."""
 
 
-class EvaluationSeam(RenewingSeam):
+class EvaluationSeam(Seam):
     """The seam of the strategy's evaluation steps. It stays for the whole of a run, from one validation to the next."""
 
-    def __init__(self, trainer: Trainer, module: LightningModule, options: Options, backends: Backends) -> None:
-        policy = options.policy or METRICS_TOO
-        options = replace(options, mode="inference", policy=policy, eager_if=None, shapes="exact", buckets=None)
-        super().__init__(trainer, module, options, Variant(None), backends)
-        self._strategy: Any = trainer.strategy
+    def __init__(self, run: Run) -> None:
+        policy = run.options.policy or METRICS_TOO
+        options = replace(run.options, mode="inference", policy=policy, eager_if=None, shapes="exact", buckets=None)
+        super().__init__(replace(run, options=options))
+        self._strategy: Any = run.trainer.strategy
         self._gates: dict[str, Gate | None] = {}
 
+    @override
     def install(self) -> None:
-        """Put the seam in."""
         for hook in _HOOKS:
             self._put(self._strategy, hook, partial(self._run, hook))
         self._begin()
@@ -89,22 +84,20 @@ class EvaluationSeam(RenewingSeam):
     @override
     def _look_at(self, step: GraphedStep) -> None:
         """Have Lightning's own method back where its step stands down."""
-        for hook, standin in zip(_HOOKS, self._standins, strict=True):
+        for hook, patch in zip(_HOOKS, self._patches, strict=True):
             if step.is_down and self._by_hook.get(hook) is step:
-                standin.take_off()
+                patch.remove()
 
     def _replayed(self, hook: str, *args: Any) -> Any:
         if not self._are_same():
             self._renew()
         kwargs = OrderedDict(zip(_ARGUMENTS, args, strict=False))
-        self._context = (None, kwargs.get("batch_idx", 0), kwargs)
-        if hook not in self._by_hook:
+        self._enter(kwargs.get("batch_idx", 0), kwargs)
+        step = self._by_hook.get(hook)
+        if step is None:
             step = self._by_hook[hook] = self._make(partial(self._body, hook), self._owners({}))
-            step.machine.refusals.escalates = lambda error: self._must_raise()
-        step = self._by_hook[hook]
-        result = self._through(
-            step, lambda: self._stock(hook, *args), (kwargs.get("dataloader_idx"), self._trainer.sanity_checking)
-        )
+        facts = (kwargs.get("dataloader_idx"), self._trainer.sanity_checking)
+        result = self._through(step, lambda: self._stock(hook, *args), kwargs["batch"], facts)
         self._look_at(step)
         return result
 
@@ -113,45 +106,3 @@ class EvaluationSeam(RenewingSeam):
 
     def _body(self, hook: str, batch: Any, *facts: Any) -> dict[str, Any]:
         return self._in_step(lambda kwargs: self._stock(hook, *kwargs.values()), batch)
-
-
-class EvaluationHooks(Callback):
-    """A callback that does something when an evaluation starts, and something when it ends."""
-
-    @abstractmethod
-    def _start_evaluation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """An evaluation starts."""
-
-    @abstractmethod
-    def _end_evaluation(self, trainer: Trainer) -> None:
-        """An evaluation ends."""
-
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam of evaluation."""
-        self._start_evaluation(trainer, pl_module)
-
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam of evaluation."""
-        self._start_evaluation(trainer, pl_module)
-
-    @override
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Install the seam of evaluation."""
-        self._start_evaluation(trainer, pl_module)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam of evaluation, except in a fit."""
-        self._end_evaluation(trainer)
-
-    @override
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam of evaluation."""
-        self._end_evaluation(trainer)
-
-    @override
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remove the seam of evaluation."""
-        self._end_evaluation(trainer)

@@ -1,30 +1,32 @@
-"""What a run must be like for its steps to be captured, and what to do where it is not."""
+"""Why a run's steps are not captured, or its loop is not replaced: each reason in words."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+import lightning
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.progress import _BatchProgress
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
     ModelParallelStrategy,
     SingleDeviceStrategy,
+    Strategy,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from graphplan.callback.callback_options import Components
-from graphplan.compare.comparing import Checks, Row, contents_of
-from graphplan.owners.naming import free_name
+from graphplan.callback.hooks import END, START, hands_out_batch, has_hook
+from graphplan.callback.lightning_code import LOOP_METHODS, is_known
 
-STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-"""Hooks that Lightning calls inside the step, so that they run in the recording and not in a replay."""
-_METHODS = (
-    "training_step", "validation_step", "test_step", "predict_step", "backward", "manual_backward", "optimizer_step",
-    "optimizer_zero_grad", "toggle_optimizer", "untoggle_optimizer", "configure_gradient_clipping", "clip_gradients",
-)  # fmt: skip
-"""Methods of a module that Lightning calls inside the step, or the module itself."""
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+STOCK_HOOKS = frozenset((START, *_TRANSFERS))
+"""Hooks of the module that Lightning's own loop calls for each batch, and the loop seam never."""
 
 
 def closed_to_all(trainer: Any) -> str | None:
@@ -61,8 +63,8 @@ def _closed_strategy(strategy: Any) -> str | None:
 
 
 def needed_warmup(strategy: Any) -> int:
-    """Eager steps before the trace that the strategy needs to settle: DDP forms its buckets anew in the second one, and
-    on CUDA times some of the first ten on the host.
+    """Eager steps that the strategy needs before a trace: DDP forms its buckets anew in the second one, and on CUDA
+    times some of the first ten on the host.
     """
     if not isinstance(strategy, DDPStrategy):
         return 1
@@ -91,54 +93,50 @@ def closed_to_training(trainer: Any, module: LightningModule, components: Compon
     return None
 
 
-def has_hook(thing: Any, name: str, base: type) -> bool:
-    """Whether ``thing`` has another hook than ``base``, of whatever kind: a function, an object, a mock."""
-    return getattr(getattr(thing, name), "__func__", None) is not getattr(base, name)
-
-
-def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
-    """Callbacks with hooks inside the step: their Python state is watched like the module's."""
-    callbacks: list[Any] = getattr(trainer, "callbacks", [])
-    hooked: dict[str, Any] = {}
-    for callback in callbacks:
-        if any(has_hook(callback, hook, Callback) for hook in STEP_HOOKS):
-            hooked[free_name(f"callbacks[{type(callback).__name__}]", hooked)] = callback
-    return hooked
-
-
-def own_of(places: Sequence[tuple[dict[str, Any], str]]) -> Row:
-    """A comparison that holds while every dictionary has what it has under its name now, or lacks it."""
-    spaces, names = [space for space, _ in places], [name for _, name in places]
-    return ("same_values", spaces, names, list(map(dict.get, spaces, names)))
-
-
-def members_of(thing: Any, name: str) -> list[Row]:
-    """Comparisons that hold while ``thing`` has this list, and nothing else is in it."""
-    held = getattr(thing, name)
-    return [("same_attributes", [thing], [name], [held]), *contents_of([held])]
-
-
-class OwnHooks:
-    """Tells when a callback comes or goes, or a module or callback gets or loses a hook of its own, on the instance."""
-
-    def __init__(self, trainer: Any, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
-        self._checks: Any = None
-        self._changes = 0
-
-    def changes(self) -> int:
-        """How often that has happened so far."""
-        if self._checks is None or not self._checks.hold():
-            callbacks = self._trainer.callbacks
-            places = [(vars(self._module), name) for name in (*_METHODS, *STEP_HOOKS)]
-            places += [(vars(callback), name) for callback in callbacks for name in STEP_HOOKS]
-            self._checks = Checks([*members_of(self._trainer, "callbacks"), own_of(places)])
-            self._changes += 1
-        return self._changes
-
-
 def keeps_optimizer_outside(module: LightningModule) -> str | None:
     """Why the optimizer step must run on the host in any case; None if it may be captured."""
     if is_overridden("optimizer_step", module):
         return f"{type(module).__name__}.optimizer_step is overridden, so it runs on the host for each step"
+    return None
+
+
+def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
+    """Why a training step cannot take batches right from host memory; None if nothing speaks against it."""
+    if trainer.strategy.root_device.type == "cpu":
+        return "the step computes where batches are"
+    if any(has_hook(module, hook, LightningModule) for hook in (START, END)):
+        return f"{type(module).__name__} has hooks for batches"
+    for callback in trainer.callbacks:
+        if any(has_hook(callback, hook, Callback) for hook in (START, END)) and hands_out_batch(callback):
+            return f"{type(callback).__name__} has hooks for batches"
+    return None
+
+
+def closed_loop(trainer: Any, module: LightningModule) -> str | None:
+    """Why a run needs Lightning's own loop over batches; None if nothing speaks against the loop seam."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    for name in LOOP_METHODS:
+        if getattr(type(loop), name) is not getattr(_TrainingEpochLoop, name) or name in vars(loop):
+            return f"the training loop's {name} is not Lightning's own"
+    if not is_known("loop"):
+        return f"the code of Lightning {lightning.__version__}'s loop is none of those that are known here"
+    if type(loop.batch_progress) is not _BatchProgress:
+        return f"progress is kept by a {type(loop.batch_progress).__name__}"
+    if type(trainer.profiler) is not PassThroughProfiler:
+        return f"the {type(trainer.profiler).__name__} has rows of Lightning's loop"
+    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+        return "training_step takes the iterator of batches"
+    if has_hook(module, START, LightningModule):
+        return f"{type(module).__name__}.{START} may end the epoch"
+    for hook in _TRANSFERS:
+        source = trainer._data_connector._datahook_selector.get_instance(hook)
+        if source is not module or is_overridden(hook, module):
+            return f"{type(source).__name__}.{hook} is overridden"
+    if type(trainer.precision_plugin).convert_input is not Precision.convert_input:
+        return f"the {type(trainer.precision_plugin).__name__} converts batches"
+    strategy: Any = type(trainer.strategy)
+    if strategy.batch_to_device is not Strategy.batch_to_device or strategy.on_train_batch_start is not (
+        Strategy.on_train_batch_start
+    ):
+        return f"the {strategy.__name__} has hooks for batches"
     return None

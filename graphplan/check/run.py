@@ -14,7 +14,7 @@ from graphplan.check.result import Result, blockers_of
 from graphplan.errors import SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.report.stats import Stats
-from graphplan.step.decorator import graph_step
+from graphplan.step.graphed_step import graph_step
 from graphplan.trace.findings import collecting
 
 STEPS = 16

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
+from graphplan.callback.lightning_code import KNOWN, digest_of
 from graphplan.callback.logging import bars
-from graphplan.callback.logging.async_copies import LaggingNumbers, SentNumbers
+from graphplan.callback.logging.late_numbers import LaggingNumbers, SentNumbers
 from tests.lightning.parts import LitDigits, Observer, assert_same_fits, digits, fit, tape, with_step
 from tests.lightning.test_progress_bar import Counting
 
@@ -118,6 +119,7 @@ def test_a_bar_that_rests_is_not_asked(
         return own(self, current, total)
 
     monkeypatch.setattr(TQDMProgressBar, "_should_update", should_update)
+    monkeypatch.setitem(KNOWN["bar"], digest_of("bar"), "this test's")
     bar = kind()
     run(tmp_path, bar, tape(), limit_val_batches=0)
     assert len(bar.shown) <= 64 + 3
@@ -184,7 +186,7 @@ def test_a_bar_is_its_own_again_after_the_fit(tmp_path: Path) -> None:
     callback = tape()
     run(tmp_path, bar, callback)
     assert "_should_update" not in vars(bar)
-    assert copy.deepcopy(callback)._stand_ins == []
+    assert copy.deepcopy(callback)._patches == []
 
 
 class _Looks(Callback):
@@ -249,7 +251,7 @@ def test_a_bar_that_is_drawn_now_and_then_waits_for_no_numbers(tmp_path: Path, m
             self.looks += 1
             return self.looks > 3
 
-    monkeypatch.setattr("graphplan.callback.logging.bar_metrics.LaggingNumbers", partial(LaggingNumbers, Late))
+    monkeypatch.setattr("graphplan.callback.logging.bars.LaggingNumbers", partial(LaggingNumbers, Late))
     clock = iter(range(10**6))
     monkeypatch.setattr("graphplan.callback.logging.bars.perf_counter", lambda: next(clock) / 200)
     bar = PatientBar()

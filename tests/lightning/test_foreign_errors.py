@@ -95,9 +95,9 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
     "place",
     [
         "callback.gates:has_hook", "callback.callback:closed_to_training", "callback.callback:closed_loop",
-        "callback.clipping:FusedClipping.__init__", "callback.loop.automatic:AutomaticSeam.install",
+        "callback.callback:fused_clipping", "callback.loop.automatic:AutomaticSeam.install",
         "callback.loop.training_loop:LoopSeam.__init__", "callback.loop.training_loop:LoopSeam.install",
-        "callback.logging.logger_rows:LateRows.install",
+        "callback.logging.late_numbers:LateRows.install",
         "callback.loop.seam:Seam.__init__",
         "step.lookup:Lookup.find", "step.traces:trace", "step.traces:build_plan", "step.stages:capture_program",
         "verify.check:_Check.compare", "verify.check:_Check.start", "owners.discovery:Discovery.unknown",
@@ -127,14 +127,14 @@ class Shown(LitDigits):
 
 
 IN_FIT = [
-    *("loop.training_loop:LoopSeam._differs", "loop.training_loop:reader", "loop.training_loop:LoopSeam._moved"),
-    *("loop.training_loop:LoopSeam._goes_on", "loop.training_loop:LoopSeam._end"),
-    *("logging.deferred_logs:LogNotes.start", "logging.deferred_logs:LogNotes._settled"),
-    *("logging.deferred_logs:LogNotes._in_known_dtype", "logging.deferred_logs:find_source"),
-    *("logging.bar_metrics:LazyConnector.postpone", "logging.bar_metrics:LazyConnector._settle"),
-    *("logging.logger_rows:LateRows.take", "logging.logger_rows:LateRows.look"),
-    *("logging.async_copies:HostCopy.__init__", "logging.async_copies:HostCopy.has_arrived"),
-    "logging.async_copies:HostCopy.wait",
+    *("loop.training_loop:LoopSeam._is_due", "loop.training_loop:_reader", "loop.training_loop:LoopSeam._ready"),
+    "logging.epoch_sums:Sums.whole",
+    *("logging.step_logs:StepLogs.start", "logging.step_logs:StepLogs._settled"),
+    *("logging.step_logs:StepLogs._in_known_dtype", "logging.step_logs:find_source"),
+    *("logging.connector:LazyConnector.postpone", "logging.connector:LazyConnector._settle"),
+    *("logging.late_numbers:LateRows.take", "logging.late_numbers:LateRows.look"),
+    *("logging.late_numbers:HostCopy.__init__", "logging.late_numbers:HostCopy.has_arrived"),
+    "logging.late_numbers:HostCopy.wait",
 ]
 """What stands in for Lightning's own code from batch to batch."""
 
@@ -151,7 +151,7 @@ def test_errors_of_graphplans_own_in_the_middle_of_a_fit(
 
 def test_logs_that_fail_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has run: what it logged is half done, and said to be."""
-    monkeypatch.setattr("graphplan.callback.logging.deferred_logs.LogNotes._usual_of", _failing(lambda: None, 0))
+    monkeypatch.setattr("graphplan.callback.logging.step_logs.StepLogs._usual_of", _failing(lambda: None, 0))
     with pytest.raises(EffectError, match=r"ArithmeticError .*not expected\. the step of Shown has run"):
         fit(Shown, tmp_path, tape(on_failure="eager"), max_epochs=1)
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from graphplan.callback.loop.requirements import switches_of
+from graphplan.callback.hooks import switches_of
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, trainer_of
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar, RichProgressBar, 
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torchmetrics.classification import MulticlassAccuracy
 
-from graphplan.callback.logging.async_copies import HostCopy, LaggingNumbers
+from graphplan.callback.logging.late_numbers import HostCopy, LaggingNumbers
 from tests.lightning.parts import LitDigits, fit, tape, with_step
 
 PER_FIT = 2 * 10
@@ -248,7 +248,7 @@ def test_only_a_bar_that_always_asks_is_shown_older_numbers(
     eager, bar, exact, road = _Apart(every), _Apart(every), _Exact(), _Road()
     options: dict[str, Any] = {"max_epochs": 2, "enable_progress_bar": True}
     fit(Counting, tmp_path / "eager", more=[eager], **options)
-    monkeypatch.setattr("graphplan.callback.logging.bar_metrics.LaggingNumbers", partial(LaggingNumbers, road))
+    monkeypatch.setattr("graphplan.callback.logging.bars.LaggingNumbers", partial(LaggingNumbers, road))
     fit(Counting, tmp_path / "graphed", tape(verify="off"), more=[bar, exact], **options)
     assert exact.seen == list(range(PER_FIT))
     assert bar.ends == eager.ends

@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor
 
-from graphplan.callback.logging import logger_rows as rows
-from graphplan.callback.logging.async_copies import SentNumbers
+from graphplan.callback.logging import late_numbers as rows
+from graphplan.callback.logging.late_numbers import SentNumbers
 from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.parts import Fit, LitDigits, assert_same_fits, fit, tape, with_step
 

@@ -1,20 +1,26 @@
-"""Progress bars that are drawn as often as somebody can see it, not once per step.
+"""Progress bars: drawn as often as it can be seen, with numbers that arrived last.
 
 Lightning's ``TQDMProgressBar`` writes two lines to the terminal after every ``refresh_rate`` batches, one by default:
-more time than a small replay takes. While steps are that fast, a bar is drawn some twenty times a second.
+more time than a small replay takes. While steps are that fast, a bar is drawn some twenty times a second, when its
+numbers have arrived. A bar that asks for numbers after every batch is shown those that arrived last, which lag behind
+by what the device has yet to do. At an epoch's end, and where a bar asks now and then by itself, they are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
-from graphplan.callback.instance_patch import InstancePatch, PatchedMethods, Recover
-from graphplan.callback.logging.bar_metrics import LazyNumbers
+from graphplan.callback.lightning_code import is_known
+from graphplan.callback.logging.connector import LazyConnector, tensors_of
+from graphplan.callback.logging.late_numbers import LaggingNumbers
+from graphplan.callback.patches import InstancePatch, Recover, recovering
 
 _INTERVAL = 0.05
 """Seconds between two pictures."""
@@ -22,8 +28,62 @@ _SLOW_START = 64
 """So many updates of a bar are drawn in any case: those of short runs, which are looked at one by one."""
 
 
-class ThrottledBar(PatchedMethods):
-    """Stands where a Trainer's bar asks whether to draw itself, unless the bar has an opinion of its own.
+class LazyNumbers:
+    """Makes a Trainer's connector a lazy one, unless it has a class of the user's own, and tells it when a bar asks."""
+
+    def __init__(self, trainer: Trainer, recover: Recover) -> None:
+        self._trainer, self.recover = trainer, recover
+        self._connector: Any = trainer._logger_connector
+        self._numbers = LaggingNumbers()
+        self._asked = -1
+        self._is_picture = False
+        bars = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, ProgressBar)]
+        bars = [bar for bar in bars if "get_metrics" not in vars(bar)]
+        self._patches = [InstancePatch(bar, "get_metrics", partial(self._ask, bar)) for bar in bars]
+
+    def install(self) -> None:
+        """Put it in."""
+        if type(self._connector) is _LoggerConnector and is_known("logs"):
+            self._connector.__class__ = LazyConnector
+            vars(self._connector)["recover"] = self.recover
+            for patch in self._patches:
+                patch.install()
+
+    def remove(self) -> None:
+        """Read what was not asked for yet, and take it off."""
+        for patch in self._patches:
+            patch.remove()
+        if isinstance(self._connector, LazyConnector):
+            self._connector.settle()
+            self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
+            del vars(self._connector)["recover"]
+            self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
+
+    @recovering(lambda self: True)
+    def are_here(self) -> bool:
+        """Whether a bar that draws itself now can show numbers without waiting for them."""
+        lazy = isinstance(self._connector, LazyConnector)
+        tensors = tensors_of(dict(self._connector.metrics["pbar"])) if lazy else {}
+        self._is_picture = bool(tensors) and self._numbers.are_here(tensors)
+        return self._is_picture or not tensors
+
+    def _ask(self, bar: Any, *args: Any, **kwargs: Any) -> Any:
+        """In place of a bar's ``get_metrics``."""
+        is_picture, self._is_picture = self._is_picture, False
+        batch = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        asks_always = batch - self._asked <= 1 and self._connector._first_loop_iter is not None
+        self._asked = batch
+        if not asks_always and not is_picture:
+            return type(bar).get_metrics(bar, *args, **kwargs)
+        self._connector.lagging = self._numbers
+        try:
+            return type(bar).get_metrics(bar, *args, **kwargs)
+        finally:
+            vars(self._connector).pop("lagging", None)
+
+
+class ThrottledBar:
+    """Stands where a Trainer's bar asks whether to draw itself, unless the bar has a rule of its own.
 
     An update that is not drawn still sets the count of the bar that it is of: whatever draws that bar next, its close
     included, shows where it is.
@@ -31,24 +91,30 @@ class ThrottledBar(PatchedMethods):
 
     def __init__(self, trainer: Trainer, numbers: LazyNumbers) -> None:
         self._trainer, self._numbers = trainer, numbers
-        bar: Any = trainer.progress_bar_callback
+        self._bar: Any = trainer.progress_bar_callback
+        bar = self._bar
         known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
-        self._bar: Any = bar if known else None
-        super().__init__(*([InstancePatch(bar, "_should_update", self._should_update)] if known else []))
+        self._patches = [InstancePatch(bar, "_should_update", self._should_update)] if known and is_known("bar") else []
         self._asked = 0
         self._drawn = 0.0
+
+    def install(self) -> None:
+        """Put it in."""
+        for patch in self._patches:
+            patch.install()
+
+    def remove(self) -> None:
+        """Take it off."""
+        for patch in self._patches:
+            patch.remove()
 
     def _should_update(self, current: int, total: int | None) -> bool:
         if not TQDMProgressBar._should_update(self._bar, current, total):  # type: ignore[arg-type]
             return False
         self._asked += 1
         now = perf_counter()
-        is_last = current == total
-        if (
-            self._asked > _SLOW_START
-            and not is_last
-            and (now - self._drawn < _INTERVAL or not self._numbers.are_here())
-        ):
+        may_rest = self._asked > _SLOW_START and current != total
+        if may_rest and (now - self._drawn < _INTERVAL or not self._numbers.are_here()):
             bar = self._bar.train_progress_bar if self._trainer.training else self._bar.val_progress_bar
             bar.n = current
             return False
@@ -60,28 +126,8 @@ class ThrottledBar(PatchedMethods):
         if self._asked <= _SLOW_START or perf_counter() - self._drawn >= _INTERVAL:
             return False
         bar, current = self._bar, batch_idx + 1
-        if bar is None or current == bar.train_progress_bar.total:
+        if current == bar.train_progress_bar.total:
             return False
         if bar.is_enabled and current % bar.refresh_rate == 0:
             bar.train_progress_bar.n = current
         return True
-
-
-_AFTER_BATCH = {"train_progress_bar", "_should_update", "total", "_update_n", "set_postfix", "get_metrics"}
-"""All that Lightning's bar names after a batch: it does nothing where it is not to update."""
-
-
-def resting(callback: Any) -> Callable[[int], bool] | None:
-    """What says after which batches ``callback`` has nothing to do, if it is a bar that stays silent now and then."""
-    hook: Any = getattr(type(callback), "on_train_batch_end", None)
-    asked = vars(callback).get("_should_update")
-    bar = getattr(getattr(asked, "func", None), "__self__", None)
-    if not isinstance(bar, ThrottledBar) or hook is not TQDMProgressBar.on_train_batch_end:
-        return None
-    return bar.rests if _AFTER_BATCH.issuperset(hook.__code__.co_names) else None
-
-
-def stand_ins_of_bars(trainer: Trainer, recover: Recover) -> list[PatchedMethods]:
-    """All that has to do with a Trainer's bars."""
-    numbers = LazyNumbers(trainer, recover)
-    return [numbers, ThrottledBar(trainer, numbers)]

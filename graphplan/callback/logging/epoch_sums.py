@@ -1,34 +1,32 @@
-"""Epoch means of logged values, summed inside the step.
+"""What steps log, kept for Lightning's metrics without touching each of them after each step.
 
 For a value that is averaged over the epoch, Lightning adds value times batch size to one tensor and the batch size to
-another: on a GPU four launches per value and step, beside the replay. Here the values that a step logs are added in one
-go, inside the step, to a vector of graphplan's; what Lightning's metrics hold are elements of it. A metric that
-Lightning resets gets new tensors, whose values go back into the vector before the next step. Batch sizes are Python
-numbers, and are counted as such.
+another: on a GPU four launches per value and step, beside the replay. Here the metrics that a step logs form a *group*.
+The means among them are added in one go, inside the step, to a vector of graphplan's, of which the metrics hold the
+elements. After a step the group counts it, and keeps the values that it logged; a metric makes up for the steps that it
+has missed when it is asked. A metric that Lightning resets gets new tensors, whose values go back into the vector
+before the next step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import compress
 from operator import is_not, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
-from graphplan.callback.logging.log_calls import LogCall
-
 _value_of = itemgetter("value")
-_LAZY = ("cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset")
-"""What each step changes in a metric of Lightning's besides the sum of its values."""
-Key = tuple[str, ...]
-"""Metrics that a step logs together, by Lightning's keys for them."""
+_LAZY = ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset")
+"""What a logged value changes in a metric of Lightning's."""
 
 
-class SummedMetric(_ResultMetric):
-    """The class of a metric whose sums are a group's. The group counts steps and keeps the values of the latest one;
-    the metric makes good for them when somebody asks for what they change in it, or changes that.
+class GroupedMetric(_ResultMetric):
+    """The class of a metric in a group: up to date when it is asked for what a logged value changes, or when that is
+    set.
     """
 
     group: Group
@@ -36,26 +34,27 @@ class SummedMetric(_ResultMetric):
     since: int
 
     def settle(self) -> dict[str, Any]:
-        """Make good for the steps since the last time: what ``update`` does in each, besides the sum of values."""
+        """Make up for the steps since the last time: what ``update`` does in each, but for the sum of values."""
         inner, group = vars(self), self.group
         missing = group.steps - self.since
         if missing:
             inner["since"] = group.steps
-            inner["cumulated_batch_size"] = inner["cumulated_batch_size"] + missing * group.sizes[self.number]
             inner["_update_count"] += missing
             inner["_computed"], inner["has_reset"] = None, False
+            if self.meta.on_epoch:
+                inner["cumulated_batch_size"] = inner["cumulated_batch_size"] + missing * group.sizes[self.number]
             if self.meta.on_step:
                 inner["_forward_cache"] = group.values[self.number]
+                if not self.meta.on_epoch:
+                    inner["value"] = inner["_forward_cache"]
         return inner
 
 
 def _lazy(name: str) -> Any:
-    """A property for what a step changes: up to date when somebody asks for it."""
-
-    def read(self: SummedMetric) -> Any:
+    def read(self: GroupedMetric) -> Any:
         return self.settle()[name]
 
-    def write(self: SummedMetric, value: Any) -> None:
+    def write(self: GroupedMetric, value: Any) -> None:
         self.settle()[name] = value
         self.group.is_whole = False
 
@@ -63,34 +62,37 @@ def _lazy(name: str) -> Any:
 
 
 for _name in _LAZY:
-    setattr(SummedMetric, _name, _lazy(_name))
+    setattr(GroupedMetric, _name, _lazy(_name))
 
 
 class Group:
-    """The sums of some metrics.
+    """Metrics that steps log together, the means first.
 
     Attributes:
+        metrics: by Lightning's keys.
+        means: how many of them are means over the epoch.
         steps: how many steps were counted.
-        sizes: the batch size of each metric in those steps that it has not added yet.
+        sizes: the batch size of each metric in those steps that it has not made up for yet.
         values: what the latest step logged, by metric.
         is_whole: whether all metrics are as that step left them.
     """
 
-    def __init__(self, metrics: Sequence[Any], totals: Tensor) -> None:
+    def __init__(self, metrics: Mapping[str, Any], totals: Tensor) -> None:
+        """``totals`` are the sums of the means so far."""
+        self.metrics = metrics
+        self.means, self.totals = len(totals), totals
         self.steps = 0
-        self.sizes = [0] * len(metrics)
+        self.sizes: list[int] = []
         self.values: Sequence[Tensor] = ()
         self.is_whole = False
-        self._totals = totals
-        self._metrics = list(metrics)
-        self._inner = [vars(metric) for metric in metrics]
-        self._views = totals.unbind()
-        for number, metric in enumerate(metrics):
+        self._views = totals.unbind() if self.means else ()
+        self._inner = [vars(metric) for metric in metrics.values()][: self.means]
+        for number, metric in enumerate(metrics.values()):
             vars(metric).update(group=self, number=number, since=0)
-            metric.__class__ = SummedMetric
+            metric.__class__ = GroupedMetric
 
     def bind(self) -> None:
-        """Have the metrics hold the totals again, with the values of what they hold instead."""
+        """Have the means hold the totals again, with the values of what they hold instead."""
         if any(map(is_not, map(_value_of, self._inner), self._views)):
             with torch.no_grad():
                 for inner, view in zip(self._inner, self._views, strict=True):
@@ -104,12 +106,12 @@ class Group:
             size = sizes[0]
             if len(set(sizes)) > 1:
                 parts = zip(values.unbind(), sizes, strict=True)
-                self._totals.add_(torch.stack([value * size for value, size in parts]))
+                self.totals.add_(torch.stack([value * size for value, size in parts]))
             elif size > 0 and size & (size - 1) == 0:
                 # The product with a power of two is exact, so that it may be part of the same kernel, rounded once.
-                self._totals.add_(values, alpha=size)
+                self.totals.add_(values, alpha=size)
             else:
-                self._totals.add_(values * size)
+                self.totals.add_(values * size)
 
     def count(self, sizes: list[int], values: Sequence[Tensor]) -> None:
         """After a step: its sizes, and what it logged."""
@@ -120,7 +122,7 @@ class Group:
         self.values, self.is_whole = values, True
 
     def _settle(self) -> None:
-        for metric in self._metrics:
+        for metric in self.metrics.values():
             metric.settle()
 
     def shown(self, results: Any, values: Sequence[Tensor]) -> list[tuple[Any, Tensor]]:
@@ -128,31 +130,13 @@ class Group:
         own = [metric for metric in dict.values(results) if vars(metric).get("group") is self]
         return [(metric, values[metric.number]) for metric in own]
 
-    def __len__(self) -> int:
-        return len(self._metrics)
-
     def dissolve(self) -> None:
         """Give the metrics their class back."""
         self._settle()
-        for metric, inner in zip(self._metrics, self._inner, strict=True):
-            del inner["group"], inner["number"], inner["since"]
+        for metric in self.metrics.values():
+            for name in ("group", "number", "since"):
+                del vars(metric)[name]
             metric.__class__ = _ResultMetric
-
-
-class Usual(NamedTuple):
-    """What is left to do after a step that makes certain log calls, all of them plain.
-
-    Attributes:
-        calls: the calls.
-        group, means, sizes: of which metrics it adds, in which calls, and with which batch sizes.
-        shown: of each other metric its attributes, whether it shows steps, and the number of the call.
-    """
-
-    calls: list[LogCall]
-    group: Group | None
-    means: list[int]
-    sizes: list[Any]
-    shown: list[tuple[dict[str, Any], bool, int]]
 
 
 class Sums:
@@ -165,46 +149,54 @@ class Sums:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._groups: dict[Key, Group] = {}
-        self._grouped: set[str] = set()
         self.latest: Group | None = None
+        self._groups: list[Group] = []
+        self._of: dict[str, Group] = {}
 
     def bind(self) -> None:
         """See :meth:`Group.bind`."""
-        for group in self._groups.values():
+        for group in self._groups:
             group.bind()
 
-    def group_of(self, keys: Key) -> Group | None:
-        """The group of just these metrics, if they have one."""
-        return self._groups.get(keys)
+    def metric_of(self, key: str) -> Any:
+        """The metric of that key, if it is in a group."""
+        group = self._of.get(key)
+        return None if group is None else group.metrics[key]
+
+    def logged_by(self, keys: Sequence[str]) -> list[Group]:
+        """The groups of which a step that logs ``keys`` logs each metric, once."""
+        groups = dict.fromkeys(self._of[key] for key in keys)
+        return [group for group in groups if all(keys.count(key) == 1 for key in group.metrics)]
 
     def whole(self, results: Any) -> tuple[Group, Sequence[Tensor]] | None:
         """The group of all metrics in ``results``, and the values that they show; None if there is no such group."""
         group = self.latest
-        if group is None or not group.is_whole or dict.__len__(results) != len(group):
+        if group is None or not group.is_whole or dict.__len__(results) != len(group.metrics):
             return None
         return group, group.values
 
-    def count(self, usual: Usual, values: list[Any]) -> None:
-        """After a step that logged ``values``."""
-        if usual.group is not None:
-            means = values if len(usual.means) == len(values) else [values[number] for number in usual.means]
-            usual.group.count(usual.sizes, means)
-            self.latest = usual.group
+    def count(self, group: Group, sizes: list[int], values: Sequence[Tensor]) -> None:
+        """After a step: see :meth:`Group.count`."""
+        group.count(sizes, values)
+        self.latest = group
 
-    def form(self, keys: Iterable[str], metrics: dict[str, Any]) -> None:
+    def form(self, metrics: Mapping[str, Any]) -> None:
         """Make a group of those metrics that have none."""
-        free = tuple(key for key in keys if key not in self._grouped)
+        free = {key: metric for key, metric in metrics.items() if key not in self._of}
         if not free:
             return
-        members = [metrics[key] for key in free]
+        are_means = [metric.meta.on_epoch for metric in free.values()]
+        keys = [*compress(free, are_means), *(key for key in free if not free[key].meta.on_epoch)]
         with torch.no_grad():
-            totals = torch.stack([metric.value.detach() for metric in members])
-        self.tensors[f"group {len(self._groups)}"] = totals
-        self._groups[free] = Group(members, totals)
-        self._grouped.update(free)
+            held = [free[key].value.detach() for key in keys[: sum(are_means)]]
+            totals = torch.stack(held) if held else torch.empty(0)
+        if held:
+            self.tensors[f"group {len(self._groups)}"] = totals
+        group = Group({key: free[key] for key in keys}, totals)
+        self._groups.append(group)
+        self._of.update(dict.fromkeys(free, group))
 
     def dissolve(self) -> None:
         """See :meth:`Group.dissolve`."""
-        for group in self._groups.values():
+        for group in self._groups:
             group.dissolve()

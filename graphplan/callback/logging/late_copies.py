@@ -18,6 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
+from graphplan.callback.lightning_code import is_known
 from graphplan.program.capture import is_recorded
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.mode import watch_memory
@@ -31,7 +32,7 @@ _TO_TENSOR = "_LightningModule__to_tensor"
 
 
 class LateCopies:
-    """Which of a module's scalars may be copied at the end of its steps."""
+    """Knows which of a module's scalars may be copied at the end of its steps."""
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
@@ -88,7 +89,7 @@ class LateCopies:
     def of_loss(self, loop: Any) -> Iterator[None]:
         """While a step of automatic optimization runs: its loss is neither copied nor divided by one if it can wait."""
         stock = type(loop).output_result_cls
-        if stock is not ClosureResult or "output_result_cls" in vars(loop):
+        if stock is not ClosureResult or "output_result_cls" in vars(loop) or not is_known("logs"):
             yield
             return
         loop.output_result_cls = _Results(self)

@@ -10,48 +10,48 @@ backward pass makes new gradients, which a program would have to follow before e
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.trainer import call
+from torch import Tensor
 from typing_extensions import override
 
 from graphplan.callback.callback_options import Components
 from graphplan.callback.gates import keeps_optimizer_outside
-from graphplan.callback.instance_patch import ReplayedClosure
-from graphplan.callback.loop.renewing import RenewingSeam
-from graphplan.callback.loop.variants import Variant
-from graphplan.callback.numbers import WatchedIndex, group_numbers
+from graphplan.callback.loop.seam import NO_BATCH, Run, Seam
+from graphplan.callback.trainer_state import WatchedIndex, group_numbers
 from graphplan.compare.comparing import Checks
 from graphplan.errors import RefusalError
-from graphplan.step.gate import Gate
 from graphplan.step.graphed_step import GraphedStep
-from graphplan.step.options import Options
-from graphplan.step.runner import Backends
 
 _SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 """Of the Trainer's, what its code in the step branches on."""
 _ALWAYS = 2
-"""Stand-ins that there are in every form."""
+"""Patches that there are in every form."""
 
 
-class AutomaticSeam(RenewingSeam):
+class ReplayedClosure(Closure):
+    """Stands where Lightning expects its closure: calling it runs the graphed forward and backward."""
+
+    @override
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._step_fn()
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        # Lightning's own, as a frame of this package: its frames are left out of the user's tracebacks.
+        self._result = self.closure(*args, **kwargs)
+        return self._result.loss
+
+
+class AutomaticSeam(Seam):
     """The seam of ``automatic_optimization``."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        options: Options,
-        variant: Variant,
-        backends: Backends,
-        gate: Gate | None,
-        components: Components,
-    ) -> None:
-        super().__init__(trainer, module, options, variant, backends, gate)
-        self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._optimizer: Any = None
+    def __init__(self, run: Run, components: Components) -> None:
+        super().__init__(run)
+        self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
         self._sides = components
         self._uses_epoch = False
         self._same: Any = None
@@ -60,8 +60,8 @@ class AutomaticSeam(RenewingSeam):
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
 
+    @override
     def install(self) -> None:
-        """Put the seam in."""
         self._compile()
         self._put(self._loop, "run", self._run)
         self._put(self._loop, "_optimizer_zero_grad", self._zero_grad)
@@ -69,25 +69,25 @@ class AutomaticSeam(RenewingSeam):
 
     @override
     def _begin(self) -> None:
-        self._optimizer = self._trainer.optimizers[0]
+        self._optimizer: Any = self._trainer.optimizers[0]
         self._update: GraphedStep | None = None
         self._components: GraphedStep | None = None
         self._logs.sums_in_step = self._may_sum
-        self._whole = self._make(self._whole_body, self._owners(self._progress))
-        self._whole.machine.refusals.escalates = self._escalates
+        body = partial(self._body, self._stock_run)
+        self._whole = self._make(body, self._owners(self._progress), escalates=self._escalates)
         outside = keeps_optimizer_outside(self._module)
         if self._options.backend == "eager":
             return
         if not self._sides.forward_backward:
-            self.keep_forward_outside("components names the optimizer alone")
+            self._keep_forward_outside()
         elif outside is not None or not self._sides.optimizer:
-            self.keep_optimizer_outside(outside or "components names forward and backward alone")
+            self._keep_optimizer_outside(outside or "components names forward and backward alone")
 
     @override
     def _end(self) -> None:
-        for standin in self._standins[_ALWAYS:]:
-            standin.take_off()
-        del self._standins[_ALWAYS:]
+        for patch in self._patches[_ALWAYS:]:
+            patch.remove()
+        del self._patches[_ALWAYS:]
         self._optimizer = self._update = self._components = None
         del self._whole
 
@@ -95,24 +95,24 @@ class AutomaticSeam(RenewingSeam):
         """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it."""
         return self._must_raise() or (self._sides.falls_back and error.component == "optimizer")
 
-    def keep_forward_outside(self, reason: str) -> None:
+    def _keep_forward_outside(self) -> None:
         """Go over to the update form."""
-        self.notes.append(f"forward and backward run eagerly before the replay of the optimizer's step: {reason}")
+        self.notes.append(
+            "forward and backward run eagerly before the replay of the optimizer's step: components names the "
+            "optimizer alone"
+        )
         # What is left in the step knows nothing of the batch, whose size the means count with.
         self._logs.sums_in_step = False
         self._whole.close()
         self._update = self._make(self._update_body, self._owners(self._progress), feeds=False)
-        self._update.machine.refusals.escalates = lambda error: self._must_raise()
         self._put(self._loop, "_optimizer_step", self._step_optimizer)
 
-    def keep_optimizer_outside(self, reason: str) -> None:
+    def _keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
         owners = {name: owner for name, owner in self._owners(self._progress).items() if owner is not self._optimizer}
-        owners |= group_numbers(self._optimizer)
         self._whole.close()
-        self._components = self._make(self._closure_body, owners)
-        self._components.machine.refusals.escalates = lambda error: self._must_raise()
+        self._components = self._make(partial(self._body, self._closed), owners | group_numbers(self._optimizer))
         self._put(self._loop, "_make_closure", self._make_closure)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
@@ -120,28 +120,23 @@ class AutomaticSeam(RenewingSeam):
         if "batch" not in kwargs:
             self._refuse_fetching()
             return self._stock_run(optimizer, batch_idx, kwargs)
-        if self._loop._skip_backward:
+        if self._loop._skip_backward or (optimizer is not self._optimizer and not self._renew()):
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
-        if optimizer is not self._optimizer and not self._renew():
-            return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
-        self._context = (optimizer, batch_idx, kwargs)
+        self._enter(batch_idx, kwargs)
         if self._components is None and self._update is None:
+            stock = lambda: self._stock_run(optimizer, batch_idx, self._on_device(kwargs))  # noqa: E731
             try:
-                result = self._through(
-                    self._whole,
-                    lambda: self._stock_run(optimizer, batch_idx, self._on_device(kwargs)),
-                    self._given_facts(),
-                )
+                result = self._through(self._whole, stock, kwargs["batch"], self._given_facts())
                 self._look_at(self._whole)
                 return result
             except RefusalError as error:
                 if not self._sides.falls_back or error.component != "optimizer":
                     raise
-                self.keep_optimizer_outside(str(error))
+                self._keep_optimizer_outside(str(error))
         # A graphed forward moves its batch itself.
-        split, kwargs = self._components, kwargs if self._update is None else self._on_device(kwargs)
+        step, kwargs = self._components, kwargs if self._update is None else self._on_device(kwargs)
         result = self._stock_run(optimizer, batch_idx, kwargs)
-        step = split or self._update
+        step = step or self._update
         assert step is not None
         self._look_at(step)
         return result
@@ -151,12 +146,11 @@ class AutomaticSeam(RenewingSeam):
 
     def _given_facts(self) -> tuple[Any, ...]:
         """What Lightning's own code in the step branches on: one object while all of it stays as it is."""
-        assert self._context is not None
         if self._same is not None and self._same.hold():
             return self._fixed
         trainer = self._trainer
         divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-        is_first = self._context[1] % divisor == 0
+        is_first = self._index % divisor == 0
         accumulates = divisor != 1 and trainer.fit_loop._should_accumulate()
         epoch = trainer.current_epoch if self._uses_epoch else None
         kind = clip and getattr(trainer.gradient_clip_algorithm, "value", None)
@@ -178,39 +172,27 @@ class AutomaticSeam(RenewingSeam):
     def _split_epochs(self) -> None:
         self._uses_epoch = True
 
-    def _whole_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        assert self._context is not None
-        optimizer, batch_idx, _ = self._context
+    def _body(self, run: Any, batch: Any, *facts: Any) -> dict[str, Any]:
+        """The step of the whole and of the components form."""
+        optimizer, batch_idx = self._optimizer, self._index
         with self._logs.late.of_loss(self._loop):
-            return self._in_step(lambda kwargs: self._stock_run(optimizer, batch_idx, kwargs), batch)
+            return self._in_step(lambda kwargs: run(optimizer, batch_idx, kwargs), batch)
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """In place of ``automatic_optimization._make_closure`` in the components form."""
         if self._loop._skip_backward or self._components is None:
             return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
-        return ReplayedClosure(self._run_components)
+        return ReplayedClosure(partial(self._run_components, kwargs, optimizer, batch_idx))
 
-    def _run_components(self) -> ClosureResult:
+    def _run_components(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> ClosureResult:
         assert self._components is not None
-        assert self._context is not None
-        optimizer, batch_idx, kwargs = self._context
-        out = self._through(
-            self._components,
-            lambda: self._closed(self._on_device(kwargs), optimizer, batch_idx),
-            self._given_facts(),
-        )
+        stock = lambda: self._closed(optimizer, batch_idx, self._on_device(kwargs))  # noqa: E731
+        out = self._through(self._components, stock, kwargs["batch"], self._given_facts())
         result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
         result.loss = out.get("loss")
         return result
 
-    def _closure_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        assert self._context is not None
-        optimizer, batch_idx, _ = self._context
-
-        with self._logs.late.of_loss(self._loop):
-            return self._in_step(lambda kwargs: self._closed(kwargs, optimizer, batch_idx), batch)
-
-    def _closed(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> dict[str, Any]:
+    def _closed(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
         """What Lightning's own closure comes to."""
         closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
         closure()
@@ -229,14 +211,13 @@ class AutomaticSeam(RenewingSeam):
             type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
             return
         stock = lambda: type(self._loop)._optimizer_step(self._loop, batch_idx, _done)  # noqa: E731
-        self._through(self._update, stock, self._given_facts(), feeds=False)
+        self._through(self._update, stock, NO_BATCH, self._given_facts())
 
     def _update_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
-        assert self._context is not None
-        _, batch_idx, _ = self._context
+        batch_idx = self._watched(self._index)
 
         def body(kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-            type(self._loop)._optimizer_step(self._loop, self._watched(batch_idx), _done)
+            type(self._loop)._optimizer_step(self._loop, batch_idx, _done)
             return {}
 
         return self._in_step(body, batch)

@@ -1,6 +1,8 @@
-"""What the seams share: a graphed step around one of Lightning's loops, and the batch that it is run on.
+"""What the seams share: graphed steps around one of Lightning's loops.
 
-A seam stands on instances, never on classes, and is taken off again. What the step logs is noted and logged after it.
+A seam stands on instances, never on classes, and is taken off again. What a step logs is noted, and logged after it. A
+program reads the optimizers that it was captured with; when the Trainer gets others in the middle of a fit, the steps
+so far are closed, with their memory, and new ones are made; what was counted goes on.
 """
 
 from __future__ import annotations
@@ -19,18 +21,24 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.callback.gates import OwnHooks, hooked_callbacks, needed_warmup
-from graphplan.callback.instance_patch import InstancePatch, Recover
-from graphplan.callback.logging.deferred_logs import LogNotes, with_logs
-from graphplan.callback.logging.epoch_sums import Sums
-from graphplan.callback.loop.variants import Variant
-from graphplan.callback.numbers import WatchedIndex, reached_objects, trainer_numbers, unwatch
-from graphplan.callback.wrapping import Wrapped
+from graphplan.callback.callback_options import Variant
+from graphplan.callback.gates import needed_warmup
+from graphplan.callback.hooks import OwnHooks, hooked_callbacks
+from graphplan.callback.logging.step_logs import StepLogs
+from graphplan.callback.patches import InstancePatch, Recover, recovering
+from graphplan.callback.trainer_state import (
+    WatchedIndex,
+    Wrapper,
+    optimizers_of,
+    reached_objects,
+    refuse_index,
+    trainer_numbers,
+    unwatch,
+)
 from graphplan.effects.finding import is_allowed
-from graphplan.errors import HostScalarError, RefusalError, SkipReason
-from graphplan.feed.call_arguments import CallArguments
+from graphplan.errors import FeedError, RecaptureError, RefusalError, SkipReason
+from graphplan.feed.call_arguments import CallArguments, hands_over
 from graphplan.feed.signature import with_new_containers
-from graphplan.observe.source import find_source
 from graphplan.owners.slots import Via
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import lost, refusal_of
@@ -42,27 +50,22 @@ from graphplan.step.options import Options
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 from graphplan.tensors.containers import Literals
-from graphplan.trace.mode import is_traced, refuse_trace
+from graphplan.trace.mode import is_traced
 
+_PAYS = 16
+"""Replays after which optimizers have stayed for long enough: fewer count against ``max_recaptures``."""
 _BATCH_CHANGED = (
     "training_step puts something else into the container of its batch, or takes something out. With graphplan a step "
     "gets a container of its own: hooks that come later, and the batch size that epoch means are weighted with, are "
     "those of the batch as it came. Change a new container (batch = dict(batch)) to see the same without graphplan"
 )
-
 _OWN_EFFECTS = ("model._current_fx_name", "model._metric_attributes", "model._param_requires_grad_state")
 _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 """Bookkeeping of Lightning's and torch's own that no step depends on."""
 
 
-def _refuse_index() -> None:
-    refuse_trace(
-        HostScalarError,
-        f"the step computes with batch_idx at {find_source()}, which differs for each batch; a replay would keep one "
-        "value. Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, "
-        "variant= for a program of its own for each of a few answers, or allow=('batch_idx',) if the step's results do "
-        "not depend on it",
-    )
+NO_BATCH = Literals()
+"""What a step is fed that is given no batch."""
 
 
 @dataclass
@@ -75,55 +78,76 @@ class Figures:
     plan: Plan | None = None
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that a seam is made for.
+
+    Attributes:
+        when_down: told after a step that all those to come are eager, and why.
+        recover: see :data:`graphplan.callback.patches.Recover`.
+    """
+
+    trainer: Trainer
+    module: LightningModule
+    options: Options
+    backends: Backends
+    when_down: Callable[[SkipReason, str], object] = lambda reason, detail: None
+    recover: Recover = _raise
+    variant: Variant = field(default_factory=lambda: Variant(None))
+    gate: Gate | None = None
+
+
 class Seam(ABC):
     """One loop's seam. ``install`` and ``remove`` are inverse; ``figures`` outlive both."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        options: Options,
-        variant: Variant,
-        backends: Backends,
-        gate: Gate | None = None,
-    ) -> None:
-        self._trainer = trainer
-        self._gate = gate
-        self._when_down: Callable[[SkipReason, str], object] | None = None
-        self.recover: Recover = _raise
-        self._backends = backends
-        self._module = module
-        self._eager_if = options.eager_if
-        self._variant = variant
-        effects = [f"{name}.{effect}" for name in optimizers_of(trainer) for effect in _OPTIMIZERS_EFFECTS]
-        self._wrapped = Wrapped(trainer)
-        self._own_hooks = OwnHooks(trainer, module)
+    def __init__(self, run: Run) -> None:
+        self._made_for, self._trainer, self._module = run, run.trainer, run.module
+        self.recover = run.recover
+        self._variant, self._wrapper = run.variant, Wrapper(run.trainer)
+        options, names = run.options, optimizers_of(run.trainer)
+        effects = [f"{name}.{effect}" for name in names for effect in _OPTIMIZERS_EFFECTS]
+        self._eager_if, self._wants_eager = options.eager_if, False
         self._options = replace(
             options,
-            warmup_steps=max(options.warmup_steps, needed_warmup(trainer.strategy)),
-            allow=(*_OWN_EFFECTS, *self._wrapped.effects, *effects, *options.allow),
-            eager_if=self._asks_eager if options.eager_if is not None else None,
+            warmup_steps=max(options.warmup_steps, needed_warmup(run.trainer.strategy)),
+            allow=(*_OWN_EFFECTS, *self._wrapper.effects, *effects, *options.allow),
+            eager_if=(lambda *args: self._wants_eager) if options.eager_if is not None else None,
         )
-        reads_index = options.eager_if is not None or variant.is_given or is_allowed("batch_idx", options.allow)
+        reads_index = options.eager_if is not None or run.variant.is_given or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
         # How many rows a batch has is a number in those sums, and no program is for one number where rows are padded.
         self._may_sum = options.mode == "train" and not options.pads_rows
-        self._logs = LogNotes(trainer, module, sums_in_step=self._may_sum)
+        self._logs = StepLogs(run.trainer, run.module, sums_in_step=self._may_sum)
+        self._own_hooks = OwnHooks(run.trainer, run.module)
         self._steps: list[GraphedStep] = []
-        self._standins: list[InstancePatch] = []
-        self._context: tuple[Any, int, OrderedDict[str, Any]] | None = None
+        self._patches: list[InstancePatch] = []
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
-        self._latest = Literals()
-        self._facts: tuple[Any, ...] = ()
-        self._notes: tuple[Any, ...] = ()
-        self._changes = 0
+        # Of the loop's arguments, what is not fed: the batch's number, and what comes after the batch.
+        self._index, self._rest = 0, list[tuple[str, Any]]()
+        self._latest, self._known_by = Literals(), tuple[Any, ...]()
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
+        self._is_down = False
+        self._past = Figures()
+        self._unpaid = 0
+        self._refused: RefusalError | None = None
 
     @abstractmethod
     def install(self) -> None:
         """Put the seam in."""
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Make the steps, for the optimizers that the Trainer has now."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Forget the steps, and the optimizers that they are for."""
 
     def _compile(self) -> None:
         """Compile the module's parts, if asked to, and its ``forward`` where nothing else goes through its call."""
@@ -136,9 +160,9 @@ class Seam(ABC):
         self.notes += self._compiled.notes
 
     def _put(self, owner: Any, name: str, run: Callable[..., Any]) -> None:
-        """Have ``run`` stand in for a method of one of Lightning's objects, until the seam is removed."""
-        self._standins.append(InstancePatch(owner, name, run))
-        self._standins[-1].put()
+        """Replace a method of one of Lightning's objects, until the seam is removed."""
+        self._patches.append(InstancePatch(owner, name, run))
+        self._patches[-1].install()
 
     def remove(self) -> None:
         """Take everything off again, and put the optimizers' flags back."""
@@ -152,8 +176,8 @@ class Seam(ABC):
 
     def take_off(self) -> None:
         """Take everything off but what a step that stands down has left: kernels, where runs are to be repeatable."""
-        for standin in self._standins:
-            standin.take_off()
+        for patch in self._patches:
+            patch.remove()
         for step in self._steps:
             if not step.is_down:
                 step.close()
@@ -161,8 +185,8 @@ class Seam(ABC):
         self._logs.sums.dissolve()
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """Whatever a step of the fit may use. ``progress`` are Lightning's counters that it moves."""
-        owners: dict[str, Any] = {"model": self._module, **self._wrapped.owners, **optimizers_of(self._trainer)}
+        """All that a step of the fit may use. ``progress`` are Lightning's counters that it moves."""
+        owners: dict[str, Any] = {"model": self._module, **self._wrapper.owners, **optimizers_of(self._trainer)}
         for name, part in progress.items():
             for count in ("total", "current"):
                 owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
@@ -171,23 +195,57 @@ class Seam(ABC):
         scaler = getattr(self._trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             owners["scaler"] = scaler
-        trains = self._options.mode == "train"
-        numbers = trainer_numbers(self._trainer, trains=trains)
+        numbers = trainer_numbers(self._trainer, trains=self._options.mode == "train")
         return owners | numbers | hooked_callbacks(self._trainer) | reached_objects(self._trainer)
 
-    def _make(self, body: Callable[..., Any], owners: dict[str, Any], *, feeds: bool = True) -> GraphedStep:
-        """A step of ``body``, which is given batches if it ``feeds``."""
-        gate = None if self._gate is None else self._gate.with_same_eager_time()
+    def _make(
+        self,
+        body: Callable[..., Any],
+        owners: dict[str, Any],
+        *,
+        feeds: bool = True,
+        escalates: Callable[[RefusalError], bool] | None = None,
+    ) -> GraphedStep:
+        """A step of ``body``, which is given batches if it ``feeds``. ``escalates`` says which refusals raise."""
+        gate = None if self._made_for.gate is None else self._made_for.gate.with_same_eager_time()
         options = self._options if feeds else replace(self._options, shapes="exact", buckets=None, mask=None)
-        step = GraphedStep(
-            body, owners, options, self._backends, find_peers(), compiles=False, gate=gate, opens_gate=False
-        )
+        backends, peers = self._made_for.backends, find_peers()
+        step = GraphedStep(body, owners, options, backends, peers, compiles=False, gate=gate, opens_gate=False)
+        step.machine.refusals.escalates = escalates or (lambda error: self._must_raise())
         self._steps.append(step)
         return step
 
-    def tell_when_down(self, call: Callable[[SkipReason, str], object]) -> None:
-        """Have ``call`` told, after a step, that all those to come are eager, and why."""
-        self._when_down = call
+    @property
+    def sums(self) -> Any:
+        """Of the means that its steps log."""
+        return self._logs.sums
+
+    @property
+    def figures(self) -> Figures:
+        """Counts of the fit so far, and facts for the report: what was prepared, what runs on the host and why."""
+        stats, past = Stats(), self._past
+        stats.merge(past.stats)
+        stats.merge(self._current_stats())
+        bytes_verified = [step.stats.bytes_verified for step in self._steps]
+        stats.bytes_verified = max(past.stats.bytes_verified, sum(bytes_verified))
+        facts = [fact for step in self._steps for fact in step.facts]
+        return Figures(
+            stats=stats,
+            plans=past.plans + sum(step.stats.captured - step.stats.recaptured for step in self._steps),
+            notes=[*dict.fromkeys((*past.notes, *facts, *self.notes))],
+            plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
+        )
+
+    def _current_stats(self) -> Stats:
+        """Counts of the steps for the optimizers that the Trainer has now."""
+        stats = Stats()
+        for step in self._steps:
+            stats.merge(step.stats)
+        return stats
+
+    def _must_raise(self) -> bool:
+        replayed = self._past.stats.replayed or any(step.stats.replayed for step in self._steps)
+        return self._options.on_failure == "raise" and not replayed
 
     def _look_at(self, step: GraphedStep) -> None:
         """After a call of ``step``: see whether it stands down."""
@@ -195,38 +253,89 @@ class Seam(ABC):
             self._give_up(*step.down_because)
 
     def _give_up(self, reason: SkipReason, detail: str) -> None:
-        call, self._when_down = self._when_down, None
-        if call is not None:
-            call(reason, detail)
+        if not self._is_down:
+            self._is_down = True
+            self._made_for.when_down(reason, detail)
 
-    @property
-    def sums(self) -> Sums:
-        """Of the means that its steps log."""
-        return self._logs.sums
+    def _renew(self) -> bool:
+        """Make steps for the optimizers that the Trainer has now; if there are none, this step counts as eager.
 
-    @property
-    def figures(self) -> Figures:
-        """Counts of the fit so far, and facts for the report: what was prepared, what runs on the host and why."""
-        total = Stats()
-        for step in self._steps:
-            total.merge(step.stats)
-        return Figures(
-            stats=total,
-            plans=sum(step.stats.captured - step.stats.recaptured for step in self._steps),
-            notes=[*(fact for step in self._steps for fact in step.facts), *self.notes],
-            plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
-        )
+        Raises:
+            RecaptureError: if that happens too often, and no step was ever replayed.
+        """
+        if self._refused is None:
+            self._check_churn()
+            self._past = self.figures
+            # A plan keeps tensors.
+            self._past.plan, self._past.stats.bytes_static = None, 0
+            self.close()
+            self._steps, self._counters, self.notes = [], [], []
+            self._end()
+        if self._refused is not None:
+            self._count_refused(self._refused)
+            return False
+        if self._options.backend != "eager":
+            self._past.stats.note("another optimizer: the step is captured anew")
+        self._begin()
+        return True
 
-    def _must_raise(self) -> bool:
-        return self._options.on_failure == "raise" and all(step.stats.replayed == 0 for step in self._steps)
+    def _check_churn(self) -> None:
+        """Count optimizers that did not stay for long enough, where nothing else keeps training eager."""
+        stats, most = self._current_stats(), self._options.max_recaptures
+        is_eager = self._options.backend == "eager" or stats.skipped.keys() - {SkipReason.SHAPE}
+        if is_eager or self._options.mode != "train":
+            return
+        self._unpaid = self._unpaid + 1 if stats.replayed < _PAYS else 0
+        if self._unpaid >= most:
+            self._refuse(
+                RecaptureError(
+                    f"the Trainer got another optimizer {most} times in a row after fewer than {_PAYS} replays each, "
+                    "and the step has to be captured anew each time. Expected an optimizer to stay for a while. Keep "
+                    "it, and change its groups or load a state into it (optimizer.load_state_dict), or raise "
+                    f"max_recaptures (now {most})"
+                )
+            )
 
-    def _asks_eager(self, *args: Any) -> bool:
-        assert self._context is not None
-        _, batch_idx, kwargs = self._context
+    def _refuse_fetching(self) -> None:
+        """Count a step that takes its batches from the loader itself: nothing is known of them before it runs.
+
+        Raises:
+            FeedError: if no step was ever replayed, and the user wants to know.
+        """
+        if not isinstance(self._refused, FeedError):
+            self._refuse(
+                FeedError(
+                    "training_step takes dataloader_iter and fetches its batches itself, so that nothing could be "
+                    "copied to where a replay reads. Expected a step that is given its batch: take batch in "
+                    "training_step, def training_step(self, batch, batch_idx)"
+                )
+            )
+        assert self._refused is not None
+        self._count_refused(self._refused)
+
+    def _refuse(self, error: RefusalError) -> None:
+        """Raise, or say once that all steps from now on are eager."""
+        if self._options.backend != "eager":
+            if self._must_raise():
+                raise error
+            warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=5)
+        self._refused = error
+
+    def _count_refused(self, error: RefusalError) -> None:
+        """Count a step that is eager because of ``error``, and not through one of the graphed steps."""
+        self._past.stats.eager += 1
+        if self._options.backend == "eager":
+            self._past.stats.skip(SkipReason.BACKEND_EAGER)
+        else:
+            self._past.stats.skip(error.reason, str(error))
+            self._give_up(error.reason, str(error))
+
+    @hands_over
+    def _ask_eager(self, batch: Any, index: int) -> bool:
+        """What ``eager_if`` says of a batch as it came."""
         if callable(self._eager_if):
-            return bool(self._eager_if(next(iter(kwargs.values())), batch_idx))
-        assert self._eager_if is not None
-        return batch_idx % self._eager_if == 0
+            return bool(self._eager_if(batch, index))
+        return self._eager_if is not None and index % self._eager_if == 0
 
     def _on_device(self, kwargs: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
         """The loop's arguments for Lightning's own code, where a graphed step would have moved the batch itself."""
@@ -234,25 +343,37 @@ class Seam(ABC):
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
 
-    def _through(
-        self, step: GraphedStep, stock: Callable[[], Any], facts: tuple[Any, ...] = (), *, feeds: bool = True
-    ) -> Any:
-        """Run the current batch through ``step``, or the step alone; log what it logged. ``facts`` are literals that it
-        depends on. ``stock`` is Lightning's own way, where graphplan fails before the step.
+    @recovering(lambda self: False)
+    def _start_logs(self) -> bool:
+        self._logs.start()
+        return True
+
+    @recovering(lambda self: None)
+    def _check_logs(self) -> None:
+        self._logs.faults.check()
+
+    def _enter(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> None:
+        """A batch comes: note what a step is not fed of the loop's arguments, of which the batch is the first."""
+        self._index, self._rest = batch_idx, list(kwargs.items())[1:]
+        if self._eager_if is not None:
+            self._wants_eager = self._ask_eager(kwargs["batch"], batch_idx)
+
+    def _through(self, step: GraphedStep, stock: Callable[[], Any], batch: Any, facts: tuple[Any, ...] = ()) -> Any:
+        """Run the batch that has come through ``step``, and log what it logged.
+
+        Args:
+            step: one of this seam's.
+            stock: Lightning's own way, where graphplan fails before the step.
+            batch: what the step is fed of it.
+            facts: literals that the step depends on.
         """
-        assert self._context is not None
-        _, batch_idx, kwargs = self._context
-        try:
-            self._logs.start()
-        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
-            self.recover(error)
+        if not self._start_logs():
             return stock()
-        batch = kwargs["batch"] if feeds else ()
-        known = self._known(facts)
         self._begun = []
+        known = self._known(facts)
         try:
-            if self._variant.is_given and feeds:
-                out = step(batch, known, self._variant.of(self._module, batch, batch_idx))
+            if self._variant.is_given and batch is not NO_BATCH:
+                out = step(batch, known, self._variant.of(self._module, batch, self._index))
             else:
                 out = step(batch, known)
         except RefusalError:
@@ -264,18 +385,15 @@ class Seam(ABC):
                 vars(counter).update(values)
             raise
         self._finish(out)
-        try:
-            self._logs.faults.check()
-        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
-            self.recover(error)
+        self._check_logs()
         return out["result"]
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
         """``facts`` and what else a step depends on as one leaf: that of the step before if nothing has changed."""
-        changes, notes = self._own_hooks.changes(), self._wrapped.notes()
-        if facts is not self._facts or changes != self._changes or notes != self._notes:
-            self._facts, self._changes, self._notes = facts, changes, notes
-            all_facts = (*facts, changes, *notes)
+        found = facts, self._own_hooks.changes(), self._wrapper.notes()
+        if found != self._known_by or facts is not self._known_by[0]:
+            self._known_by = found
+            all_facts = (*facts, found[1], *found[2])
             if len(all_facts) != len(self._latest) or any(map(is_not, all_facts, self._latest)):
                 self._latest = Literals(all_facts)
         return self._latest
@@ -283,7 +401,7 @@ class Seam(ABC):
     def _finish(self, out: dict[str, Any]) -> None:
         """After a call, do what is done after each, whether its Python ran or it was a replay."""
         if out["notes"]:
-            self._wrapped.note(out["notes"])
+            self._wrapper.note(out["notes"])
         if out["logs"]:
             # No context manager: this is asked after each replay.
             try:
@@ -295,15 +413,14 @@ class Seam(ABC):
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
         """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
-        assert self._context is not None
-        kwargs = OrderedDict(self._context[2])
         # Replays would leave the loop's own containers alone, so that eager steps do.
-        kwargs["batch"] = own = with_new_containers(batch)
+        own = with_new_containers(batch)
+        kwargs = OrderedDict([("batch", own), *self._rest])
         if "batch_idx" in kwargs:
             kwargs["batch_idx"] = self._watched(kwargs["batch_idx"])
         fed = CallArguments((own,), {}).watch() if is_traced() else None
         try:
-            out = with_logs(self._logs, lambda: body(kwargs))
+            out = self._logs.around(lambda: body(kwargs))
         except BaseException:
             self._begun = [dict(vars(counter)) for counter in self._counters]
             raise
@@ -311,18 +428,7 @@ class Seam(ABC):
             warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)
         out["result"] = pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
-        return {**out, "notes": self._wrapped.notes()}
+        return {**out, "notes": self._wrapper.notes()}
 
     def _watched(self, batch_idx: int) -> int:
-        return WatchedIndex(batch_idx, _refuse_index) if self._watches_index else batch_idx
-
-
-def _raise(error: Exception) -> None:
-    raise error
-
-
-def optimizers_of(trainer: Trainer) -> dict[str, Any]:
-    """The optimizers by name."""
-    if len(trainer.optimizers) == 1:
-        return {"optimizer": trainer.optimizers[0]}
-    return {f"optimizers[{index}]": optimizer for index, optimizer in enumerate(trainer.optimizers)}
+        return WatchedIndex(batch_idx, refuse_index) if self._watches_index else batch_idx

@@ -2,42 +2,119 @@
 
 Around each step Lightning opens profiler contexts, looks up and calls hooks that nobody has overridden, asks the data
 module about transfers and inspects ``training_step``'s signature: more time than a small replay takes. The *loop seam*
-stands in for ``advance`` and does the rest in the same order, batch after batch for as long as nothing is due that only
-Lightning's loop does: validation, the end of the epoch, a stop. It is used where it is known to do the same: see
-:mod:`graphplan.callback.loop.requirements`.
+stands in for ``advance`` and does the rest in the same order, batch after batch. Where something is due that only
+Lightning's loop does (validation, the end of the epoch, a stop), or where anything has changed that decides about it,
+``advance`` is over, and Lightning's loop goes on. :func:`graphplan.callback.gates.closed_loop` says which runs it fits.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader, _MaxSizeCycle
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from graphplan.callback.instance_patch import InstancePatch, PatchedMethods, Recover
-from graphplan.callback.logging.bar_metrics import LazyConnector
+from graphplan.callback.gates import STOCK_HOOKS
+from graphplan.callback.hooks import END, START, BatchHooks, own_of
+from graphplan.callback.logging.connector import LazyConnector
 from graphplan.callback.logging.epoch_sums import Sums
-from graphplan.callback.logging.logger_rows import LateRows
-from graphplan.callback.loop.batch_hooks import BatchHooks
-from graphplan.callback.loop.fetching import Again, reader
-from graphplan.callback.loop.requirements import END, START, STOCK_HOOKS, unchanged
+from graphplan.callback.logging.late_numbers import LateRows
+from graphplan.callback.patches import InstancePatch, Recover, recovering
+from graphplan.compare.comparing import Checks
 from graphplan.feed.call_arguments import hands_over
 from graphplan.program.faults import lost, refusal_of
 
 _SCHEDULE = "lr_scheduler_step"
+_OF_TRAINER = (
+    "should_stop", "received_sigterm", "accumulate_grad_batches", "check_val_every_n_epoch", "_val_check_time_interval",
+    "val_check_batch",
+)  # fmt: skip
+_OF_LOOP = (
+    "_skip_next_val", "max_steps", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
+    "_restart_stage",
+)  # fmt: skip
+"""What decides whether anything is due after a batch. What differs from batch to batch is not among it."""
 _NONE = object()
 _PLAIN = frozenset({Tensor})
 _is_cpu = attrgetter("is_cpu")
 
 
-class LoopSeam(PatchedMethods):
+@hands_over
+def _stock(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call Lightning's own code: what it raises is none of graphplan's."""
+    return run(*args, **kwargs)
+
+
+def _nothing() -> None:
+    """In place of what tells a profiler that passes everything through."""
+
+
+class Batches(Iterator[Any]):
+    """Lightning's fetcher for one call of ``advance``. A batch that was read, and not begun, is its next one again."""
+
+    def __init__(self, fetcher: Any) -> None:
+        self._fetcher = fetcher
+        self._read: Callable[[], Any] | None = None
+        self.batch: Any = _NONE
+
+    def read(self) -> Any:
+        """The next batch, which is not begun yet."""
+        if self._read is None:
+            self._read = _reader(self._fetcher)
+        self.batch = batch = _stock(self._read)
+        return batch
+
+    def __next__(self) -> tuple[Any, int, int]:
+        """That batch or the next one, and what Lightning's loop leaves out of account."""
+        if self.batch is _NONE:
+            found: tuple[Any, int, int] = next(self._fetcher)
+            return found
+        batch, self.batch = self.batch, _NONE
+        return batch, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        """All else that the fetcher has."""
+        return getattr(self._fetcher, name)
+
+
+def _reader(fetcher: Any) -> Callable[[], Any]:
+    """What gives the next batch of ``fetcher``, without its detours where one loader of known length is read in order.
+
+    Raises:
+        StopIteration: by the function that it returns, where there is no further batch.
+    """
+    loader, kind = fetcher.iterator, type(fetcher)
+    cycle = getattr(loader, "_iterator", None)
+    is_plain = kind is _PrefetchDataFetcher and type(loader) is CombinedLoader and type(cycle) is _MaxSizeCycle
+    if not is_plain or fetcher.length is None or not loader._spec.is_leaf():
+        return lambda: next(fetcher)[0]
+
+    def read() -> Any:
+        if fetcher.iterator is not loader or loader._iterator is not cycle or fetcher.batches or fetcher.done:
+            return next(fetcher)[0]
+        try:
+            batch = next(cycle.iterators[0])
+        except StopIteration:
+            cycle._consumed[0] = fetcher.done = True
+            raise
+        cycle._idx += 1
+        fetcher.fetched += 1
+        fetcher.done = fetcher.fetched >= fetcher.length
+        return batch
+
+    return read
+
+
+class LoopSeam:
     """Stands in for ``advance`` of one fit's loop over batches. The first batch goes through Lightning's own code,
     which warns of what there is to warn of.
 
@@ -49,7 +126,7 @@ class LoopSeam(PatchedMethods):
     def __init__(
         self, trainer: Any, module: LightningModule, sums: Sums, recover: Recover, *, direct: bool = False
     ) -> None:
-        self._trainer, self._module, self._recover = trainer, module, recover
+        self._trainer, self._module, self.recover = trainer, module, recover
         self._direct, self._sums = direct, sums
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._strategy: Any = trainer.strategy
@@ -58,187 +135,126 @@ class LoopSeam(PatchedMethods):
         self._is_cpu = self._device.type == "cpu"
         self._is_one_of_many = trainer.world_size > 1
         self._validates = is_overridden("validation_step", module)
-        methods: dict[str, Any] = {"advance": self._advance, "on_advance_end": self._advance_end}
-        methods |= dict.fromkeys(("_on_before_fetch", "_on_after_fetch"), _nothing)
-        super().__init__(*(InstancePatch(self._loop, name, method) for name, method in methods.items()))
+        methods: dict[str, Any] = {"advance": self._advance, "_on_before_fetch": _nothing, "_on_after_fetch": _nothing}
+        self._patches = [InstancePatch(self._loop, name, method) for name, method in methods.items()]
         self._rows = LateRows(trainer)
         self._hooks = BatchHooks(trainer, module)
         self._own_schedule = is_overridden(_SCHEDULE, module)
-        self._unchanged: Any = None
         self._takes_index: bool | None = None
         self._step: Any = None
-        self._has_ended = False
-        self._batch: Any = _NONE
-        self._has_begun = self._has_counted = False
+        self._unchanged: Any = None
 
     def install(self) -> None:
         """Put it in."""
-        super().install()
+        for patch in self._patches:
+            patch.install()
         if isinstance(self._connector, LazyConnector):
             self._rows.install()
             self._connector.rows = self._rows
 
     def remove(self) -> None:
         """Take it off; rows that are on their way are written."""
-        super().remove()
+        for patch in self._patches:
+            patch.remove()
         if vars(self._connector).pop("rows", None) is not None:
             self._rows.remove()
 
     def _advance(self, fetcher: Any) -> None:
-        """In place of ``advance``; Lightning's own from the batch on before which this fails."""
-        self._batch, self._has_begun = _NONE, False
-        try:
-            self._take_batches(fetcher)
-        except Exception as error:
-            if self._has_begun and refusal_of(error) is not None:
-                raise lost(error, f"the step of {type(self._module).__name__}") from error
-            self._recover(error)
-            again: Any = fetcher if self._batch is _NONE else Again(fetcher, self._batch)
-            _TrainingEpochLoop.advance(self._loop, again)
+        """In place of ``advance``."""
+        self._take_batches(Batches(fetcher))
 
-    def _take_batches(self, fetcher: Any) -> None:
+    @recovering(lambda self, batches: _TrainingEpochLoop.advance(self._loop, batches))
+    def _take_batches(self, batches: Any) -> None:
         """This batch and those after it, up to one after which something is due."""
-        loop, own = self._loop, vars(self._module)
-        self._has_ended = False
-        if loop.restarting or self._takes_index is None or self._differs(own):
-            _stock(_TrainingEpochLoop.advance, loop, fetcher)
+        loop, own, progress = self._loop, vars(self._module), self._loop.batch_progress
+        is_other = own.get("training_step") is not self._step or not own.keys().isdisjoint(STOCK_HOOKS)
+        if loop.restarting or self._takes_index is None or is_other:
+            _stock(_TrainingEpochLoop.advance, loop, batches)
             self._takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), None, 0)
             self._step = own.get("training_step")
             return
         loop.val_loop.restarting = False
-        read, progress = reader(fetcher), loop.batch_progress
+        if self._unchanged is None or not self._unchanged.hold():
+            self._note()
         while True:
             if self._is_one_of_many:
                 _stock(loop._broadcast_sigterm_tensor)
-            self._batch = batch = _stock(read)
+            batch = batches.read()
             if batch is None:
                 # Nothing to train on: Lightning has words for that.
-                again: Any = Again(fetcher, batch)
-                _stock(_TrainingEpochLoop.advance, loop, again)
+                _stock(_TrainingEpochLoop.advance, loop, batches)
                 return
-            progress.is_last_batch = fetcher.done
-            self._train(batch, progress)
-            self._batch, self._has_begun, self._has_counted = _NONE, False, False
+            progress.is_last_batch = batches.done
+            batch, batches.batch = self._ready(batch), _NONE
             try:
-                goes_on = self._goes_on(progress)
-            except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
-                self._recover(error)
-                if self._has_counted:
-                    # Lightning's own on_advance_end would count it again: it gets the next batch.
-                    _stock(_TrainingEpochLoop.advance, loop, fetcher)
+                self._train(batch, progress)
+            except Exception as error:
+                if refusal_of(error) is None:
+                    raise
+                raise lost(error, f"the step of {type(self._module).__name__}") from error
+            if not self._goes_on(progress):
                 return
-            if not goes_on:
-                return
-
-    def _differs(self, own: dict[str, Any]) -> bool:
-        """Whether the module got a step or a hook of its own since the last batch that Lightning's own code took."""
-        return own.get("training_step") is not self._step or not own.keys().isdisjoint(STOCK_HOOKS)
-
-    def _goes_on(self, progress: Any) -> bool:
-        """What is left of Lightning's own loop after this batch; whether the next one is this seam's as well."""
-        loop, ready = self._loop, progress.current.ready
-        if self._unchanged is None or not self._unchanged.hold():
-            goes_on = self._ask()
-            if goes_on:
-                self._note()
-            return goes_on
-        if (
-            progress.is_last_batch
-            or ready == self._most
-            or (self._validates_every and ready % self._validates_every == 0)
-            or (self._max_steps != -1 and loop.global_step >= self._max_steps)
-            or (self._strategy.lr_scheduler_configs and self._schedules_wait())
-        ):
-            return self._ask()
-        if not self._may_accumulate or not loop._should_accumulate():
-            loop._batches_that_stepped += 1
-        return True
-
-    def _ask(self) -> bool:
-        """:meth:`_goes_on`, asked of everybody who may have something to say."""
-        if self._is_due():
-            return False
-        self._count_step()
-        self._loop.on_iteration_done()
-        if self._trainer.should_stop or self._differs(vars(self._module)):
-            self._has_ended = True
-            return False
-        return True
 
     def _note(self) -> None:
-        """Note what was found: while it stays so, there is nothing to ask but what differs from batch to batch."""
+        """Note what decides about the batches after this one: while it stays so, there is nothing to ask but what
+        differs from batch to batch.
+        """
         loop, trainer, own = self._loop, self._trainer, vars(self._module)
+        self._unchanged = None
+        if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
+            return
         self._most, self._max_steps = trainer.fit_loop.max_batches, loop.max_steps
         self._may_accumulate = trainer.accumulate_grad_batches != 1
         self._validates_every = self._between_validations() if self._validates else 0
-        self._unchanged = unchanged(trainer, own)
-
-    def _is_due(self) -> bool:
-        """Whether Lightning's own loop has anything to do, or to decide, after this batch."""
-        loop, trainer, progress = self._loop, self._trainer, self._loop.batch_progress
-        ready = progress.current.ready
-        if trainer.should_stop or trainer.received_sigterm or loop._skip_next_val:
-            return True
-        if progress.is_last_batch or ready == trainer.fit_loop.max_batches:
-            return True
-        if loop.max_steps != -1 and loop.global_step >= loop.max_steps:
-            return True
-        if vars(loop).get("advance") is not self._standins[0]:
-            return True
-        every = self._between_validations() if self._validates else 0
-        return bool(every and ready % every == 0)
+        places = [(trainer, name) for name in _OF_TRAINER if hasattr(trainer, name)]
+        places += [(loop, name) for name in _OF_LOOP if hasattr(loop, name)]
+        places.append((trainer.fit_loop, "max_batches"))
+        things, names = [thing for thing, _ in places], [name for _, name in places]
+        hooks = own_of([(vars(loop), "advance"), *((own, name) for name in ("training_step", *STOCK_HOOKS))])
+        self._unchanged = Checks([("same_attributes", things, names, list(map(getattr, things, names))), hooks])
 
     def _between_validations(self) -> int:
         """After how many batches validation may be due in the middle of an epoch, where Lightning says for sure; 0 for
         never.
         """
         trainer = self._trainer
-        if trainer.check_val_every_n_epoch is None or trainer._val_check_time_interval is not None:
+        if trainer.check_val_every_n_epoch is None or getattr(trainer, "_val_check_time_interval", None) is not None:
             return 1
         return 0 if trainer.val_check_batch == float("inf") else trainer.val_check_batch
 
-    def _advance_end(self, fetcher: Any) -> None:
-        """In place of ``on_advance_end``."""
-        if self._has_ended:
-            return
-        loop, trainer = self._loop, self._trainer
-        ends = trainer.should_stop or trainer.received_sigterm or loop._skip_next_val
-        if ends or (self._validates and loop._should_check_val_fx(fetcher)):
-            _stock(_TrainingEpochLoop.on_advance_end, loop, fetcher)
-            return
-        self._count_step()
-
-    def _count_step(self) -> None:
-        """What is left of ``on_advance_end`` where nobody validates or stops."""
-        loop = self._loop
-        if not self._accumulates():
-            if self._schedules_wait():
-                _stock(loop.update_lr_schedulers, "step", update_plateau_schedulers=True)
-            loop._batches_that_stepped += 1
-        self._has_counted = True
-        if self._trainer.should_stop:
-            loop._save_loggers_on_train_batch_end()
-
-    def _schedules_wait(self) -> bool:
-        """Whether Lightning may have schedulers to step after a batch was logged."""
-        if self._schedules_are_its_own():
+    def _is_due(self, progress: Any) -> bool:
+        """Whether Lightning's loop has anything to do, or to decide, after this batch."""
+        loop, ready = self._loop, progress.current.ready
+        if (
+            self._unchanged is None
+            or not self._unchanged.hold()
+            or progress.is_last_batch
+            or ready == self._most
+            or (self._validates_every and ready % self._validates_every == 0)
+            or (self._max_steps != -1 and loop.global_step >= self._max_steps)
+        ):
             return True
-        for config in self._strategy.lr_scheduler_configs:  # noqa: SIM110
-            if config.reduce_on_plateau:
+        for config in self._strategy.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.interval == "step":
                 return True
         return False
 
-    def _schedules_are_its_own(self) -> bool:
-        """Whether the module steps schedulers, or has a say in how; it may take over in the middle of a fit."""
-        module = self._module
-        return self._own_schedule or not module.automatic_optimization or _SCHEDULE in vars(module)
+    @recovering(lambda self, progress: False)
+    def _goes_on(self, progress: Any) -> bool:
+        """Whether the next batch is this seam's as well: then this one is over, else Lightning's loop ends it."""
+        if self._is_due(progress):
+            return False
+        if not self._may_accumulate or not self._loop._should_accumulate():
+            self._loop._batches_that_stepped += 1
+        return True
 
     def _step_schedulers(self) -> None:
         """Lightning's ``update_lr_schedulers("step", update_plateau_schedulers=False)`` after a step that is no part of
         an accumulation, without what looks for the module's hook.
         """
-        loop = self._loop
-        if self._schedules_are_its_own():
+        loop, module = self._loop, self._module
+        # The module may take its schedulers over in the middle of a fit.
+        if self._own_schedule or not module.automatic_optimization or _SCHEDULE in vars(module):
             _stock(loop.update_lr_schedulers, "step", update_plateau_schedulers=False)
             return
         ready, progress = loop.batch_progress.current.ready, loop.scheduler_progress
@@ -248,11 +264,10 @@ class LoopSeam(PatchedMethods):
                 _stock(config.scheduler.step)
                 progress.increment_completed()
 
-    def _accumulates(self) -> bool:
-        return self._trainer.accumulate_grad_batches != 1 and self._loop._should_accumulate()
-
-    def _moved(self, batch: Any) -> Any:
-        """The batch on the device, unless it is there, or nobody but the step looks at it and that moves it itself."""
+    def _ready(self, batch: Any) -> Any:
+        """The batch on the device, unless it is there, or the step moves it itself and nobody else looks at it."""
+        if not self._hooks.hold():
+            self._hooks.look()
         if self._is_cpu or (self._direct and not self._hooks.hand_out):
             kind = type(batch)
             tensors = batch if kind is list or kind is tuple else (batch,)
@@ -264,10 +279,6 @@ class LoopSeam(PatchedMethods):
     def _train(self, batch: Any, progress: Any) -> None:
         """One batch, from its hooks before to its hooks after."""
         loop, trainer, hooks, connector = self._loop, self._trainer, self._hooks, self._connector
-        if not hooks.hold():
-            hooks.look()
-        batch = self._moved(batch)
-        self._has_begun = True
         total, current = progress.total, progress.current
         total.ready += 1
         current.ready += 1
@@ -290,16 +301,18 @@ class LoopSeam(PatchedMethods):
         total.processed += 1
         current.processed += 1
         if self._strategy.lr_scheduler_configs:
-            if not self._accumulates():
+            if trainer.accumulate_grad_batches == 1 or not loop._should_accumulate():
                 self._step_schedulers()
             if progress.is_last_batch or current.ready == trainer.fit_loop.max_batches:
                 _stock(loop.update_lr_schedulers, "epoch", update_plateau_schedulers=False)
-        self._call_ends(outputs, batch, batch_idx)
-        try:
-            self._end(results)
-        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
-            self._recover(error)
-            _stock(connector.on_batch_end)
+        are_known = self._looks()
+        if not are_known:
+            _stock(call._call_callback_hooks, trainer, END, outputs, batch, batch_idx)
+        elif hooks.ends:
+            hooks.call(END, hooks.ends, outputs, batch, batch_idx)
+        if hooks.module_ends or not are_known:
+            _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
+        self._end(results)
         total.completed += 1
         current.completed += 1
         every = trainer.log_every_n_steps
@@ -309,22 +322,14 @@ class LoopSeam(PatchedMethods):
         elif self._rows.on_their_way:
             connector.look()
 
-    def _call_ends(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The hooks after a batch."""
-        trainer, hooks = self._trainer, self._hooks
-        try:
-            if not hooks.hold():
-                hooks.look()
-        except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
-            self._recover(error)
-            _stock(call._call_callback_hooks, trainer, END, outputs, batch, batch_idx)
-            _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
-            return
-        if hooks.ends:
-            hooks.call(END, hooks.ends, outputs, batch, batch_idx)
-        if hooks.module_ends:
-            _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
+    @recovering(lambda self: False)
+    def _looks(self) -> bool:
+        """See who has hooks after a batch."""
+        if not self._hooks.hold():
+            self._hooks.look()
+        return True
 
+    @recovering(lambda self, results: _stock(self._connector.on_batch_end))
     def _end(self, results: Any) -> None:
         """What the logger connector does when a batch ends; a lazy one when somebody asks it."""
         if not results:
@@ -334,13 +339,3 @@ class LoopSeam(PatchedMethods):
             results.batch = results.batch_size = None
         else:
             self._connector.on_batch_end()
-
-
-@hands_over
-def _stock(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call Lightning's own code: what it raises is none of graphplan's."""
-    return run(*args, **kwargs)
-
-
-def _nothing() -> None:
-    """In place of what tells a profiler that passes everything through."""

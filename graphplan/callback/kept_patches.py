@@ -1,4 +1,4 @@
-"""The ranks' word that one of them got a SIGTERM, passed on without waiting for the device in every step."""
+"""Patches that stay for a whole fit, whether or not its steps are replayed: SIGTERM among ranks, and clipping."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import logging
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import distributed
-from typing_extensions import override
+from torch.amp.grad_scaler import OptState
 
-from graphplan.callback.instance_patch import InstancePatch, PatchedMethods
-from graphplan.callback.logging.async_copies import HostCopy
+from graphplan.callback.logging.late_numbers import HostCopy
+from graphplan.callback.patches import InstancePatch
 from graphplan.environment.devices import is_accelerator
 
 _METHOD, _NOTIFIER = "_broadcast_sigterm_tensor", "_sigterm_notifier_fn"
@@ -24,35 +26,57 @@ EVERY = 8
 _log = logging.getLogger("graphplan")
 
 
-class LaggingSigterm(PatchedMethods):
-    """Stands where the epoch loop broadcasts whether rank 0 got a SIGTERM, and reads the answer, before every step.
+def fused_clipping(trainer: Trainer) -> list[InstancePatch]:
+    """Gradient clipping beside a fused optimizer, which Lightning's mixed precision refuses; no patch if the plugin has
+    its own way.
 
-    The answer is read later, when it has long been there: every rank ends before the same step, as it would have, but
-    up to ``2 * EVERY`` steps after the signal, whichever rank got it. Lightning's own signal handler broadcasts at once
-    and from rank 0, wherever the other ranks are: where only one gets the signal, the message may meet a collective of
-    the step. While batches are trained, this handler only takes a note.
+    It refuses because a fused kernel takes scaled gradients, so that what it would clip is scaled too. In bfloat16
+    there is no scale; in float16 it is right once the scaler has unscaled the gradients, as torch's scaler then knows.
+    """
+    plugin: Any = trainer.precision_plugin
+    if not isinstance(plugin, MixedPrecision) or type(plugin).clip_gradients is not MixedPrecision.clip_gradients:
+        return []
+    return [InstancePatch(plugin, "clip_gradients", partial(_clip, plugin))]
+
+
+def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, **kwargs: Any) -> None:
+    """In place of ``MixedPrecision.clip_gradients``."""
+    if plugin.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False) and clip_val > 0:
+        unwrapped = getattr(optimizer, "optimizer", optimizer)
+        if plugin.scaler._per_optimizer_states[id(unwrapped)]["stage"] is OptState.READY:
+            plugin.scaler.unscale_(unwrapped)
+    Precision.clip_gradients(plugin, optimizer, clip_val, *args, **kwargs)
+
+
+class LaggingSigterm:
+    """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM.
+
+    The answer is read later, when it has long been there: every rank ends before the same step, up to ``2 * EVERY``
+    steps after the signal, whichever rank got it. Lightning's own signal handler broadcasts at once and from rank 0,
+    wherever the other ranks are: if only one gets the signal, the message may meet a collective of the step. While
+    batches are trained, this handler only takes a note.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._loop: Any = trainer.fit_loop.epoch_loop
+        loop: Any = trainer.fit_loop.epoch_loop
         self._connector: Any = trainer._signal_connector
-        self._asks = trainer.world_size > 1 and hasattr(self._loop, _METHOD)
-        super().__init__(*([InstancePatch(self._loop, _METHOD, self._ask)] if self._asks else []))
+        self._asks = trainer.world_size > 1 and hasattr(loop, _METHOD)
+        self._patch = InstancePatch(loop, _METHOD, self._ask)
         self._stock: Any = getattr(self._connector, _NOTIFIER, None)
         self._calls = 0
         self._is_told = False
         self._answer: Callable[[], int] = lambda: 0
 
-    @override
     def install(self) -> None:
-        super().install()
+        """Put it in, if there are several ranks."""
         if self._asks:
+            self._patch.install()
             self._replace(self._stock, self._take_note)
 
-    @override
     def remove(self) -> None:
-        super().remove()
+        """Take it off; Lightning learns of a signal that was noted."""
+        self._patch.remove()
         self._replace(self._take_note, self._stock)
         if self._is_told:
             self._connector.received_sigterm = True

@@ -1,4 +1,4 @@
-"""Python numbers of the Trainer that a step may read: watched, so that a replay does not freeze them."""
+"""What a step may read of the Trainer: owners that stand for its numbers and objects, and the batch's index."""
 
 from __future__ import annotations
 
@@ -6,32 +6,42 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from graphplan.errors import HostScalarError
+from graphplan.observe.source import find_source
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.naming import free_name
 from graphplan.owners.slots import Reached
 from graphplan.owners.views import Numbers
+from graphplan.trace.mode import refuse_trace
 
 _TRAINER = (
-    "current_epoch",
-    "global_step",
-    "min_epochs",
-    "max_epochs",
-    "min_steps",
-    "max_steps",
-    "is_last_batch",
-    "num_training_batches",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "gradient_clip_algorithm",
-)
+    "current_epoch", "global_step", "min_epochs", "max_epochs", "min_steps", "max_steps", "is_last_batch",
+    "num_training_batches", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
+)  # fmt: skip
 _LOOP = ("batch_idx", "total_batch_idx", "global_step", "_batches_that_stepped")
 _PROGRESS = ("ready", "started", "processed", "completed")
+_CALLBACKS = (
+    "callbacks", "early_stopping_callback", "early_stopping_callbacks", "checkpoint_callback", "checkpoint_callbacks",
+    "progress_bar_callback",
+)  # fmt: skip
+_WRAPPER = "strategy.model"
+_WRAPPER_NOTES = ("require_forward_param_sync",)
+"""Whether DDP is to send buffers around before the next forward pass: not after one without gradients, or one whose
+gradients were kept on the rank. A step branches on it and leaves it another one."""
+
+
+def optimizers_of(trainer: Trainer) -> dict[str, Any]:
+    """The optimizers by name."""
+    if len(trainer.optimizers) == 1:
+        return {"optimizer": trainer.optimizers[0]}
+    return {f"optimizers[{index}]": optimizer for index, optimizer in enumerate(trainer.optimizers)}
 
 
 def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
-    """Owners that stand for the numbers of the Trainer, its loops and schedulers."""
+    """Owners that stand for the numbers of the Trainer, its loops and schedulers: a replay does not freeze them."""
     loop: Any = trainer.fit_loop
     owners: dict[str, Any] = {
         # Only evaluation is done to see whether it works.
@@ -47,12 +57,6 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
     for index, config in enumerate(trainer.lr_scheduler_configs):
         owners[f"lr_schedulers[{index}]"] = config.scheduler
     return owners
-
-
-_CALLBACKS = (
-    *("callbacks", "early_stopping_callback", "early_stopping_callbacks"),
-    *("checkpoint_callback", "checkpoint_callbacks", "progress_bar_callback"),
-)
 
 
 def reached_objects(trainer: Trainer) -> dict[str, Any]:
@@ -76,6 +80,27 @@ def reached_objects(trainer: Trainer) -> dict[str, Any]:
         name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
         owners[name] = Reached(callback, _CALLBACKS)
     return owners
+
+
+class Wrapper:
+    """The module that a strategy wraps around the LightningModule, if there is one, and its notes between steps."""
+
+    effects = tuple(f"{_WRAPPER}.{note}" for note in _WRAPPER_NOTES)
+    """Paths of the notes: the seam keeps them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        model = trainer.strategy.model
+        self._ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.owners: dict[str, Any] = {} if self._ddp is None else {_WRAPPER: self._ddp}
+
+    def notes(self) -> tuple[Any, ...]:
+        """What it notes now."""
+        return () if self._ddp is None else tuple(getattr(self._ddp, note) for note in _WRAPPER_NOTES)
+
+    def note(self, values: tuple[Any, ...]) -> None:
+        """Set the notes of a step that was replayed."""
+        for name, value in zip(_WRAPPER_NOTES, values, strict=False):
+            setattr(self._ddp, name, value)
 
 
 class _Groups:
@@ -120,6 +145,21 @@ class WatchedIndex(int):
         return (int, (self.plain(),))
 
 
+def refuse_index() -> None:
+    """Refuse a trace in which the batch's index is used.
+
+    Raises:
+        HostScalarError: with the line of code, in a trace.
+    """
+    refuse_trace(
+        HostScalarError,
+        f"the step computes with batch_idx at {find_source()}, which differs for each batch; a replay would keep one "
+        "value. Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, "
+        "variant= for a program of its own for each of a few answers, or allow=('batch_idx',) if the step's results do "
+        "not depend on it",
+    )
+
+
 def unwatch(thing: Any) -> None:
     """Leave plain numbers where a step stored its watched index."""
     for name, value in vars(thing).items():
@@ -140,10 +180,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 _USES = (
-    "add radd sub rsub mul rmul mod rmod floordiv rfloordiv truediv rtruediv pow rpow divmod rdivmod lt le gt ge eq ne"
-)
-_USES += (
-    " and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert bool hash format repr str int float index"
+    "add radd sub rsub mul rmul mod rmod floordiv rfloordiv truediv rtruediv pow rpow divmod rdivmod lt le gt ge eq ne "
+    "and rand or ror xor rxor lshift rlshift rshift rrshift neg abs invert bool hash format repr str int float index"
 )
 for _use in _USES.split():
     setattr(WatchedIndex, f"__{_use}__", _watched(f"__{_use}__"))

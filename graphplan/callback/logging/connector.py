@@ -1,0 +1,170 @@
+"""Lightning's logger connector, without waiting for the device after every batch.
+
+Lightning turns each value logged with ``prog_bar=True`` into a number at the end of every batch, bar or no bar, and
+again whenever any of the run's metrics are asked for. Here such values stay tensors until ``progress_bar_metrics`` is
+read, which gives the same numbers. The dictionaries of metrics are filled when one of them is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from sys import getrefcount
+from types import SimpleNamespace
+from typing import Any
+
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS
+from torch import Tensor
+
+from graphplan.callback.logging.epoch_sums import Group
+from graphplan.callback.logging.late_numbers import LaggingNumbers, LateRows
+from graphplan.callback.patches import Recover, recovering
+
+_OWN_REFERENCES = 2
+"""What refers to a dictionary that only the connector has, while they are counted."""
+
+
+def _settled(name: str) -> Any:
+    """A property for one of the connector's dictionaries: up to date when it is asked for."""
+
+    def read(self: LazyConnector) -> dict[str, Any]:
+        self.settle()
+        found: dict[str, Any] = vars(self)[name]
+        return found
+
+    def write(self: LazyConnector, value: dict[str, Any]) -> None:
+        self.settle()
+        vars(self)[name] = value
+
+    return property(read, write)
+
+
+class LazyConnector(_LoggerConnector):
+    """The class of a Trainer's logger connector while a fit goes through graphplan.
+
+    Attributes:
+        rows: what writes the rows of steps, where they may come late.
+        lagging: what reads the numbers for a bar that is asking.
+    """
+
+    recover: Recover
+    rows: LateRows | None = None
+    lagging: LaggingNumbers | None = None
+
+    def postpone(self, results: Any, whole: tuple[Group, Sequence[Tensor]] | None) -> None:
+        """A batch has ended: what it logged goes into the dictionaries when one of them is asked for, or at once if
+        something else refers to one. ``whole`` is the group that all metrics belong to, and what they show, if they do.
+        """
+        inner = vars(self)
+        # The next batch may log other values, and then never end.
+        inner["_owed"] = results, whole or [(metric, metric._forward_cache) for _, metric in results.valid_items()]
+        if (
+            getrefcount(inner["_progress_bar_metrics"]) > _OWN_REFERENCES
+            or getrefcount(inner["_callback_metrics"]) > _OWN_REFERENCES
+            or getrefcount(inner["_logged_metrics"]) > _OWN_REFERENCES
+        ):
+            self.settle()
+
+    @recovering(_LoggerConnector.on_batch_end)
+    def settle(self) -> None:
+        """Make good for :meth:`postpone`."""
+        owed = vars(self).pop("_owed", None)
+        if owed is not None:
+            self._settle(*owed)
+
+    def _settle(self, results: Any, logged: Any) -> None:
+        if isinstance(logged, tuple):
+            group, values = logged
+            logged = group.shown(results, values)
+        metrics = (SimpleNamespace(meta=metric.meta, _forward_cache=cache) for metric, cache in logged)
+        found, inner = self._found(results, metrics, on_step=True), vars(self)
+        inner["_progress_bar_metrics"].update(found["pbar"])
+        inner["_callback_metrics"].update(found["callback"])
+        inner["_logged_metrics"].update(found["log"])
+
+    _progress_bar_metrics = _settled("_progress_bar_metrics")
+    _callback_metrics = _settled("_callback_metrics")
+    _logged_metrics = _settled("_logged_metrics")
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """As Lightning's, but that a step's row is written when its numbers are there."""
+        if self.rows is not None and self._take_row(metrics, step):
+            self.look()
+            self._logged_metrics.update(metrics)
+        else:
+            _LoggerConnector.log_metrics(self, metrics, step)
+
+    @recovering(lambda self, metrics, step: False)
+    def _take_row(self, metrics: Any, step: int | None) -> bool:
+        """Whether the row comes late; if not, those on their way are written."""
+        assert self.rows is not None
+        if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
+            return True
+        self.rows.settle()
+        return False
+
+    @recovering(lambda self: None)
+    def look(self) -> None:
+        """Write the rows that have arrived."""
+        if self.rows is not None:
+            self.rows.look()
+
+    def epoch_end_reached(self) -> None:
+        """Values of the last batch, before those of the epoch come."""
+        self.settle()
+        if self.rows is not None:
+            self.rows.settle()
+        super().epoch_end_reached()
+
+    def reset_results(self) -> None:
+        """Values of the last batch, before they are gone."""
+        self.settle()
+        super().reset_results()
+
+    @property
+    def metrics(self) -> _METRICS:
+        """As Lightning's, but that values for the bar are tensors while nothing else refers to them."""
+        results: Any = self.trainer._results
+        metrics = (metric for _, metric in results.valid_items())
+        return self._found(results, metrics, on_step=self._first_loop_iter is not None)
+
+    def _found(self, results: Any, metrics: Iterable[Any], *, on_step: bool) -> _METRICS:
+        """What Lightning's ``metrics`` finds, with tensors for the bar."""
+        found: Any = _METRICS(callback={}, log={}, pbar={})
+        for metric in metrics:
+            value = results._get_cache(metric, on_step)
+            if not isinstance(value, Tensor):
+                continue
+            name, forked_name = results._forked_name(metric, on_step)
+            if metric.meta.logger:
+                found["log"][forked_name] = value
+            if results.training or (metric.meta.on_epoch and not on_step):
+                found["callback"][name] = found["callback"][forked_name] = value
+            if metric.meta.prog_bar:
+                found["pbar"][forked_name] = value if value.numel() == 1 else convert_tensors_to_scalars(value)
+        if getrefcount(vars(self)["_progress_bar_metrics"]) > _OWN_REFERENCES:
+            # What refers to it does not ask again.
+            found["pbar"] = convert_tensors_to_scalars(found["pbar"])
+        return found
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """Numbers, read from the device now, or for a bar those that arrived last."""
+        values: dict[str, Any] = super().progress_bar_metrics
+        late: dict[str, float] | None = self._read_late(values)
+        if late is not None:
+            return {**values, **late}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                values[name] = value.item()
+        return values
+
+    @recovering(lambda self, values: None)
+    def _read_late(self, values: dict[str, Any]) -> dict[str, float] | None:
+        return None if self.lagging is None else self.lagging.read(tensors_of(values))
+
+
+def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
+    """Those of the values that are tensors."""
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -1,0 +1,223 @@
+"""Numbers of device tensors on their way to the host, for bars and loggers, without waiting.
+
+Every ``log_every_n_steps`` steps Lightning turns what was logged into numbers, one after the other, and hands them to
+the loggers, which write files; meanwhile the device has nothing to do. Here the numbers are sent, and the loggers get
+them in one of the next steps: the same rows in the same order. All else that is logged, and each use of a logger's
+writer, comes after the rows on their way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from torch import Tensor
+
+from graphplan.environment.devices import current_stream, is_accelerator, module_of
+from graphplan.feed.call_arguments import hands_over
+
+_MOST = 2
+"""Copies or rows under way at a time: what is shown is no older than what the device has yet to do."""
+
+_ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()
+"""Rows that come late, by logger. A logger's copy is not among them."""
+
+
+class HostCopy:
+    """A copy of ``tensor`` in host memory, as it is when the device comes to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.Event | None = None
+        if not is_accelerator(tensor.device):
+            self._host = tensor.detach().to("cpu", copy=True)
+            return
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._host.copy_(tensor.detach(), non_blocking=True)
+        self._event = module_of(tensor.device).Event()
+        self._event.record(current_stream(tensor.device))
+
+    def has_arrived(self) -> bool:
+        """Return True if the copy has completed."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> Tensor:
+        """The copy, once it has completed."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host
+
+
+class SentNumbers:
+    """One number of each tensor, on its way: one copy for all of a dtype and device."""
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, value in values.items():
+            groups.setdefault((value.dtype, value.device), []).append(name)
+        self._copies = [
+            (names, HostCopy(torch.stack([values[name].detach().reshape(()) for name in names])))
+            for names in groups.values()
+        ]
+
+    def has_arrived(self) -> bool:
+        """Return True if all copies have completed."""
+        return all(copy.has_arrived() for _, copy in self._copies)
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers by name, once they are there."""
+        return {
+            name: number
+            for names, copy in self._copies
+            for name, number in zip(names, copy.wait().tolist(), strict=True)
+        }
+
+
+class LaggingNumbers:
+    """Numbers of tensors that are read again and again: those that arrived last, instead of waiting.
+
+    ``send`` starts to copy.
+    """
+
+    def __init__(self, send: Callable[[Mapping[str, Tensor]], Any] = SentNumbers) -> None:
+        self._send = send
+        self._sent: deque[Any] = deque()
+        self._arrived: dict[str, float] = {}
+        self._awaited: Any = None
+        self._is_fresh = False
+
+    def are_here(self, values: Mapping[str, Tensor]) -> bool:
+        """Whether numbers have arrived that are no older than the first call which was answered with no. That call
+        sends those of its ``values``.
+        """
+        if self._awaited is None:
+            self._awaited = self._send(values)
+            self._sent.append(self._awaited)
+        self._take()
+        if any(sent is self._awaited for sent in self._sent):
+            return False
+        self._awaited, self._is_fresh = None, True
+        return True
+
+    def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """The latest numbers of ``values`` that are there. Waits for those that never were."""
+        self._take()
+        is_new = not values.keys() <= self._arrived.keys()
+        is_fresh, self._is_fresh = self._is_fresh, False
+        if is_new or (len(self._sent) < _MOST and not is_fresh):
+            self._sent.append(self._send(values))
+            self._take(wait=is_new)
+        return {name: self._arrived[name] for name in values}
+
+    def _take(self, *, wait: bool = False) -> None:
+        """Take in what has arrived, in the order in which it was sent."""
+        while self._sent and (wait or self._sent[0].has_arrived()):
+            self._arrived.update(self._sent.popleft().numbers())
+
+
+def _late(kind: Any) -> Any:
+    """``experiment`` of loggers of that kind, before which the rows on their way are written."""
+
+    def experiment(self: Any) -> Any:
+        if self in _ROWS:
+            _ROWS[self].settle()
+        return kind.experiment.fget(self)
+
+    return property(experiment)
+
+
+class LateCSVLogger(CSVLogger):
+    """The class of a ``CSVLogger`` while its rows may come late."""
+
+    experiment = _late(CSVLogger)
+
+
+class LateTensorBoardLogger(TensorBoardLogger):
+    """The class of a ``TensorBoardLogger`` while its rows may come late."""
+
+    experiment = _late(TensorBoardLogger)
+
+
+_KINDS: dict[type, type] = {CSVLogger: LateCSVLogger, TensorBoardLogger: LateTensorBoardLogger}
+
+
+class _Row(NamedTuple):
+    loggers: list[Any]
+    metrics: dict[str, Any]
+    sent: SentNumbers
+    step: int
+
+
+class LateRows:
+    """The rows of one fit. ``install`` and ``remove`` are inverse."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.on_their_way: deque[_Row] = deque()
+        self._kinds: dict[Any, type] = {}
+
+    def install(self) -> None:
+        """Have those of the Trainer's loggers that are Lightning's own take rows late."""
+        for logger in self._trainer.loggers:
+            kind = type(logger)
+            if kind in _KINDS:
+                self._kinds[logger], _ROWS[logger] = kind, self
+                logger.__class__ = _KINDS[kind]
+
+    def remove(self) -> None:
+        """Write what is on its way, and give the loggers their classes back."""
+        while self.on_their_way:
+            # What fails here has failed before, and was told then.
+            with suppress(Exception):
+                self._write()
+        for logger, kind in self._kinds.items():
+            del _ROWS[logger]
+            logger.__class__ = kind
+        self._kinds = {}
+
+    def take(self, metrics: Mapping[str, Any]) -> bool:
+        """Send the row of a step to all loggers; False if it cannot come late."""
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+        loggers = list(self._trainer.loggers)
+        plain = 0 < len(tensors) == len(metrics) and all(value.numel() == 1 for value in tensors.values())
+        if not plain or "step" in metrics or not all(logger in _ROWS for logger in loggers):
+            return False
+        if len(self.on_their_way) >= _MOST:
+            self._write()
+        epoch, step = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop._batches_that_stepped
+        row = {**metrics, "epoch": metrics.get("epoch", epoch)}
+        self.on_their_way.append(_Row(loggers, row, SentNumbers(tensors), step))
+        return True
+
+    def look(self) -> None:
+        """Write the rows that have arrived."""
+        while self.on_their_way and self.on_their_way[0].sent.has_arrived():
+            self._write()
+
+    def settle(self) -> None:
+        """Write all rows that are on their way."""
+        while self.on_their_way:
+            self._write()
+
+    def _write(self) -> None:
+        """What Lightning does with the oldest row, once its numbers are there."""
+        row, scalars = self.on_their_way.popleft(), {}
+        try:
+            scalars = row.sent.numbers()
+        finally:
+            self._hand_out(row, {**row.metrics, **scalars})
+
+    @hands_over
+    def _hand_out(self, row: _Row, scalars: dict[str, Any]) -> None:
+        later, self.on_their_way = self.on_their_way, deque()
+        try:
+            for logger in row.loggers:
+                logger.log_metrics(metrics=scalars, step=row.step)
+                logger.save()
+        finally:
+            self.on_their_way.extend(later)

@@ -1,0 +1,410 @@
+"""``self.log`` inside a step: noted while the step runs, carried out after it.
+
+Lightning's result collection rebinds its metric states on every log, which a replay could not repeat on the host. So
+while a managed step runs, the collection only notes what is logged; the logged tensors leave the step as outputs, and
+after it (eager, captured or replayed alike) each call is made for real. Where the step itself reads the collection, the
+calls noted so far are made at once, so that it reads what it has logged, and a trace is refused.
+
+A call that was made for real once, and comes again with the same options, needs little more than its value: its metric
+is in a group (:mod:`graphplan.callback.logging.epoch_sums`). The values of all grouped calls and the loss become
+elements of one vector at the step's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
+from torch import Tensor
+
+from graphplan.callback.lightning_code import is_known
+from graphplan.callback.logging.epoch_sums import Group, Sums
+from graphplan.callback.logging.late_copies import LOSS, LateCopies
+from graphplan.compare.moving import apart
+from graphplan.errors import Faults, HostSyncError
+from graphplan.feed.call_arguments import hands_over
+from graphplan.observe.source import Source, find_source
+from graphplan.program.faults import refusal_of
+from graphplan.trace.mode import refuse_trace
+
+_DTYPES = (torch.float32, torch.float64)
+"""Lightning casts values of others."""
+_KINDS = 8
+"""Steps that log differently, of which it is remembered what is to be done for each."""
+_NOWHERE = Source("", 0, "", "step")
+
+
+@dataclass(frozen=True)
+class LogCall:
+    """One call of the result collection's ``log`` without its value.
+
+    Attributes:
+        source: the line that made it.
+        dtype: torch's default there, which precision plugins set while a step runs.
+        size: the batch size that a grouped call counts with in a mean; None for a call that is made for real.
+    """
+
+    fx: str
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    source: Source = field(compare=False)
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    size: int | None = None
+
+    @cached_property
+    def key(self) -> str:
+        """Lightning's key for its metric in training, where batches come from one loader."""
+        return f"{self.fx}.{self.name}"
+
+    def __repr__(self) -> str:
+        return f"self.log({self.name!r}) in {self.fx}"
+
+
+Note = tuple[LogCall, Any]
+"""A call and its value."""
+
+
+class _NotingResults(_ResultCollection):
+    """The class of Lightning's result collection while a managed step runs."""
+
+    note: Callable[..., None]
+    log_now: Callable[[], None]
+
+    def log(self, fx: str, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Note it."""
+        self.note(fx, name, value, *args, **options)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Nothing: resets come with the calls that are made later."""
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    plain = getattr(dict, name)
+
+    def method(self: _NotingResults, *args: Any) -> Any:
+        self.log_now()
+        return plain(self, *args)
+
+    method.__name__ = name
+    return method
+
+
+for _name in ("__contains__", "__getitem__", "__iter__", "__len__", "get", "items", "keys", "values"):
+    setattr(_NotingResults, _name, _reading(_name))
+
+
+class _Before:
+    """A result collection before a step logs for real. Metrics bind new values, so that references to the old do."""
+
+    def __init__(self, results: _ResultCollection, last_hook: str | None) -> None:
+        self._results = results
+        self._own = {name: value for name, value in vars(results).items() if name not in ("note", "log_now")}
+        self._metrics = {key: (metric, dict(vars(metric))) for key, metric in dict.items(results)}
+        self.last_hook = last_hook
+
+    def put_back(self) -> None:
+        """Restore it."""
+        vars(self._results).update(self._own)
+        dict.clear(self._results)
+        for key, (metric, inner) in self._metrics.items():
+            vars(metric).update(inner)
+            dict.__setitem__(self._results, key, metric)
+
+
+@dataclass(frozen=True)
+class _Usual:
+    """Calls of which all are grouped; by group, the numbers of its calls (None: all in order) and their sizes."""
+
+    calls: list[LogCall]
+    parts: list[tuple[Group, list[int] | None, list[int]]]
+
+
+class StepLogs:
+    """Notes the log calls of one step, and carries out a step's notes.
+
+    Attributes:
+        sums_in_step: whether calls are grouped.
+        takes_loss: whether the step's result is a dictionary whose loss is a copy of its own.
+        faults: graphplan's own errors in the middle of the step.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
+        self._trainer = trainer
+        self._connector: Any = trainer._logger_connector
+        self.late = LateCopies(module)
+        self.sums = Sums()
+        self.faults = Faults()
+        self.takes_loss = False
+        self.sums_in_step = sums_in_step
+        self._grouped: dict[str, LogCall] = {}
+        self._known: dict[tuple[str, int | None], LogCall] = {}
+        self._usual: list[_Usual] = []
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._kind: tuple[torch.dtype, torch.device] | None = None
+        self._last_hook: str | None = None
+        self._reset: set[str] = set()
+        self._before: _Before | None = None
+
+    def around(self, body: Callable[[], Any]) -> dict[str, Any]:
+        """``body``'s result and what it logged, as one pytree."""
+        with self._notes() as notes:
+            result = body()
+        with self._noting_faults():
+            settled = list(notes)
+            result = self._settled(settled, result)
+            # Where that failed, they stay calls to be made for real.
+            notes[:] = settled
+        return {"result": result, "logs": [call for call, _ in notes], "values": [value for _, value in notes]}
+
+    @contextmanager
+    def _notes(self) -> Iterator[list[Note]]:
+        """Collect ``(call, value)`` pairs instead of logging."""
+        # A step that runs a second time in one call was undone the first time.
+        self.take_back()
+        results: Any = self._trainer._results
+        notes: list[Note] = []
+        if results is None:
+            yield notes
+            return
+
+        def note(fx: str, name: str, value: Any, **options: Any) -> None:
+            source = _NOWHERE
+            with self._noting_faults():
+                value = self._in_known_dtype(f"{fx}.{name}", value)
+                source = find_source()
+            notes.append((LogCall(fx, name, tuple(options.items()), source), value))
+
+        def log_now() -> None:
+            refuse_trace(
+                HostSyncError,
+                f"the step reads logged metrics at {find_source()}; a replay would not read them again. Move that code "
+                "to on_train_batch_end",
+            )
+            results.__class__ = _ResultCollection
+            if self._before is None:
+                self._before = _Before(results, self._last_hook)
+            try:
+                self._carry_out(notes)
+            finally:
+                results.__class__ = _NotingResults
+            notes.clear()
+
+        results.note, results.log_now = note, log_now
+        results.__class__ = _NotingResults
+        try:
+            with self.late.of_logs(self._grouped.__contains__):
+                yield notes
+        finally:
+            results.__class__ = _ResultCollection
+            del results.note, results.log_now
+
+    def _in_known_dtype(self, key: str, value: Any) -> Any:
+        """A learning rate is a number in eager steps, the first among them, and in a trace a float64 tensor."""
+        if isinstance(value, Tensor):
+            dtype = self._dtypes.setdefault(key, value.dtype)
+            value = value.to(dtype) if value.dtype is torch.float64 else value
+        return value
+
+    @contextmanager
+    def _noting_faults(self) -> Iterator[None]:
+        """Keep graphplan's own errors until the step is over. Refusals and want of memory end the step at once."""
+        try:
+            yield
+        except Exception as error:
+            if refusal_of(error) is None:
+                raise
+            self.faults.note(error)
+
+    def start(self) -> None:
+        """Before a step: keep Lightning's note of the hook that logged last, which decides whether an epoch's first log
+        resets; make the resets that grouped calls would make, and have their metrics hold the sums.
+        """
+        connector = self._connector
+        self._last_hook = connector._current_fx
+        self._before = None
+        if self._reset:
+            self._reset = set()
+        if self._grouped and connector._first_loop_iter is not False:
+            results: Any = self._trainer._results
+            for fx in dict.fromkeys(call.fx for call in self._grouped.values()):
+                if connector.should_reset_tensors(fx):
+                    results.reset(metrics=False, fx=fx)
+                    self._reset.add(fx)
+        self.sums.bind()
+
+    def take_back(self) -> None:
+        """Undo what was logged for real in the middle of a step that is undone itself."""
+        if self._before is not None:
+            self._before.put_back()
+            self._connector._current_fx = self._last_hook = self._before.last_hook
+            self._before = None
+
+    def _settled(self, notes: list[Note], result: Any) -> Any:
+        """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means.
+
+        Returns:
+            ``result``, in which the loss is that copy.
+        """
+        self.late.settle()
+        numbers = [number for number, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
+        groups = self.sums.logged_by([notes[number][0].key for number in numbers]) if self.sums_in_step else []
+        by_key = {notes[number][0].key: number for number in numbers}
+        order = [by_key[key] for group in groups for key in group.metrics]
+        values = [notes[number][1] for number in order]
+        loss = result.get("loss") if self.takes_loss else None
+        if isinstance(loss, Tensor) and values and not loss.ndim and _kind(loss) == _kind(values[0]):
+            values.append(loss.detach())
+        with torch.no_grad():
+            vector = torch.stack(values) if values else None
+        copies = () if vector is None else apart(vector)
+        start = 0
+        for group in groups:
+            assert vector is not None
+            own = order[start : start + len(group.metrics)]
+            sizes = [self._size(notes[number][0]) for number in own[: group.means]] + [0] * (len(own) - group.means)
+            if group.means:
+                group.add(vector[start : start + group.means], sizes[: group.means])
+            for number, size, copy in zip(own, sizes, copies[start:], strict=False):
+                call = replace(notes[number][0], size=size)
+                known = self._known.setdefault((call.key, size), call)
+                notes[number] = (known if known == call else call, copy)
+            start += len(own)
+        for number, (call, value) in enumerate(notes):
+            if call.size is None and self.late.may_wait(call.key):
+                notes[number] = (call, value.clone())
+        if len(values) > len(order):
+            return {**result, "loss": copies[-1]}
+        if isinstance(loss, Tensor) and self.late.may_wait(LOSS) and (notes or len(result) > 1):
+            # Something else that the step returns may be the same memory.
+            return {**result, "loss": loss.clone()}
+        return result
+
+    def _size(self, call: LogCall) -> int:
+        metric, given = self.sums.metric_of(call.key), dict(call.options).get("batch_size")
+        return int(_ResultCollection._extract_batch_size(self._trainer._results, metric, given, metric.meta))  # type: ignore[arg-type]
+
+    def _is_grouped(self, call: LogCall, value: Any) -> bool:
+        known, size = self._grouped.get(call.key), dict(call.options).get("batch_size")
+        if known is None or not (size is None or isinstance(size, int)):
+            return False  # A size that is no integer is Lightning's to add.
+        if known.options != call.options or not isinstance(value, Tensor):
+            return False
+        # Not asked as an attribute, for which a metric would compute in the step.
+        held = vars(self.sums.metric_of(call.key))["value"]
+        return value.ndim == 0 and _kind(value) == self._kind == _kind(held)
+
+    def finish(self, calls: list[LogCall], values: list[Any]) -> None:
+        """After a step: log what it noted. What may be grouped from now on is asked here, where no trace is looking."""
+        for usual in self._usual:
+            # Grouped calls that are alike are the same objects: this compares addresses.
+            if usual.calls == calls:
+                self._count(usual, values)
+                self._connector._current_fx = self._last_hook = calls[-1].fx
+                return
+        usual = self._usual_of(calls)
+        self._count(usual, values)
+        notes = list(zip(calls, values, strict=True))
+        self._carry_out(notes)
+        if all(call.size is not None for call in calls):
+            self._usual = [usual, *self._usual][:_KINDS]
+        elif self.sums_in_step:
+            self._learn(notes)
+
+    def _count(self, usual: _Usual, values: list[Any]) -> None:
+        for group, numbers, sizes in usual.parts:
+            self.sums.count(group, sizes, values if numbers is None else [values[number] for number in numbers])
+
+    def _usual_of(self, calls: list[LogCall]) -> _Usual:
+        by_key = {call.key: number for number, call in enumerate(calls) if call.size is not None}
+        parts: list[tuple[Group, list[int] | None, list[int]]] = []
+        for group in self.sums.logged_by(list(by_key)):
+            numbers = [by_key[key] for key in group.metrics]
+            sizes = [calls[number].size or 0 for number in numbers]
+            parts.append((group, None if numbers == list(range(len(calls))) else numbers, sizes))
+        return _Usual(calls, parts)
+
+    def _carry_out(self, notes: Sequence[Note]) -> None:
+        """Log for real what is in no group, with the resets that ``LightningModule.log`` would have made."""
+        connector, results = self._connector, None
+        connector._current_fx = self._last_hook
+        for call, value in notes:
+            if call.size is None:
+                results = results if results is not None else self._trainer._results
+                assert results is not None
+                if call.fx not in self._reset and connector.should_reset_tensors(call.fx):
+                    results.reset(metrics=False, fx=call.fx)
+                with _as_in_step(call):
+                    _log(results, call, value)
+            connector._current_fx = self._last_hook = call.fx
+
+    def _learn(self, notes: Sequence[Note]) -> None:
+        """Which of a step's calls may be grouped from now on."""
+        results = self._trainer._results
+        assert results is not None
+        hooks = [fx for fx, _ in groupby(notes, lambda note: note[0].fx)]
+        if len(hooks) > len(set(hooks)) or not is_known("logs"):
+            return  # In an epoch's first batch, Lightning resets a hook's metrics each time that it is the hook's turn.
+        rates = [group["lr"] for optimizer in self._trainer.optimizers for group in optimizer.param_groups]
+        found: dict[str, Any] = {}
+        for call, value in notes:
+            metric = results.get(call.key)
+            # Nobody but the optimizer computes with a learning rate, not even to sum what is logged of it.
+            is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
+            new = metric is not None and call.key not in self._grouped and not is_rate
+            if new and self._may_be_grouped(metric, value):
+                self._grouped[call.key], found[call.key] = call, metric
+        self.sums.form(found)
+
+    def _may_be_grouped(self, metric: Any, value: Any) -> bool:
+        """Whether it is a mean of single numbers that Lightning takes as they are, of one kind with the others."""
+        meta = metric.meta
+        if not metric.is_tensor or meta.enable_graph or meta.sync.should or metric.value.ndim:
+            return False
+        kind = _kind(metric.value)
+        if _kind(value) != kind or kind[0] not in _DTYPES or not meta.is_mean_reduction:
+            return False  # Lightning casts it, or reduces it otherwise.
+        self._kind = self._kind or kind
+        return kind == self._kind
+
+
+@contextmanager
+def _as_in_step(call: LogCall) -> Iterator[None]:
+    """After a step: Lightning makes metrics, and casts values, of the default dtype that the call was made under; and
+    errors tell where in the step that was.
+    """
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(call.dtype)
+    try:
+        yield
+    except Exception as error:
+        text = f"{call}, called at {call.source}"
+        add_note: Any = getattr(error, "add_note", None)
+        if add_note is not None:
+            add_note(text)
+        else:
+            # Python 3.10 has no notes.
+            error.args = ("\n".join([*map(str, error.args[:1]), text]), *error.args[1:])
+        raise
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@hands_over
+def _log(results: Any, call: LogCall, value: Any) -> None:
+    results.log(call.fx, call.name, value, **dict(call.options))
+
+
+def _is_rate(value: Tensor, rate: Any) -> bool:
+    """Whether one number was logged, and it is this learning rate in the dtype that it was logged in."""
+    return value.numel() == 1 and bool(value == torch.as_tensor(rate, dtype=value.dtype, device=value.device))
+
+
+def _kind(value: Tensor) -> tuple[torch.dtype, torch.device]:
+    return value.dtype, value.device
