@@ -252,7 +252,7 @@ def test_where_assertions_fail(bad: int) -> None:
     expected = []
     for x in data:
         with suppress(ValueError):
-            expected.append(twin._runner.fn(x))
+            expected.append(twin.machine.runner.fn(x))
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     assert all(map(torch.equal, model.state_dict().values(), found))
     assert step.stats.replayed > 0

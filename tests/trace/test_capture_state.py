@@ -214,7 +214,7 @@ def test_all_forms_of_a_step_take_one_path() -> None:
         left = {name: value.clone() for name, value in model.state_dict().items()}
     twin, model = training()
     with presenting_capture():
-        expected = [twin._runner.fn(x) for x in data]
+        expected = [twin.machine.runner.fn(x) for x in data]
     assert torch.equal(torch.stack(found), torch.stack(expected))
     assert all(torch.equal(value, left[name]) for name, value in model.state_dict().items())
 
