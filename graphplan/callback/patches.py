@@ -45,12 +45,12 @@ def recovering(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
 
     def decorate(run: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(run)
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def method(self: Any, *args: Any) -> Any:
             try:
-                return run(self, *args, **kwargs)
+                return run(self, *args)
             except Exception as error:  # noqa: BLE001 - those that are not graphplan's are raised
                 self.recover(error)
-            return stock(self, *args, **kwargs)
+            return stock(self, *args)
 
         return method
 

@@ -132,7 +132,7 @@ class StepLogs:
     Attributes:
         sums_in_step: whether calls are grouped.
         takes_loss: whether the step's result is a dictionary whose loss is a copy of its own.
-        faults: graphplan's own errors in the middle of the step.
+        faults, has_faults: graphplan's own errors in the middle of the step.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, *, sums_in_step: bool) -> None:
@@ -140,7 +140,7 @@ class StepLogs:
         self._connector: Any = trainer._logger_connector
         self.late = LateCopies(module)
         self.sums = Sums()
-        self.faults = Faults()
+        self.faults, self.has_faults = Faults(), False
         self.takes_loss = False
         self.sums_in_step = sums_in_step
         self._grouped: dict[str, LogCall] = {}
@@ -221,6 +221,7 @@ class StepLogs:
             if refusal_of(error) is None:
                 raise
             self.faults.note(error)
+            self.has_faults = True
 
     def start(self) -> None:
         """Before a step: keep Lightning's note of the hook that logged last, which decides whether an epoch's first log

@@ -129,7 +129,9 @@ class Seam(ABC):
         self._begun: list[dict[str, Any]] = []
         # Of the loop's arguments, what is not fed: the batch's number, and what comes after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
-        self._latest, self._known_by = Literals(), tuple[Any, ...]()
+        self._latest, self._changes = Literals(), 0
+        self._facts: tuple[Any, ...] = ()
+        self._notes: tuple[Any, ...] = ()
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
         self._is_down = False
@@ -350,6 +352,7 @@ class Seam(ABC):
 
     @recovering(lambda self: None)
     def _check_logs(self) -> None:
+        self._logs.has_faults = False
         self._logs.faults.check()
 
     def _enter(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> None:
@@ -385,15 +388,16 @@ class Seam(ABC):
                 vars(counter).update(values)
             raise
         self._finish(out)
-        self._check_logs()
+        if self._logs.has_faults:
+            self._check_logs()
         return out["result"]
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
         """``facts`` and what else a step depends on as one leaf: that of the step before if nothing has changed."""
-        found = facts, self._own_hooks.changes(), self._wrapper.notes()
-        if found != self._known_by or facts is not self._known_by[0]:
-            self._known_by = found
-            all_facts = (*facts, found[1], *found[2])
+        changes, notes = self._own_hooks.changes(), self._wrapper.notes()
+        if facts is not self._facts or changes != self._changes or notes != self._notes:
+            self._facts, self._changes, self._notes = facts, changes, notes
+            all_facts = (*facts, changes, *notes)
             if len(all_facts) != len(self._latest) or any(map(is_not, all_facts, self._latest)):
                 self._latest = Literals(all_facts)
         return self._latest

@@ -59,31 +59,29 @@ def _nothing() -> None:
 
 
 class Batches(Iterator[Any]):
-    """Lightning's fetcher for one call of ``advance``. A batch that was read, and not begun, is its next one again."""
+    """Lightning's fetcher for one call of ``advance``. A batch that was read, and not begun, is its next one again.
+
+    Attributes:
+        batch: such a batch.
+        has_ended: whether the latest batch was trained on, and no other was read.
+    """
 
     def __init__(self, fetcher: Any) -> None:
-        self._fetcher = fetcher
-        self._read: Callable[[], Any] | None = None
+        self.fetcher = fetcher
         self.batch: Any = _NONE
-
-    def read(self) -> Any:
-        """The next batch, which is not begun yet."""
-        if self._read is None:
-            self._read = _reader(self._fetcher)
-        self.batch = batch = _stock(self._read)
-        return batch
+        self.has_ended = False
 
     def __next__(self) -> tuple[Any, int, int]:
         """That batch or the next one, and what Lightning's loop leaves out of account."""
         if self.batch is _NONE:
-            found: tuple[Any, int, int] = next(self._fetcher)
+            found: tuple[Any, int, int] = next(self.fetcher)
             return found
         batch, self.batch = self.batch, _NONE
         return batch, 0, 0
 
     def __getattr__(self, name: str) -> Any:
         """All else that the fetcher has."""
-        return getattr(self._fetcher, name)
+        return getattr(self.fetcher, name)
 
 
 def _reader(fetcher: Any) -> Callable[[], Any]:
@@ -163,28 +161,35 @@ class LoopSeam:
         """In place of ``advance``."""
         self._take_batches(Batches(fetcher))
 
-    @recovering(lambda self, batches: _TrainingEpochLoop.advance(self._loop, batches))
+    def _advance_stock(self, batches: Any) -> None:
+        """Lightning's own ``advance``, unless all that is left of this one is to end it."""
+        if not batches.has_ended:
+            _stock(_TrainingEpochLoop.advance, self._loop, batches)
+
+    @recovering(_advance_stock)
     def _take_batches(self, batches: Any) -> None:
         """This batch and those after it, up to one after which something is due."""
         loop, own, progress = self._loop, vars(self._module), self._loop.batch_progress
         is_other = own.get("training_step") is not self._step or not own.keys().isdisjoint(STOCK_HOOKS)
         if loop.restarting or self._takes_index is None or is_other:
-            _stock(_TrainingEpochLoop.advance, loop, batches)
+            self._advance_stock(batches)
+            batches.has_ended = True
             self._takes_index = "batch_idx" in loop._build_kwargs(OrderedDict(), None, 0)
             self._step = own.get("training_step")
             return
         loop.val_loop.restarting = False
         if self._unchanged is None or not self._unchanged.hold():
             self._note()
+        fetcher, read = batches.fetcher, _reader(batches.fetcher)
         while True:
             if self._is_one_of_many:
                 _stock(loop._broadcast_sigterm_tensor)
-            batch = batches.read()
+            batches.batch = batch = _stock(read)
             if batch is None:
                 # Nothing to train on: Lightning has words for that.
-                _stock(_TrainingEpochLoop.advance, loop, batches)
+                self._advance_stock(batches)
                 return
-            progress.is_last_batch = batches.done
+            progress.is_last_batch = fetcher.done
             batch, batches.batch = self._ready(batch), _NONE
             try:
                 self._train(batch, progress)
@@ -192,8 +197,12 @@ class LoopSeam:
                 if refusal_of(error) is None:
                     raise
                 raise lost(error, f"the step of {type(self._module).__name__}") from error
-            if not self._goes_on(progress):
+            batches.has_ended = True
+            if self._is_due(progress):
                 return
+            if not self._may_accumulate or not loop._should_accumulate():
+                loop._batches_that_stepped += 1
+            batches.has_ended = False
 
     def _note(self) -> None:
         """Note what decides about the batches after this one: while it stays so, there is nothing to ask but what
@@ -238,15 +247,6 @@ class LoopSeam:
             if config.reduce_on_plateau and config.interval == "step":
                 return True
         return False
-
-    @recovering(lambda self, progress: False)
-    def _goes_on(self, progress: Any) -> bool:
-        """Whether the next batch is this seam's as well: then this one is over, else Lightning's loop ends it."""
-        if self._is_due(progress):
-            return False
-        if not self._may_accumulate or not self._loop._should_accumulate():
-            self._loop._batches_that_stepped += 1
-        return True
 
     def _step_schedulers(self) -> None:
         """Lightning's ``update_lr_schedulers("step", update_plateau_schedulers=False)`` after a step that is no part of
@@ -305,14 +305,17 @@ class LoopSeam:
                 self._step_schedulers()
             if progress.is_last_batch or current.ready == trainer.fit_loop.max_batches:
                 _stock(loop.update_lr_schedulers, "epoch", update_plateau_schedulers=False)
-        are_known = self._looks()
+        are_known = hooks.hold() or self._look()
         if not are_known:
             _stock(call._call_callback_hooks, trainer, END, outputs, batch, batch_idx)
         elif hooks.ends:
             hooks.call(END, hooks.ends, outputs, batch, batch_idx)
         if hooks.module_ends or not are_known:
             _stock(call._call_lightning_module_hook, trainer, END, outputs, batch, batch_idx)
-        self._end(results)
+        if results:
+            self._end(results)
+        else:
+            results.batch = None
         total.completed += 1
         current.completed += 1
         every = trainer.log_every_n_steps
@@ -323,18 +326,15 @@ class LoopSeam:
             connector.look()
 
     @recovering(lambda self: False)
-    def _looks(self) -> bool:
-        """See who has hooks after a batch."""
-        if not self._hooks.hold():
-            self._hooks.look()
+    def _look(self) -> bool:
+        """See who has hooks after a batch, where that has changed in it."""
+        self._hooks.look()
         return True
 
     @recovering(lambda self, results: _stock(self._connector.on_batch_end))
     def _end(self, results: Any) -> None:
         """What the logger connector does when a batch ends; a lazy one when somebody asks it."""
-        if not results:
-            results.batch = None
-        elif isinstance(self._connector, LazyConnector):
+        if isinstance(self._connector, LazyConnector):
             self._connector.postpone(results, self._sums.whole(results))
             results.batch = results.batch_size = None
         else:
