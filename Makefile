@@ -5,6 +5,8 @@
 #   make train PIP_ARGS="--extra-index-url URL"    with the URL of the CPU builds that pytorch.org names: far smaller
 #   make docs                                  the documentation, into site/
 #   make test ARGS="-k carries"                a part of the tests
+#   make test-core                             the tests that notice most faults, in a minute
+#   make test-gpu TORCH=torch                  the tests that need a GPU
 #   make setup PYTHON=python3.12               another Python (3.10 or newer)
 
 VENV := .venv
@@ -16,14 +18,27 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 PIP_ARGS ?=
 SOURCES ?=
 ARGS ?=
+# Two processes; one that has nothing left takes tests over from the other.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+# A file or two of each room.
+CORE := $(addprefix tests/,test_layers.py step/test_equality.py step/test_step_forms.py step/test_bad_input.py plan \
+	sources/test_changes_between_calls.py effects/test_carries.py effects/test_host_effects.py \
+	trace/test_data_reads.py trace/test_refused_host.py program/test_programs.py verify/test_compare.py \
+	optimizers/test_optimizers.py inference/test_graphed.py lightning/test_digits_equality.py)
 
-.PHONY: train test soak lightning-suite setup lint format docs clean FORCE
+.PHONY: train test test-core test-gpu soak lightning-suite setup lint format docs clean FORCE
 
 train: setup  ## Train the digits model through Lightning with the callback.
 	$(BIN)/python train.py $(ARGS)
 
 test: setup  ## Run every test. One thread each: two processes share two cores, and the results are the same.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+	$(PYTEST) --bar 480 $(ARGS)
+
+test-core: setup  ## A file or two of each room: what notices most faults.
+	$(PYTEST) --bar 60 $(CORE) $(ARGS)
+
+test-gpu: setup  ## What needs a CUDA device or runs on both, in one process.
+	$(BIN)/python -m pytest -q --device cuda $(ARGS)
 
 soak: setup  ## A thousand random runs, other ones each time, and a long one: an hour or so.
 	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/properties/test_properties.py tests/properties/test_soak.py $(ARGS)

@@ -6,7 +6,9 @@ import gc
 import math
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +16,51 @@ import torch
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 
+from graphplan.step.options import Options
 from graphplan.verify import schedule
+from tests import devices
 from tests.addresses import insist
+from tests.twins import assert_equals_eager
 
 # Builds of the guards that the first capture begins would take the time of the tests.
 os.environ.setdefault("GRAPHPLAN_NATIVE", "found")
 _MONITORING: Any = getattr(sys, "monitoring", None)
-LONG = ("test_soak.py", "test_properties.py")
-"""Files with tests of a minute: begun first, so that at the end no process waits for another one's."""
+LONG = ("test_distributed.py", "test_soak.py", "test_properties.py")
+"""Files with tests or fixtures of half a minute: begun first, so that at the end no process waits for another one's."""
+BEGUN = time.perf_counter()
+GPU = Path(__file__).parent / "gpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the long tests first."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add where shared tests run, and what ``make test`` says of its own time."""
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where tests run that do on both")
+    parser.addoption("--cpu", action="store_true", help="rehearse tests/gpu and --device cuda on the CPU and the tape")
+    parser.addoption("--bar", type=float, metavar="SECONDS", help="how long this run may take on two idle cores")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known, and CUDA's kernels repeatable."""
+    config.addinivalue_line("markers", "gated: replays have to be faster than eager steps, or the step stands down")
+    # cuBLAS reads it when its first handle is made; without it two runs of one matrix product may differ.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the long tests first; for a GPU only those that need it or run on both devices."""
     items.sort(key=lambda item: item.path.name not in LONG)
+    if config.getoption("--device") == "cuda":
+        kept = [item for item in items if GPU in item.path.parents or "device" in getattr(item, "fixturenames", ())]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how long the run took, and how long it may take."""
+    bar = config.getoption("--bar")
+    if bar is not None:
+        took = time.perf_counter() - BEGUN
+        verdict = "within" if took <= bar else "over"
+        terminalreporter.write_line(f"{took:.0f} s, {verdict} the bar of {bar:.0f} s on two idle cores")
 
 
 def pytest_collection_finish() -> None:
@@ -81,3 +115,52 @@ def _deterministic_flag_goes_back() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the test runs: the CPU, or a GPU with ``--device cuda``, which runs the tests that ask for it."""
+    if request.config.getoption("--device") == "cpu":
+        return torch.device("cpu")
+    request.getfixturevalue("ungated")
+    request.getfixturevalue("repeatable")
+    return devices.DEVICE
+
+
+@pytest.fixture
+def backend(device: torch.device) -> str:
+    """The backend of the device."""
+    return "tape" if device.type == "cpu" else "cudagraph"
+
+
+@pytest.fixture
+def equals_eager(request: pytest.FixtureRequest, device: torch.device) -> Callable[..., Any]:
+    """``equals_eager(make_rig)`` checks a rig against its eager twin on the device, and returns the step. ``exact``:
+    two eager runs are expected to agree in every bit, as they always do on the CPU.
+    """
+    if request.config.getoption("--device") == "cpu":
+        return lambda make, *, exact=False, **options: assert_equals_eager(make, **options)
+    return lambda make, **options: devices.assert_like_eager(devices.on_device(make), **options)[0]
+
+
+@pytest.fixture
+def ungated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a test says otherwise, ``min_speedup`` is 0: the first steps are not timed, and programs are kept, however
+    busy the device is with other tests.
+    """
+    if request.node.get_closest_marker("gated") is None:
+        monkeypatch.setattr(Options, "least_speedup", lambda options, device: options.min_speedup or 0.0)
+
+
+@pytest.fixture
+def repeatable() -> Iterator[None]:
+    """Ask for deterministic kernels, and let no test's memory live on into the next."""
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filling
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -8,10 +8,10 @@ from copy import deepcopy
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.crossing import by_key, pairs
 from tests.twins import Rig, assert_same_runs, build, drive, managed
 
 CALLS = 30
@@ -69,9 +69,7 @@ def rig_of(change: Change, *, loads: bool, device: str = "cpu") -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["", "a loaded state"])
-@pytest.mark.parametrize("verify", ["off", "geometric"])
-@pytest.mark.parametrize("name", CHANGES)
+@pairs(loads=by_key({"": False, "a loaded state": True}), verify=["off", "geometric"], name=CHANGES)
 def test_what_a_replay_leaves_is_where_the_step_puts_it(name: str, verify: Any, loads: bool) -> None:
     """Also where something else moves meanwhile, and the owners are walked anew."""
     make = partial(rig_of, CHANGES[name], loads=loads)

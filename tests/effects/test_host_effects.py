@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import graph_step
+from tests.crossing import each, pairs
 from tests.models import attributes, updating_rig
 from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
 
@@ -92,10 +93,10 @@ HOST_EFFECTS: dict[str, tuple[Callable[..., Any], Callable[[nn.Module], object]]
 
 
 @pytest.mark.parametrize("name", HOST_EFFECTS)
-def test_understood_host_effects_are_repeated(name: str) -> None:
+def test_understood_host_effects_are_repeated(name: str, equals_eager: Callable[..., Any]) -> None:
     """Counters grow and lists get their outputs on every replay, each entry with its own step's values."""
     update, prepare = HOST_EFFECTS[name]
-    assert_equals_eager(partial(updating_rig, update, prepare))
+    equals_eager(partial(updating_rig, update, prepare))
 
 
 def _append_results(model: Any, x: Tensor, loss: Tensor) -> Any:
@@ -111,9 +112,11 @@ def _clear(model: Any, index: int) -> None:
         model.means.clear()
 
 
-@pytest.mark.parametrize("verify", ["off", "geometric"])
-@pytest.mark.parametrize("clear", [_clear, lambda model, index: None])
-@pytest.mark.parametrize("kind", [list, deque, partial(deque, maxlen=3), partial(deque, maxlen=9)])
+@pairs(
+    verify=["off", "geometric"],
+    clear=[_clear, lambda model, index: None],
+    kind=[list, deque, partial(deque, maxlen=3), partial(deque, maxlen=9)],
+)
 def test_results_that_are_appended_too(kind: Callable[[], Any], clear: Callable[..., None], verify: str) -> None:
     """What the step returns is this call's, wherever in the list it was when the step was traced."""
     make = partial(updating_rig, _append_results, attributes(outs=kind, means=kind), clear)
@@ -182,8 +185,7 @@ def _oldest(model: Any, x: Tensor, loss: Tensor) -> None:
     model.outs.append(loss.detach())
 
 
-@pytest.mark.parametrize("maxlen", range(1, 9))
-@pytest.mark.parametrize("verify", ["off", "geometric"])
+@each(maxlen=range(1, 9), verify=["off", "geometric"])
 def test_a_deque_that_is_full_sooner_or_later(maxlen: int, verify: str) -> None:
     """Full from the captured call on, it drops an item there, and dropped none in the traces."""
     make = partial(updating_rig, _oldest, attributes(outs=partial(deque, maxlen=maxlen), mean=lambda: torch.zeros(())))

@@ -21,6 +21,7 @@ from graphplan import HostEffectError, HostSyncError, SkipReason, capture, compi
 from graphplan.environment.switches import MIXED, NAMES, SWITCHES, Seen, Switch, read_all, set_all
 from graphplan.owners.flags import Flags
 from graphplan.owners.walk import walk_owners
+from tests.crossing import by_key, each
 from tests.facts import assert_same, flatten
 from tests.models import CLASSES, Box, Mlp, float_batches
 from tests.twins import (
@@ -197,8 +198,7 @@ def drive_fully(rig: Rig, step: Any) -> list[dict[str, Any]]:
     return states
 
 
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("name", sorted(ACTIONS))
+@each(name=sorted(ACTIONS), host=HOSTS, times=2)
 def test_what_a_step_leaves_is_left_by_its_replays(name: str, host: str) -> None:
     """At its beginning and at its end, whoever puts it back or does not."""
     for acts in (Acts(start=(name,), host=host), Acts(end=(name,), host=host)):
@@ -209,7 +209,7 @@ _NAMES = st.lists(st.sampled_from(sorted(ACTIONS)), max_size=2).map(tuple)
 
 
 @settings(
-    max_examples=40, derandomize=True, phases=[Phase.generate], deadline=None, database=None,
+    max_examples=15, derandomize=True, phases=[Phase.generate], deadline=None, database=None,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.builds(Acts, start=_NAMES, middle=_NAMES, end=_NAMES, host=st.sampled_from(sorted(HOSTS))))
@@ -293,16 +293,15 @@ _ODD = ("torch.is_grad_enabled()", "torch.is_anomaly_enabled()", "torch.is_autoc
 _by_name = partial(pytest.mark.parametrize, "switch", ids=lambda switch: switch.name)
 
 
-@_by_name(SETTABLE)
-def test_switches_of_torchs_are_left_as_the_step_leaves_them(switch: Switch) -> None:
+@each(switch=by_key({switch.name: switch for switch in SETTABLE}), host=[True, False])
+def test_switches_of_torchs_are_left_as_the_step_leaves_them(switch: Switch, host: bool) -> None:
     """At the end of the step, which its beginning does not see where the host puts it back."""
-    for host in [True] if switch.name in _ODD else [True, False]:
-        make = partial(make_switching, switch, other_value(switch), begin=False, end=True, host=host)
-        check_rigs(make, replayed=5)
+    host = host or switch.name in _ODD
+    make = partial(make_switching, switch, other_value(switch), begin=False, end=True, host=host)
+    check_rigs(make, replayed=5)
 
 
-@_by_name([switch for switch in SETTABLE if switch.name not in _ODD])
-@pytest.mark.parametrize("end", [True, False])
+@each(switch=by_key({switch.name: switch for switch in SETTABLE if switch.name not in _ODD}), end=[True, False])
 def test_switches_that_the_step_sets_first(switch: Switch, end: bool) -> None:
     """Its operators run under them in replays too, also where it puts them back in the middle."""
     make = partial(make_switching, switch, other_value(switch), begin=True, end=end, host=True)

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from graphplan import HostEffectError, SkipReason, compile_plan
+from tests.crossing import each
 from tests.twins import (
     WARMUP,
     Rig,
@@ -189,8 +190,7 @@ def _size(step: Any) -> dict[str, int]:
     return {"owners": len(step.machine.managed.owners), "places": places, "objects": len(gc.get_objects())}
 
 
-@pytest.mark.parametrize("name", DYING)
-@pytest.mark.parametrize("warmup", [3, CALLS])
+@each(name=DYING, warmup=[3, CALLS])
 def test_nothing_grows_with_the_calls(name: str, warmup: int) -> None:
     rig = build(partial(rig_of, DYING[name]))
     step = managed(rig, warmup_steps=warmup, verify="off")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import CarryError, HostEffectError, Policy, capture, compile_plan
+from tests.crossing import each, pairs
 from tests.facts import assert_same
 from tests.models import CALLS, Box, Mlp, attributes, float_batches, updating_rig
 from tests.program.test_copied_state import COPIED
@@ -138,16 +139,13 @@ def teacher_rig(
     return Rig(train_step, owners, list(float_batches(CALLS)))
 
 
-@pytest.mark.parametrize("verify", ["off", "geometric"])
-@pytest.mark.parametrize("held", ["parameters", "buffers", "attributes"])
-@pytest.mark.parametrize("name", UPDATES)
+@pairs(verify=["off", "geometric"], held=["parameters", "buffers", "attributes"], name=UPDATES)
 def test_tensors_that_are_given_other_memory(name: str, held: str, verify: str) -> None:
     """They have the values that eager gives them."""
     assert_equals_eager(partial(teacher_rig, UPDATES[name], held), verify=verify)
 
 
-@pytest.mark.parametrize("verify", ["off", "geometric"])
-@pytest.mark.parametrize("name", UPDATES)
+@each(verify=["off", "geometric"], name=UPDATES)
 def test_tensors_that_are_given_other_memory_before_they_are_used(name: str, verify: str) -> None:
     """What comes after it in the step uses the new memory."""
     assert_equals_eager(partial(teacher_rig, UPDATES[name], first=True), verify=verify)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from graphplan import GuardError, Policy, capture, compile_plan, graph_step
 from graphplan.program.program import Program
+from tests.crossing import pairs
 from tests.twins import Rig, assert_same_runs, build, drive, managed
 
 CALLS = 40
@@ -92,15 +93,15 @@ def rig_of(case: Case, every: int, device: str = "cpu") -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("verify", ["off", "geometric"])
-@pytest.mark.parametrize("every", [5, 6, 7])
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_written_to_one_is_in_the_others(name: str, every: int, verify: Any) -> None:
+@pairs(verify=["off", "geometric"], every=[5, 6, 7], name=CASES)
+def test_what_is_written_to_one_is_in_the_others(
+    name: str, every: int, verify: Any, device: torch.device, backend: str
+) -> None:
     """Also after the captured call, and after one that was checked."""
-    make = partial(rig_of, CASES[name], every)
+    make = partial(rig_of, CASES[name], every, str(device))
     twin, rig = build(make), build(make)
     expected = drive(twin, twin.step)
-    call = managed(rig, verify=verify)
+    call = managed(rig, verify=verify, backend=backend)
     assert_same_runs(expected, drive(rig, call))
     assert call.stats.captured >= 1
     assert call.stats.replayed >= CALLS // 2

@@ -17,6 +17,7 @@ from torch.optim import SGD
 
 from graphplan import HostEffectError
 from graphplan.program.program import Program
+from tests.crossing import each
 from tests.models import CALLS, float_batches
 from tests.twins import (
     BEFORE_REPLAY,
@@ -128,8 +129,7 @@ def reset_rig(reset: Callable[[Any], None], first: int, every: int) -> Rig:
     return Rig(step, {"model": model}, [(x[:4],) for x, _ in float_batches(CALLS)], after)
 
 
-@pytest.mark.parametrize("first", [BEFORE_REPLAY - 2, BEFORE_REPLAY - 1, BEFORE_REPLAY + 1])
-@pytest.mark.parametrize("reset", RESETS)
+@each(times=2, first=[BEFORE_REPLAY - 2, BEFORE_REPLAY - 1, BEFORE_REPLAY + 1], reset=RESETS)
 def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None], first: int) -> None:
     """Before the captured call, and before replays."""
     assert_equals_eager(lambda: reset_rig(reset, first, every=5), verify="off")
@@ -346,8 +346,7 @@ BEGINNINGS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("first", [BEFORE_REPLAY - 2, BEFORE_REPLAY + 1])
-@pytest.mark.parametrize("name", BEGINNINGS)
+@each(first=[BEFORE_REPLAY - 2, BEFORE_REPLAY + 1], name=BEGINNINGS)
 def test_what_a_state_begins_as_is_not_written_to(name: str, first: int) -> None:
     """Neither at the capture nor by replays."""
     make = partial(learned_rig, BEGINNINGS[name], 100, first)

@@ -12,6 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 from graphplan import HostEffectError, SkipReason
+from tests.crossing import pairs
 from tests.failure_modes.naive import CALLS, changing_rig, stay
 from tests.twins import (
     BEFORE_REPLAY,
@@ -70,9 +71,7 @@ def test_state_that_is_dropped_before_the_capture(forget: Forget, after: int) ->
     assert any("is gone, which only an eager step can make" in event for event in step.stats.events)
 
 
-@pytest.mark.parametrize("verify", ["geometric", "off"])
-@pytest.mark.parametrize("last", [3, 4, CALLS])
-@pytest.mark.parametrize("forget", FORGETTING)
+@pairs(verify=["geometric", "off"], last=[3, 4, CALLS], forget=FORGETTING)
 def test_state_that_is_emptied_before_each_trace_is_refused(forget: Forget, last: int, verify: str) -> None:
     """A replay would begin anew for ever: also after the last reset, and without leaving any state."""
     made = r"the step makes optimizer\.state\[model\.\d\.weight\]\.step \(and \d+ more\) in each call"

@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.facts import assert_same
-from tests.gpu.helpers import (
+from tests.devices import (
     BACKEND,
     CUDA,
     DEVICE,
@@ -25,6 +24,7 @@ from tests.gpu.helpers import (
     on_device,
     oracle,
 )
+from tests.facts import assert_same
 from tests.health import CALLS, FailAt, carrying_rig, process_facts, scaled_rig
 from tests.twins import BEFORE_REPLAY, Record, Rig, assert_same_runs, build, drive, managed, state_of
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from graphplan import CaptureError, HostSyncError, graph_step
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, is_healthy, needs_cuda
+from tests.devices import BACKEND, CUDA, DEVICE, is_healthy, needs_cuda
 from tests.trace.test_assertions import ASSERTED, COMPUTED, snippets, step_of
 
 HEARD: list[bool] = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphplan.tensors.copying import Unequal, copy_all, write_all
-from tests.gpu.helpers import needs_cuda
+from tests.devices import needs_cuda
 from tests.program.test_copying import *  # noqa: F403
 
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
-from tests.lightning.ranks import BATCH, EPOCHS
+from tests.lightning.ranks import BATCH, EPOCHS_ON
 from tests.lightning.test_distributed import run_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -21,6 +21,7 @@ LAUNCHER += ["--rdzv-endpoint", "localhost:0"]
 ON_CUDA = {"GRAPHPLAN_RANKS": "cuda", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 SIGNALLED = tuple(f"sigterm to {rank} in step {step}" for rank in (0, 1) for step in (2, 5, 20))
 SCARCE = ("no room for a check", "no room to check again")
+EPOCHS = EPOCHS_ON["cudagraph"]
 FULL = EPOCHS * 150 // BATCH - 14
 """Replays on each rank: DDP wants eleven warm-up steps on CUDA."""
 

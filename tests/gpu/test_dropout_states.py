@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from graphplan import graph_step
 from graphplan.errors import GeneratorSeekError
-from tests.gpu.helpers import BACKEND, DEVICE, needs_cuda
+from tests.devices import BACKEND, DEVICE, needs_cuda
 
 
 class Apart(nn.Module):

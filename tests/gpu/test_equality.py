@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from tests.devices import BACKEND, CUDA, DEVICE, Generators, assert_like_eager, needs_cuda, on_device, to_device
 from tests.facts import assert_same, flatten
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators, assert_like_eager, needs_cuda, on_device, to_device
 from tests.models import MODELS, batches
 from tests.twins import Rig, build, drive, managed
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 from graphplan import HostSyncError, TemporaryCopyError
+from tests.devices import BACKEND, CUDA, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device, oracle
 from tests.failure_modes.naive import PLAIN, WHEN, changing_rig, loss_of, stay
 from tests.failure_modes.test_rows_05_08 import scaled_rig
 from tests.failure_modes.test_rows_23_29 import accumulating_rig
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device, oracle
 from tests.models import Memory, float_batches
 from tests.program.test_lost_memory import LOSSES, REPLAYED, losing_rig
 from tests.twins import Rig, assert_same_runs, build, drive, managed

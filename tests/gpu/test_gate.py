@@ -21,7 +21,7 @@ from graphplan.step.gate import SKIPPED, STEPS
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.options import Options
 from graphplan.step.runner import Backends
-from tests.gpu.helpers import DEVICE, needs_cuda
+from tests.devices import DEVICE, needs_cuda
 
 pytestmark = [needs_cuda, pytest.mark.gated]
 TIMED = SKIPPED + STEPS

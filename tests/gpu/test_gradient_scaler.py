@@ -11,8 +11,8 @@ import torch
 from torch.optim import SGD, Adam, AdamW, RMSprop
 
 from graphplan import HostSyncError
+from tests.devices import BACKEND, DEVICE, on_device, oracle
 from tests.facts import assert_same, flatten
-from tests.gpu.helpers import BACKEND, DEVICE, on_device, oracle
 from tests.optimizers.test_gradient_scaler import CALLS, scaled_rig
 from tests.twins import BEFORE_REPLAY, Record, Rig, build, drive, managed
 

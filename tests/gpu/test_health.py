@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from graphplan import CaptureError
+from tests.devices import BACKEND, DEVICE, drawing_nothing, is_healthy, needs_cuda, on_device, oracle
 from tests.gpu.failing import (
     AT,
     RIGS,
@@ -22,7 +23,6 @@ from tests.gpu.failing import (
     run_through,
     too_much,
 )
-from tests.gpu.helpers import BACKEND, DEVICE, drawing_nothing, is_healthy, needs_cuda, on_device, oracle
 from tests.health import CALLS, FailAt, Planted, process_facts, scaled_rig
 from tests.models import Mlp, float_batches
 from tests.twins import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphplan import VerifyError, graph_step
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, needs_cuda
+from tests.devices import BACKEND, CUDA, DEVICE, needs_cuda
 from tests.trace.test_host_draws import training
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from tests.devices import BACKEND, DEVICE, needs_cuda
 from tests.facts import assert_same
-from tests.gpu.helpers import BACKEND, DEVICE, needs_cuda
 from tests.models import CALLS, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, build, drive, managed
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graphplan import Graphed, GraphedStep, LaunchCounter, Pool, StaleError, graphed, piecewise
 from graphplan.step.options import Options
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, MIB, is_healthy, memory, needs_cuda
+from tests.devices import BACKEND, CUDA, DEVICE, MIB, is_healthy, memory, needs_cuda
 from tests.models import Transformer
 
 

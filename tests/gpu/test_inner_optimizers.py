@@ -8,8 +8,8 @@ import pytest
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from graphplan import OptimizerError
+from tests.devices import BACKEND, CUDA, assert_like_eager, needs_cuda, on_device
 from tests.effects.test_made_in_step import DYING, Step, rig_of, step_of_reptile
-from tests.gpu.helpers import BACKEND, CUDA, assert_like_eager, needs_cuda, on_device
 from tests.twins import assert_refused
 
 INNER: dict[str, Step] = {

@@ -8,7 +8,7 @@ import torch
 from graphplan.backends.cudanodes import read_nodes, upload
 from recipes.launching import measure_launches
 from recipes.workloads import workloads
-from tests.gpu.helpers import DEVICE, needs_cuda
+from tests.devices import DEVICE, needs_cuda
 
 
 @needs_cuda

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from graphplan.environment.switches import SWITCHES, Switch, read_all, set_all
+from tests.devices import BACKEND, CUDA, on_device, oracle
 from tests.effects.test_left_modes import BASE, SETTABLE, Acts, make_rig, make_switching, other_value
-from tests.gpu.helpers import BACKEND, CUDA, on_device, oracle
 from tests.twins import Rig, build, managed
 
 

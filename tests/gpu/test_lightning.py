@@ -21,9 +21,9 @@ from lightning.pytorch.plugins import MixedPrecision
 
 from graphplan import CaptureError, GraphPlanCallback, SkipReason
 from graphplan.callback.loop import training_loop as loop
+from tests.devices import BACKEND, CUDA, DEVICE, Generators, needs_cuda
 from tests.facts import assert_same, flatten
 from tests.gpu.failing import recorded, too_much
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, Generators, needs_cuda
 from tests.lightning.endings import assert_nothing_installed
 from tests.lightning.failing import Failing, fit_with
 from tests.lightning.parts import (

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from graphplan import CaptureMemoryError, SkipReason, graph_step
-from tests.gpu.failing import AT, RIGS, forbidden, operators_of_capture, recorded, run_through, too_much
-from tests.gpu.helpers import (
+from tests.devices import (
     BACKEND,
     DEVICE,
     MIB,
@@ -29,6 +28,7 @@ from tests.gpu.helpers import (
     on_device,
     oracle,
 )
+from tests.gpu.failing import AT, RIGS, forbidden, operators_of_capture, recorded, run_through, too_much
 from tests.health import CALLS, FailAt
 from tests.twins import Record, Rig, assert_same_runs, build, drive, managed, state_of
 

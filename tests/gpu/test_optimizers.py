@@ -9,8 +9,8 @@ import torch
 from torch import optim
 
 from graphplan import GraphPlanError, graph_step
+from tests.devices import BACKEND, DEVICE, needs_cuda
 from tests.facts import assert_same, flatten
-from tests.gpu.helpers import BACKEND, DEVICE, needs_cuda
 from tests.optimizers.test_optimizers import MAKERS, build
 
 HOST_ONLY = {"Adagrad", "Adafactor", "Muon"}

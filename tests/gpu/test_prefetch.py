@@ -14,8 +14,8 @@ from torch.optim import SGD
 
 from graphplan import graph_step
 from graphplan.program import staging
+from tests.devices import BACKEND, CUDA, DEVICE, needs_cuda
 from tests.facts import assert_same, flatten
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, needs_cuda
 
 STEPS, SIZE = 24, 2**21
 """Inputs have 8 MiB, twice what is staged."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import ClosedError, FeedError, Policy, SkipReason, capture, compile_plan, graph_step
+from tests.devices import BACKEND, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device, oracle, to_device
 from tests.facts import assert_same, flatten
-from tests.gpu.helpers import BACKEND, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device, oracle, to_device
 from tests.gpu.test_equality import scheduled_rig
 from tests.models import CALLS, Mlp, Transformer, float_batches, training_rig
 from tests.twins import Record, assert_same_runs, build, drive, managed, state_of

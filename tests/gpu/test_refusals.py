@@ -20,8 +20,8 @@ from graphplan import (
     SkipReason,
     TemporaryCopyError,
 )
+from tests.devices import BACKEND, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device
 from tests.facts import assert_same
-from tests.gpu.helpers import BACKEND, DEVICE, assert_like_eager, is_healthy, needs_cuda, on_device
 from tests.models import CALLS, attributes, updating_rig
 from tests.twins import (
     BEFORE_REPLAY,

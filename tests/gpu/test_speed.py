@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from graphplan import graph_step
+from tests.devices import BACKEND, DEVICE, needs_cuda
 from tests.facts import assert_same, flatten
-from tests.gpu.helpers import BACKEND, DEVICE, needs_cuda
 
 STEPS = 20
 

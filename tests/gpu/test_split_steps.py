@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphplan import graph_step
-from tests.gpu.helpers import BACKEND, DEVICE
+from tests.devices import BACKEND, DEVICE
 from tests.split import Parts
 
 

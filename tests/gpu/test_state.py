@@ -14,41 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 
-from tests.effects.test_carries import CARRIES, recurrent_rig
+from tests.devices import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
+from tests.effects.test_carries import recurrent_rig
 from tests.effects.test_emptied_containers import CHANGES
 from tests.effects.test_emptied_containers import rig_of as emptied_rig
-from tests.effects.test_host_effects import HOST_EFFECTS
-from tests.effects.test_kept_memory import KEPT, assert_kept
 from tests.effects.test_moved_data import by_hand_rig, ema, in_one_memory, moved_gradients_rig, teacher_rig
-from tests.effects.test_one_memory import CASES
-from tests.effects.test_one_memory import rig_of as one_memory_rig
 from tests.effects.test_replaced_state import RESETS, reset_rig
 from tests.facts import assert_same, flatten
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, assert_like_eager, needs_cuda, on_device
 from tests.models import CALLS, Mlp, float_batches, updating_rig
-from tests.step.test_step_forms import OUTPUTS, accumulating_rig, mlp_rig, two_models_rig
-from tests.twins import Rig, assert_same_runs, build, drive, managed
-
-
-@pytest.mark.parametrize("name", CARRIES)
-def test_rebound_tensors_are_carried(name: str) -> None:
-    """Each replay starts from what the one before it left."""
-    update, prepare = CARRIES[name]
-    assert_like_eager(on_device(partial(updating_rig, update, prepare)))
-
-
-@pytest.mark.parametrize("name", HOST_EFFECTS)
-def test_host_effects_are_repeated(name: str) -> None:
-    """Counters grow and lists get their outputs on every replay."""
-    update, prepare = HOST_EFFECTS[name]
-    assert_like_eager(on_device(partial(updating_rig, update, prepare)))
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_have_the_structure_that_eager_returns(name: str) -> None:
-    """Structure, names and constants are eager's, and so is every value."""
-    assert_like_eager(on_device(partial(mlp_rig, OUTPUTS[name])))
-
+from tests.step.test_step_forms import accumulating_rig, mlp_rig, two_models_rig
+from tests.twins import Rig, build, drive, managed
 
 FORMS: dict[str, Callable[[], Rig]] = {
     "an optimizer outside, on accumulated gradients": accumulating_rig,
@@ -74,17 +49,6 @@ def test_forms_of_a_step(name: str) -> None:
 def test_what_a_state_is_reset_to_stays_what_it_is(reset: Callable[[Any], None]) -> None:
     """Replays write to memory of their own."""
     assert_like_eager(on_device(partial(reset_rig, reset, 5, every=5)))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_written_to_one_slot_is_in_the_others(name: str) -> None:
-    """Of those that the step binds to one memory."""
-    make = partial(one_memory_rig, CASES[name], 5, str(DEVICE))
-    twin, rig = build(make), build(make)
-    expected = drive(twin, twin.step)
-    step = managed(rig, backend=BACKEND)
-    assert_same_runs(expected, drive(rig, step))
-    assert step.stats.replayed > len(rig.calls) // 2
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -257,9 +221,3 @@ def test_constants_made_in_the_step() -> None:
 
     _, rig = assert_like_eager(on_device(partial(updating_rig, weighted, lambda model: None)))
     assert rig.calls[0][0].is_cuda == CUDA
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_kept_stays_what_it_is(name: str) -> None:
-    """Values that are moved to the memory that a graph has are not moved over those of others."""
-    assert_kept(name, DEVICE, BACKEND, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import PaddingError, graph_step
-from tests.gpu.helpers import BACKEND, CUDA, DEVICE, to_device
+from tests.devices import BACKEND, CUDA, DEVICE, to_device
 from tests.step.test_training_buckets import SIZES, Batch, Training, batches
 
 COUNT = 120

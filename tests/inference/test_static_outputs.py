@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import Graphed, StaleError, VerifyError, graphed
+from tests.crossing import pairs
 from tests.facts import assert_same, flatten
 from tests.inference.helpers import TO_REPLAY, Layer
 from tests.models import Box
@@ -215,9 +216,7 @@ def views(h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return h.view(1, WIDTH)[:], c[0].unsqueeze(0)
 
 
-@pytest.mark.parametrize("verify", ["off", "geometric", 1, 3])
-@pytest.mark.parametrize("pass_on", [same, crossed, views])
-@pytest.mark.parametrize("cell", [recurrent, halving])
+@pairs(verify=["off", "geometric", 1, 3], pass_on=[same, crossed, views], cell=[recurrent, halving])
 def test_states_that_are_fed_back(cell: Callable[..., Any], pass_on: Callable[..., Any], verify: Any) -> None:
     """What is fed lies where the results of the replay go: the eager step of a check gets what was fed."""
     layer = nn.Linear(WIDTH, WIDTH)
@@ -230,9 +229,7 @@ def test_states_that_are_fed_back(cell: Callable[..., Any], pass_on: Callable[..
     assert (fast.stats.verified > 3) == (verify != "off")
 
 
-@pytest.mark.parametrize("verify", ["off", "geometric", 1, 3])
-@pytest.mark.parametrize("rows", [3, 4])
-@pytest.mark.parametrize("cell", [recurrent, halving])
+@pairs(verify=["off", "geometric", 1, 3], rows=[3, 4], cell=[recurrent, halving])
 def test_states_that_are_fed_back_padded(cell: Callable[..., Any], rows: int, verify: Any) -> None:
     """The call without padding, which a padded replay is compared with, gets what was fed."""
     layer = nn.Linear(WIDTH, WIDTH)

@@ -108,6 +108,14 @@ for _clip, _options in CLIPPING.items():
     PRECISION[f"16-mixed, fused{_clip}"] = scaled(
         FUSED_ADAMW, prepared(ADAMW) if _options else None, trainer=_scaler(**_options)
     )
+
+CLIPPED_BY = {
+    "32-true": "norm", "64-true": "value", "bf16-true": "value", "bf16-mixed": "norm",
+    "16-mixed, AdamW": "norm", "16-mixed, SGD": "value", "16-mixed, fused": "value",
+}  # fmt: skip
+"""The one kind of clipping that each precision is crossed with."""
+for _precision, _kind in CLIPPED_BY.items():
+    PRECISION.pop(f"{_precision}, clipped by {'value' if _kind == 'norm' else 'norm'}")
 PRECISION |= {
     "16-mixed, accumulated": scaled(
         ADAMW, prepared(ADAMW), replayed=15, trainer=_scaler(accumulate_grad_batches=2, max_epochs=4)

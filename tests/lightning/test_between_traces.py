@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics.classification import MulticlassAccuracy
 
 from graphplan import SkipReason
+from tests.crossing import each
 from tests.lightning.parts import (
     LitDigits,
     assert_fit_equals_eager,
@@ -54,8 +55,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("batches", [4, 5, 7])
-@pytest.mark.parametrize("way", WAYS)
+@each(batches=[4, 5, 7], way=WAYS)
 def test_a_value_of_each_epoch(way: str, batches: int, tmp_path: Path) -> None:
     """An epoch ends after the first trace, or after the second, or after the capture."""
     # The epoch itself goes on: each has a capture, and what is left of it.

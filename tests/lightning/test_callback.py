@@ -27,6 +27,7 @@ from graphplan import (
     PolicyError,
     SkipReason,
 )
+from tests.crossing import each
 from tests.facts import assert_same, flatten
 from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.parts import (
@@ -57,8 +58,7 @@ class Mine(Exception):
     """Raised by a training step in here."""
 
 
-@pytest.mark.parametrize("error", [Mine, SystemExit])
-@pytest.mark.parametrize("batch", [0, 3, 4, 5])
+@each(error=[Mine, SystemExit], batch=[0, 3, 4, 5])
 def test_an_exception_in_the_step(error: type[BaseException], batch: int, tmp_path: Path) -> None:
     """In warm-up, traces and capture: it comes out, nothing stays installed, state and progress are the eager ones."""
 

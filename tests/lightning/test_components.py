@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from graphplan import HostScalarError, HostSyncError, NotCapturedError, OptionError
+from tests.crossing import each
 from tests.lightning.parts import FUSED_ADAMW, LitDigits, assert_same_fits, fit, tape
 
 
@@ -31,8 +32,10 @@ def fused() -> LitDigits:
     return LitDigits(FUSED_ADAMW)
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
-@pytest.mark.parametrize("sides", [("forward_backward",), ("optimizer",), ("forward_backward", "optimizer")], ids=str)
+@each(
+    options=[{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}],
+    sides=[("forward_backward",), ("optimizer",), ("forward_backward", "optimizer")],
+)
 def test_sides_that_are_named_are_captured(sides: tuple[str, ...], options: dict[str, Any], tmp_path: Path) -> None:
     """Bit by bit like the eager fit, with what else there is in a step: clipping, accumulation, a schedule, logs."""
     callback = tape(components=sides)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from graphplan.callback.lightning_code import KNOWN, digest_of
+from tests.crossing import each
 from tests.lightning.parts import FUSED_ADAMW, Fit, LitDigits, assert_same_fits, fit, tape
 
 pytestmark = pytest.mark.filterwarnings("ignore:You called `self.log:UserWarning")
@@ -68,8 +69,7 @@ PLUGINS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"eval": True}, {"loop": "stock"}], ids=str)
-@pytest.mark.parametrize("name", PLUGINS)
+@each(options=[{}, {"eval": True}, {"loop": "stock"}], name=PLUGINS)
 def test_metrics_have_the_dtype_that_lightning_gives_them(name: str, options: Any, tmp_path: Path) -> None:
     """Rows, means, what callbacks see, and the scheduler that goes by a mean."""
     expected = fit(Kinds, tmp_path / "eager", max_epochs=4, **PLUGINS[name])

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from tests.crossing import each
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import ignore_lightning_warnings, loaders, tape, trainer_of, with_step
 
@@ -74,8 +75,7 @@ def test_a_batch_that_is_broken_off(error: type[BaseException], tmp_path: Path) 
     assert_same(expected, found)
 
 
-@pytest.mark.parametrize("begins", [0, 9])
-@pytest.mark.parametrize("name", NAMES)
+@each(begins=[0, 9], name=NAMES)
 def test_a_dictionary_that_somebody_keeps(name: str, begins: int, tmp_path: Path) -> None:
     """It goes on being filled, with numbers where they are for the bar."""
     runs = []

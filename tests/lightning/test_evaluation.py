@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from graphplan import GraphPlanCallback, HostSyncError, RefusalError, UncoveredRoleError
+from tests.crossing import each
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import (
     LitDigits,
@@ -113,8 +114,7 @@ def test_a_fit_with_everything_else_is_the_same(tmp_path: Path) -> None:
     assert found.callback.eval_stats.replayed >= 4, found.callback.report()
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-@pytest.mark.parametrize("what", ["validate", "test", "predict"])
+@each(inference_mode=[True, False], what=["validate", "test", "predict"])
 def test_evaluation_on_its_own(what: str, inference_mode: bool, tmp_path: Path) -> None:
     def run(callback: GraphPlanCallback | None, folder: Path) -> Any:
         torch.manual_seed(0)

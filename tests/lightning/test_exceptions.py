@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from torch import Tensor
 
 import graphplan
+from tests.crossing import by_key, each, pairs
 from tests.lightning.parts import LitDigits, fit, tape, with_step
 
 HOOKS = (
@@ -72,11 +73,10 @@ def loops_saved(folder: Path, make: Any, callback: Callback | None, **options: A
 @pytest.mark.filterwarnings(
     "ignore:.*was called without a model", "ignore:.*ckpt_path=", "ignore:graphplan runs this fit eagerly"
 )
-@pytest.mark.parametrize(("accumulate", "at"), [(1, 5), (2, 3)])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_the_progress_that_an_exception_leaves(hook: str, form: str, accumulate: int, at: int, tmp_path: Path) -> None:
+@each(times=2, where=by_key({"batches": (1, 5), "micro-batches": (2, 3)}), form=FORMS, hook=HOOKS)
+def test_the_progress_that_an_exception_leaves(hook: str, form: str, where: tuple[int, int], tmp_path: Path) -> None:
     """In a warm-up step and in a trace, from each hook that Lightning calls."""
+    accumulate, at = where
     options = {"accumulate_grad_batches": accumulate}
     callback = tape(components=FORMS[form], on_failure="eager")
     found = loops_saved(tmp_path / "graphed", lambda: failing(hook, at), callback, **options)
@@ -139,9 +139,7 @@ def frames_of(folder: Path, fault: str, at: int, callback: Any, *, manual: bool)
     return list(traceback.extract_tb(caught.value.__traceback__))[2:]
 
 
-@pytest.mark.parametrize("at", [1, 3, 4, 6])
-@pytest.mark.parametrize("form", [*FORMS, "manual"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pairs(at=[1, 3, 4, 6], form=[*FORMS, "manual"], fault=FAULTS)
 def test_the_traceback_of_a_users_error(fault: str, form: str, at: int, tmp_path: Path) -> None:
     """It has the frames that it has without the callback, and none of this package's: in the first step, in warm-up, in
     the first trace and in the capture.

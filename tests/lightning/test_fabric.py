@@ -14,6 +14,7 @@ pytest.importorskip("lightning")
 from lightning.fabric import Fabric
 
 from graphplan import OwnersError, graph_step
+from tests.crossing import by_key, each
 
 STEPS = 20
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
@@ -45,8 +46,10 @@ def train(*, replays: bool, named: bool, precision: Any = "32-true", norm: float
     return losses, model.state_dict(), optimizer.state_dict(), call
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16-mixed"}, {"norm": 0.1}], ids=["plain", "bf16", "clipped"])
+@each(
+    named=by_key({"named": True, "found": False}),
+    options=by_key({"plain": {}, "bf16": {"precision": "bf16-mixed"}, "clipped": {"norm": 0.1}}),
+)
 def test_a_loop_under_fabric(options: dict[str, Any], named: bool) -> None:
     eager, weights, states, _ = train(replays=False, named=named, **options)
     replayed, new_weights, new_states, call = train(replays=True, named=named, **options)

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from graphplan import SkipReason
+from tests.crossing import each, pairs
 from tests.facts import assert_same, flatten
 from tests.health import Planted, process_facts
 from tests.lightning.endings import assert_nothing_installed
@@ -68,8 +69,7 @@ def test_memory_runs_out_where_logged_values_are_stacked(phase: str, tmp_path: P
     assert callback.stats.replayed == 0
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("phase", ["first trace", "second trace", "capture"])
+@each(form=FORMS, phase=["first trace", "second trace", "capture"])
 def test_a_failed_capture_goes_on_eagerly(phase: str, form: str, tmp_path: Path) -> None:
     """At operators all over the step: progress, logs, checkpoints, the scaler and Python values are the eager fit's."""
     expected = fit_with(tmp_path / "eager", [], **FORMS[form]())
@@ -94,8 +94,9 @@ def test_a_failed_capture_goes_on_eagerly(phase: str, form: str, tmp_path: Path)
     assert len(failed) > 3
 
 
-@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
-@pytest.mark.parametrize("phase", ["first trace", "second trace"])
+@each(
+    hook=["on_before_backward", "on_after_backward", "on_before_optimizer_step"], phase=["first trace", "second trace"]
+)
 def test_an_error_of_the_users_in_a_trace(phase: str, hook: str, tmp_path: Path) -> None:
     """It leaves what it leaves without the callback: running statistics, gradients, random numbers, progress."""
 
@@ -168,9 +169,7 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("within", [False, True])
+@pairs(name=ENDS, phase=PHASES, within=[False, True])
 def test_a_signal_ends_the_fit(within: bool, phase: str, name: str, tmp_path: Path) -> None:
     """Between two batches, or in the middle of one: the callback is gone, and serves the next fit."""
     error, what = ENDS[name]

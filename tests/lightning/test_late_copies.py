@@ -17,6 +17,7 @@ from graphplan.backends.tape import TapeBackend
 from recipes.contenders import Loop
 from recipes.measuring import Feed, Job
 from recipes.trainers import LOGGED, lightning
+from tests.crossing import each
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
 
 Recorded = list[int]
@@ -160,8 +161,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", STEPS)
+@each(accumulate=[1, 2], name=STEPS)
 def test_what_leaves_a_step_is_what_was_there(name: str, accumulate: int, tmp_path: Path) -> None:
     """Rows, means, outputs and checkpoints."""
     step, members = STEPS[name]

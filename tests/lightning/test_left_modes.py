@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from graphplan.environment.switches import read_all, set_all
+from tests.crossing import by_key, each
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
 from tests.lightning.rows_of_parts import Manual
@@ -118,8 +119,7 @@ def check(make: Callable[[], Any], folder: Path, change: Any = lambda module: No
     return found
 
 
-@pytest.mark.parametrize("change", [lambda module: None, _back], ids=["nothing", "put back"])
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@each(change=by_key({"nothing": lambda module: None, "put back": _back}), step=STEPS)
 def test_replays_leave_what_the_training_step_leaves(step: Any, change: Any, tmp_path: Path) -> None:
     """Validation comes in between, evaluated by replays too."""
     check(lambda: with_step(step)(schedule=None), tmp_path, change)

@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from graphplan.callback.hooks import switches_of
+from tests.crossing import each
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, loaders, tape, trainer_of
 
 
@@ -233,8 +234,7 @@ ACTS: dict[str, Callable[..., None]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["on_train_batch_start", "on_train_batch_end"])
-@pytest.mark.parametrize("act", ACTS)
+@each(name=["on_train_batch_start", "on_train_batch_end"], act=ACTS)
 def test_hooks_that_change_while_hooks_are_called(act: str, name: str, tmp_path: Path) -> None:
     """Whoever is told of the batch by Lightning, which goes through its list as it is by then, is told of it."""
     told = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 from graphplan import HostScalarError, HostSyncError
+from tests.crossing import by_key, each
 from tests.facts import assert_same, flatten
 from tests.lightning.failing import keeping
 from tests.lightning.parts import LitDigits, Observer, assert_fit_equals_eager, assert_same_fits, fit, tape, with_step
@@ -244,8 +245,10 @@ class _ManualMuch(Manual):
         return _returning_much(self, batch, batch_idx)
 
 
-@pytest.mark.parametrize("make", [with_step(_returning_much), _ManualMuch], ids=["automatic", "manual"])
-@pytest.mark.parametrize("rewrite", [_write, _extend, _log_and_clear])
+@each(
+    make=by_key({"automatic": with_step(_returning_much), "manual": _ManualMuch}),
+    rewrite=[_write, _extend, _log_and_clear],
+)
 def test_outputs_that_a_callback_rewrites(rewrite: Any, make: Any, tmp_path: Path) -> None:
     """In place, with new keys, or by taking some away: the next callback sees that, and no later batch does."""
     watchers = Observer(), Observer()

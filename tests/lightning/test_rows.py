@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphplan.callback.logging import late_numbers as rows
 from graphplan.callback.logging.late_numbers import SentNumbers
+from tests.crossing import by_key, each
 from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.parts import Fit, LitDigits, assert_same_fits, fit, tape, with_step
 
@@ -26,13 +27,16 @@ def _step(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return loss
 
 
-@pytest.fixture(params=[0, 3, 10**9], ids=["at once", "a little later", "only where somebody waits"])
+ARRIVALS = by_key({"at once": 0, "a little later": 3, "only where somebody waits": 10**9})
+
+
+@pytest.fixture
 def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Numbers that arrive so many looks later; grows with each look."""
     looks: list[None] = []
 
     class Late(SentNumbers):
-        left = request.param
+        left = getattr(request, "param", 3)
 
         def has_arrived(self) -> bool:
             looks.append(None)
@@ -63,8 +67,7 @@ class Logs(Callback):
                 assert all(isinstance(logger, CSVLogger) and logger.experiment is not None for logger in again)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("way", ["nobody", "logger", "writer", "hyperparameters", "copies"])
+@each(every=[1, 3], way=["nobody", "logger", "writer", "hyperparameters", "copies"], late=ARRIVALS, indirect=["late"])
 def test_rows_are_lightnings(way: str, every: int, late: list[None], tmp_path: Path) -> None:
     options: dict[str, Any] = {"log_every_n_steps": every, "val_check_interval": 5}
     expected = fit(with_step(_step), tmp_path / "eager", more=[Logs(way)], **options)

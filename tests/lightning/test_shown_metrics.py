@@ -7,11 +7,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from tests.crossing import pairs
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import (
     LitDigits,
@@ -71,9 +71,7 @@ class _Looks(Callback):
             self.seen += [(m._update_count, m._forward_cache) for m in copy.deepcopy(results).values()]
 
 
-@pytest.mark.parametrize("act", ["", "resets", "computes", "copies"])
-@pytest.mark.parametrize("every", [1, 4])
-@pytest.mark.parametrize("make", [_Logs, _MeansOnly])
+@pairs(act=["", "resets", "computes", "copies"], every=[1, 4], make=[_Logs, _MeansOnly])
 def test_what_metrics_show(make: type[LitDigits], every: int, act: str, tmp_path: Path) -> None:
     """At every look, and after what a look does to them."""
     eager, graphed = _Looks(every, act), _Looks(every, act)

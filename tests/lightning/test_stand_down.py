@@ -20,6 +20,7 @@ from graphplan import GraphPlanCallback, SkipReason
 from graphplan.program.program import Program
 from graphplan.step.gate import SKIPPED, STEPS
 from tests.clocks import Clock
+from tests.crossing import each
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
 from tests.lightning.rows_of_parts import Manual
 
@@ -121,8 +122,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], SkipReason]] = {
 }
 
 
-@pytest.mark.parametrize("bar", [False, True])
-@pytest.mark.parametrize("name", WAYS)
+@each(bar=[False, True], name=WAYS)
 def test_nothing_is_left(name: str, bar: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On none of the fit's objects, and the numbers are those of the fit without the callback."""
     make, options, reason = WAYS[name]

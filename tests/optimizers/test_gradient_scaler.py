@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from graphplan import SkipReason, compile_plan, prepare_optimizer
+from tests.crossing import each, pairs
 from tests.facts import assert_same
 from tests.failure_modes.naive import loss_of
 from tests.models import Mlp, float_batches
@@ -115,8 +116,7 @@ def without(name: str | None, make: Callable[[], Rig]) -> Callable[[], Rig]:
     return maker
 
 
-@pytest.mark.parametrize("clips", [True, False])
-@pytest.mark.parametrize("name", MAKERS)
+@each(clips=[True, False], name=MAKERS)
 def test_a_prepared_optimizer_is_replayed_with_its_scaler(name: str, clips: bool) -> None:
     """Growth, backoff and skipped steps are those of the same optimizer when the host decides."""
     make = partial(scaled_rig, prepared(MAKERS[name]), clips=clips)
@@ -142,9 +142,7 @@ def test_an_overflow_in_any_stage(overflow: int) -> None:
     assert_equals_eager(rigs, replayed=CALLS - BEFORE_REPLAY - longer)
 
 
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-@pytest.mark.parametrize("warmup_steps", [1, 3])
-@pytest.mark.parametrize("missing", [None, "optimizer"])
+@pairs(name=["adamw", "momentum"], warmup_steps=[1, 3], missing=[None, "optimizer"])
 def test_the_first_steps_overflow(name: str, warmup_steps: int, missing: str | None) -> None:
     """A scale that starts too high: the optimizer has no state until a step is not skipped, as in eager."""
     make = without(missing, partial(scaled_rig, prepared(MAKERS[name]), overflows=range(5)))

@@ -12,6 +12,7 @@ import torch
 from torch import nn, optim
 
 from graphplan import GraphPlanError, graph_step, prepare_optimizer
+from tests.crossing import each
 from tests.facts import assert_same, flatten
 from tests.models import training_rig
 from tests.twins import Rig, assert_equals_eager
@@ -72,8 +73,7 @@ def train(name: str, *, scheduled: bool, graphed: bool) -> tuple[dict[str, Any],
     return flatten(model=model, state=optimizer.state_dict()["state"], losses=losses), step
 
 
-@pytest.mark.parametrize("name", sorted(ON_DEVICE))
-@pytest.mark.parametrize("scheduled", [False, True])
+@each(name=sorted(ON_DEVICE), scheduled=[False, True])
 def test_fused_optimizers_are_replayed_under_any_schedule(name: str, scheduled: bool) -> None:
     """Prepared: the fused kernel, a device learning rate, one capture; bitwise the prepared eager run."""
     expected, _ = train(name, scheduled=scheduled, graphed=False)

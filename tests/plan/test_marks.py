@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import FeedError, Policy, capture, compile_plan, graph_step, graphed
+from tests.crossing import each
 
 X = torch.arange(1.0, 5.0)
 
@@ -94,8 +95,7 @@ FED: dict[str, tuple[Any, Callable[[], Tensor], Callable[[], Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("name", FED)
-@pytest.mark.parametrize("serve", [False, True])
+@each(name=FED, serve=[False, True])
 def test_what_hangs_on_fed_tensors(name: str, serve: bool) -> None:
     """A program for each value; where the same comes again, so does its program."""
     function, first, second = FED[name]

@@ -27,16 +27,17 @@ OF_FAMILY = {
 FORMS = ("strided", "sliced", "misaligned", "expanded", "channels last")
 
 
-def runs(family: str) -> st.SearchStrategy[Run]:
-    """Random runs of one family of models."""
+def runs(family: str, *, short: bool = False) -> st.SearchStrategy[Run]:
+    """Random runs of one family of models; ``short`` ones have three quarters of the calls and of the layers."""
     some = lambda *values: st.sampled_from(values)  # noqa: E731
     extras = st.sampled_from([*EXTRAS * 2, *RARE, *OF_FAMILY[family]])
     left = st.tuples(some(*PLACES), some(*sorted(ACTS)))
-    event = st.tuples(some(*range(22), *range(4, 16)), st.sampled_from(sorted(EVENTS)), st.integers(0, 11))
+    places = (*range(16), *range(4, 12)) if short else (*range(22), *range(4, 16))
+    event = st.tuples(some(*places), st.sampled_from(sorted(EVENTS)), st.integers(0, 11))
     return st.builds(
         Run,
         family=st.just(family),
-        layers=st.lists(st.sampled_from(LAYERS[family]), max_size=4).map(tuple),
+        layers=st.lists(st.sampled_from(LAYERS[family]), max_size=3 if short else 4).map(tuple),
         optimizer=st.sampled_from([*[*FUSABLE] * 5, *OTHERS]),
         fused=some(True, None),
         groups=some(1, 1, 2, 3),
@@ -49,7 +50,7 @@ def runs(family: str) -> st.SearchStrategy[Run]:
         extras=st.frozensets(extras, max_size=2),
         sizes=some((4,), (4,), (4,), (4, 4, 4, 3), (3, 5)),
         forms=some(*[("plain",)] * 4, *((form,) for form in FORMS), ("plain", "strided")),
-        calls=some(18, 24, 30),
+        calls=some(14, 18, 22) if short else some(18, 24, 30),
         owners=some("all", "all", "model", "none"),
         on_failure=some("raise", "raise", "eager"),
         verify=some("geometric", "off", "off", 3),

@@ -24,8 +24,6 @@ from omegaconf import DictConfig
 from graphplan import GraphPlanCallback, Policy, PolicyError
 from recipes.configuration import ConfigError, check_config
 
-pytestmark = pytest.mark.xdist_group("train script")  # one server of forks, one trained checkpoint
-
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
 CHOICES = sorted((path.parent.name, path.stem) for path in CONF.glob("*/*.yaml"))

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW
 
 from graphplan import GuardError, capture, compile_plan
+from tests.crossing import each
 from tests.models import CALLS as ZOO_CALLS
 from tests.models import Mlp, attributes, float_batches, updating_rig
 from tests.twins import (
@@ -192,8 +193,7 @@ def changing_rig(change: Callable[[Any, Any], None], back: bool, when: int = WHE
     return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
-@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+@each(change=CHANGES, on_failure=["raise", "eager"])
 def test_a_change_reaches_the_next_step(change: Callable[[Any, Any], None], on_failure: str) -> None:
     """Copied in, recaptured or done eagerly: the numbers are eager's."""
     make = partial(changing_rig, change, back=False)
@@ -250,8 +250,8 @@ def test_a_change_that_is_taken_back(change: Callable[[Any, Any], None]) -> None
 def test_the_changes_matter(change: Callable[[Any, Any], None]) -> None:
     """Each change, but those that change nothing, gives another eager run: the tests above can fail."""
     runs = []
-    for each in (change, lambda model, optimizer: None):
-        rig = build(partial(changing_rig, each, back=False))
+    for change_ in (change, lambda model, optimizer: None):
+        rig = build(partial(changing_rig, change_, back=False))
         runs.append(drive(rig, rig.step))
     if change in {_lr_and_back, _optimizer_state, _gradients, _own_gradients}:
         assert_same_runs(*runs)

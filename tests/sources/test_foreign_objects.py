@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from graphplan import GraphPlanError
+from tests.crossing import each
 from tests.facts import assert_same
 from tests.twins import Rig, build, managed, state_of
 
@@ -178,8 +179,7 @@ def _run(rig: Rig, call: Callable[..., Any], count: int = CALLS) -> int:
     return count
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", THINGS)
+@each(times=3, place=PLACES, name=THINGS)
 @pytest.mark.filterwarnings("ignore:graphplan")
 def test_objects_that_raise_when_they_are_asked(name: str, place: str) -> None:
     make = THINGS[name]

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan import graph_step
 from graphplan.errors import CaptureError
+from tests.crossing import each
 from tests.facts import assert_same
 
 
@@ -94,8 +95,7 @@ def _train(place: Callable[[nn.Module], object], *, graphed: bool) -> tuple[dict
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested tensors", "ignore:.*quantiz", "ignore:TypedStorage")
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ODD)
+@each(place=PLACES, name=ODD)
 def test_a_step_is_replayed_beside_an_odd_tensor(name: str, place: str) -> None:
     put = PLACES[place]
     expected, _ = _train(lambda model: put(model, ODD[name]()), graphed=False)
@@ -217,8 +217,7 @@ def _train_with(way: str, make: Callable[[], Tensor], *, graphed: bool, feeds: b
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("way", [*WAYS, "fed"])
-@pytest.mark.parametrize("name", ODD)
+@each(times=2, way=[*WAYS, "fed"], name=ODD)
 def test_a_step_that_has_to_do_with_an_odd_tensor_is_done_once(name: str, way: str) -> None:
     """Replayed or refused: the model is the eager twin's."""
     expected = _train_with(way, ODD[name], graphed=False, feeds=way == "fed")

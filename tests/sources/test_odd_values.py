@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import OutputError, graph_step, graphed
+from tests.crossing import pairs
 from tests.models import assert_losses_as_eager
 
 X = torch.arange(8.0).reshape(2, 4)
@@ -69,9 +70,7 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VIEWS)
-@pytest.mark.parametrize("outputs", ["clone", "static"])
-@pytest.mark.parametrize("verify", ["off", 1])
+@pairs(name=VIEWS, outputs=["clone", "static"], verify=["off", 1])
 def test_results_that_differ_in_a_bit_of_theirs(name: str, outputs: str, verify: Any) -> None:
     """Conjugate and negative views of one memory are other values, and stay views."""
 

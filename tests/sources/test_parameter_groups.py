@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
+from tests.crossing import each
 from tests.models import CALLS, CLASSES, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, drive, managed
 
@@ -102,8 +103,7 @@ def grouped_rig(change: Change, kind: str, *, at: tuple[int, ...] = (AT,), owned
     return Rig(step, owners, calls, after=lambda index: change(optimizer) if index in at else None)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("change", MOVES, ids=lambda change: change.__name__)
+@each(kind=MAKERS, change=MOVES)
 def test_parameters_that_change_groups_are_captured_anew(change: Change, kind: str) -> None:
     """What was recorded would train them with the hyper-parameters of the group that they were in."""
     step = assert_equals_eager(partial(grouped_rig, change, kind), captured=2, verify="off")
@@ -112,8 +112,7 @@ def test_parameters_that_change_groups_are_captured_anew(change: Change, kind: s
     assert MOVES[change] in events[0]
 
 
-@pytest.mark.parametrize("kind", MAKERS)
-@pytest.mark.parametrize("change", MOVES, ids=lambda change: change.__name__)
+@each(kind=MAKERS, change=MOVES)
 def test_the_first_program_comes_back_with_the_groups(change: Change, kind: str) -> None:
     """Two orders of groups are two programs, each of which is replayed whenever its order is there."""
     make = partial(grouped_rig, change, kind, at=(AT, AT + BEFORE_REPLAY + 1, AT + BEFORE_REPLAY + 3))

@@ -18,6 +18,7 @@ from torch.optim import SGD
 from graphplan import GuardError, HostScalarError, capture, compile_plan
 from graphplan.compare import comparing
 from graphplan.owners.tensor_metadata import metadata_of
+from tests.crossing import by_key, each
 from tests.models import CALLS, Memory, Mlp, float_batches
 from tests.twins import (
     BEFORE_REPLAY,
@@ -38,12 +39,13 @@ WHEN = 11
 """A call between two checks, after which the host changes something."""
 
 
-@pytest.fixture(params=["C++", "Python"])
-def _guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With graphplan's guards in C++, where they were built, and with torch's and Python's."""
-    if request.param == "C++" and comparing.Tensors is None:
+    implementation = getattr(request, "param", "C++")
+    if implementation == "C++" and comparing.Tensors is None:
         pytest.skip("not built: python -m graphplan.compare says why")
-    if request.param == "Python":
+    if implementation == "Python":
         monkeypatch.setattr(comparing, "Tensors", None)
 
 
@@ -197,9 +199,10 @@ def _once(change: Callable[[Any], object], reader: Any, index: int) -> None:
         change(reader)
 
 
-@pytest.mark.usefixtures("_guards")
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("named", [True, False], ids=["an owner", "a name"])
+@pytest.mark.usefixtures("guards")
+@each(
+    case=by_key(CASES), guards=["C++", "Python"], named=by_key({"an owner": True, "a name": False}), indirect=["guards"]
+)
 def test_what_code_tells_of_a_tensor_is_guarded(case: Case, named: bool) -> None:
     """A change leads to another capture, and is named."""
     read, change, text = case
@@ -210,33 +213,19 @@ def test_what_code_tells_of_a_tensor_is_guarded(case: Case, named: bool) -> None
     assert any(re.search(text, event) for event in step.stats.events), step.stats.events
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_change_between_the_traces_and_the_capture(case: Case) -> None:
+@each(case=by_key(CASES), when=by_key({"before the capture": SECOND_TRACE, "between the traces": SECOND_TRACE - 1}))
+def test_a_change_before_there_is_a_program(case: Case, when: int) -> None:
     """What is captured is the step that was traced: another one is traced first."""
     read, change, _ = case
 
     def after(reader: Any, index: int) -> None:
-        if index == SECOND_TRACE:
+        if index == when:
             change(reader)
 
     make = partial(reading_rig, read, after)
     step = assert_same_as_eager(make, verify="off")
     assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
     assert step.stats.captured == 1
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-def test_a_change_between_the_traces(case: Case) -> None:
-    """The step is traced anew."""
-    read, change, _ = case
-
-    def after(reader: Any, index: int) -> None:
-        if index == SECOND_TRACE - 1:
-            change(reader)
-
-    make = partial(reading_rig, read, after)
-    step = assert_same_as_eager(make, verify="off")
-    assert step.stats.replayed >= CALLS - 2 * BEFORE_REPLAY
 
 
 def _grow(reader: Any, index: int) -> None:
@@ -283,7 +272,8 @@ def test_what_is_only_perhaps_looked_at_may_be_of_any_size() -> None:
     assert_equals_eager(make)
 
 
-@pytest.mark.usefixtures("_guards")
+@pytest.mark.usefixtures("guards")
+@pytest.mark.parametrize("guards", ["C++", "Python"], indirect=True)
 def test_another_tensor_that_is_alike_needs_no_capture() -> None:
     """The host may put another one there before each step."""
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import HostEffectError, HostScalarError
+from tests.crossing import by_key, each
 from tests.models import float_batches
 from tests.twins import (
     Rig,
@@ -353,8 +354,7 @@ def _rig(case: Case, held: str, change: bool = True) -> Rig:
     return Rig(step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)), after)
 
 
-@pytest.mark.parametrize("held", ["closure", "attribute", "default"])
-@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
+@each(held=["closure", "attribute", "default"], case=by_key(CASES))
 def test_a_change_reaches_the_next_step(case: Case, held: str) -> None:
     """Replays before and after it, and no check that could have found it."""
     rig = build(lambda: _rig(case, held))

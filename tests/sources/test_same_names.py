@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 
+from tests.crossing import pairs
 from tests.models import CALLS, float_batches
 from tests.twins import BEFORE_REPLAY, Rig, assert_equals_eager, build, drive, managed
 
@@ -107,9 +108,7 @@ def a_variable_and_a_module(name: str, which: int) -> Rig:
 CASES = [a_variable_and_a_global, an_owner_and_a_global, two_variables, a_variable_and_a_module]
 
 
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("name", ["scale", "offset"])
-@pytest.mark.parametrize("case", CASES)
+@pairs(which=[0, 1], name=["scale", "offset"], case=CASES)
 def test_each_is_followed(case: Callable[[str, int], Rig], name: str, which: int) -> None:
     """Other numbers lead to another program, and other tensors to other values."""
 

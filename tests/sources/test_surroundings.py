@@ -25,6 +25,7 @@ from graphplan import (
     graph_step,
     graphed,
 )
+from tests.crossing import each
 from tests.models import descent
 
 X = torch.arange(8.0).reshape(2, 4) / 8
@@ -178,8 +179,7 @@ def _tangent(function: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("kind", ["graphed", "bucket", "step"])
+@each(name=TRANSFORMS, kind=["graphed", "bucket", "step"])
 def test_transforms(name: str, kind: str) -> None:
     """Before there is a program, and after."""
     plain, served = _predictions(), _predictions()

@@ -6,7 +6,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW
 
 from graphplan import EffectError, FaultError, FeedError, GraphPlanError, capture, compile_plan, graph_step
 from tests.clocks import Clock, set_clock
+from tests.crossing import each, pairs
 from tests.facts import assert_same
 from tests.step.test_training_buckets import Training, batches, bucketed
 from tests.twins import Rig, build, drive, managed, state_of
@@ -133,6 +134,7 @@ def raising(place: str, when: Callable[[int], bool]) -> Iterator[list[int]]:
         yield fired
 
 
+@cache
 def _twin(calls: int) -> dict[str, Any]:
     rig = build(_rig)
     return drive(rig, rig.step, calls).state
@@ -145,8 +147,7 @@ WHEN: dict[str, Callable[[int], bool]] = {
 }
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("place", PLACES)
+@each(when=WHEN, place=PLACES)
 @pytest.mark.filterwarnings("ignore:graphplan runs")
 def test_an_error_of_graphplans_own_leaves_an_eager_step(place: str, when: str) -> None:
     expected = _twin(CALLS)
@@ -284,9 +285,7 @@ def _stopping_rig(at: int, *, of_torch: bool = False) -> Rig:
     return rig
 
 
-@pytest.mark.parametrize("at", range(6))
-@pytest.mark.parametrize("of_torch", [False, True])
-@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+@pairs(at=range(6), of_torch=[False, True], on_failure=["raise", "eager"])
 def test_errors_of_the_steps_own_come_out_as_they_are(at: int, of_torch: bool, on_failure: str) -> None:
     make = partial(_stopping_rig, at, of_torch=of_torch)
     rig = build(make)
@@ -309,10 +308,12 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("at", [*range(6), 12])
-@pytest.mark.parametrize("text", WRONG)
-@pytest.mark.parametrize("options", [{}, {"min_speedup": 1.0}, {"device": "cpu"}, {"backend": "eager"}])
-@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+@pairs(
+    at=[*range(6), 12],
+    text=WRONG,
+    options=[{}, {"min_speedup": 1.0}, {"device": "cpu"}, {"backend": "eager"}],
+    on_failure=["raise", "eager"],
+)
 def test_a_step_that_is_called_with_wrong_arguments(
     at: int, text: str, options: dict[str, Any], on_failure: str
 ) -> None:
@@ -347,8 +348,7 @@ PADDED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("place", PADDED)
+@each(when=WHEN, place=PADDED)
 @pytest.mark.filterwarnings("ignore:graphplan")
 def test_a_padded_step_goes_on_without_padding(place: str, when: str) -> None:
     """Each batch is trained on once, which comes to the same as eager steps but for rounding."""

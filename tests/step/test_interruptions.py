@@ -16,6 +16,7 @@ from torch.optim import SGD
 from graphplan import CaptureError, SkipReason
 from graphplan.observe.source import find_raise, is_raised_by_user
 from graphplan.trace.constants import DeviceConstants
+from tests.crossing import each
 from tests.facts import assert_same
 from tests.health import FailAt, Planted, carrying_rig, process_facts, scaled_rig
 from tests.models import Box, Mlp, float_batches, training_rig
@@ -25,8 +26,7 @@ PHASES = {"warm-up": 1, "first trace": 3, "second trace": 4, "capture": 5, "repl
 LSTM = partial(training_rig, "lstm", "adamw", sizes=(4,) * 12)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, Planted])
+@each(phase=PHASES, error=[KeyboardInterrupt, SystemExit, Planted])
 def test_an_interrupt_leaves_a_step_that_goes_on(error: type[BaseException], phase: str) -> None:
     """Wherever it comes; a twin that gets the state of that moment goes on in the same way."""
     at = PHASES[phase]

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
-import pytest
 import torch
 from torch.distributed import HashStore
 
@@ -66,18 +65,34 @@ def test_a_forked_child_trains_on() -> None:
     assert out == ["6"] * 8
 
 
+GROUP = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
 EXITS = {
-    "in the end": "",
-    "by sys.exit": "sys.exit(0)",
-    "while a trace is under way": "step = managed(build(make)); drive(rig, step, 4)",
-    "with reference cycles": "rig.owners['model'].step = step; rig.step.step = step",
+    "in the end": "drive(rig, step)",
+    "by sys.exit": "drive(rig, step); sys.exit(0)",
+    "while a trace is under way": "drive(rig, step); step = managed(build(make)); drive(rig, step, 4)",
+    "with reference cycles": "drive(rig, step); rig.owners['model'].step = step; rig.step.step = step",
+    "with a process group": f"{GROUP}; drive(rig, step)",
+    "after a process group": f"{GROUP}; drive(rig, step); "
+    "torch.distributed.destroy_process_group(); step(*rig.calls[0]); assert step.stats.replayed == 7",
 }
 
 
-@pytest.mark.parametrize("how", EXITS)
-def test_the_interpreter_ends_with_live_programs(how: str) -> None:
-    """Without a word, and with the right status."""
-    assert run("drive(rig, step)\nprint(step.stats.replayed)\n" + EXITS[how]) == ["6"]
+def test_the_interpreter_ends_with_live_programs() -> None:
+    """Without a word, and with the right status: forked children that end as a process does, and the process itself."""
+    out = run(
+        f"""
+        import os
+        for how in {list(EXITS.values())}:
+            if os.fork() == 0:
+                exec(how)
+                break
+            print(os.wait()[1], flush=True)
+        else:
+            drive(rig, step)
+            print(step.stats.replayed)
+        """
+    )
+    assert out == ["0"] * len(EXITS) + ["6"]
 
 
 def test_an_exit_from_within_a_replay() -> None:
@@ -101,10 +116,3 @@ def test_a_process_group_that_goes_before_the_programs() -> None:
     rest = drive(replace(rig, calls=rig.calls[8:]), step)
     assert_same_runs(expected, Record(begun.outputs + rest.outputs, state_of(rig)))
     assert step.stats.replayed == 6
-
-
-@pytest.mark.parametrize("end", ["", "torch.distributed.destroy_process_group(); step(*rig.calls[0])"])
-def test_a_process_that_ends_with_a_process_group(end: str) -> None:
-    """Whether or not the group was destroyed while the programs were alive."""
-    start = "torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)"
-    assert run(f"{start}\ndrive(rig, step)\nprint(step.stats.replayed)\n{end}") == ["6"]

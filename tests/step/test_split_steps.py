@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import HostSyncError, graph_step
+from tests.crossing import pairs
 from tests.facts import assert_same, flatten
 from tests.split import Parts
 
@@ -45,9 +46,7 @@ def drive(run: Run, first: Callable[..., Any], second: Callable[..., Any], *, ac
     return run.state(losses)
 
 
-@pytest.mark.parametrize("sets_to_none", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("accumulates", [1, 3])
+@pairs(sets_to_none=[True, False], name=OPTIMIZERS, accumulates=[1, 3])
 def test_the_optimizer_alone(name: str, sets_to_none: bool, accumulates: int) -> None:
     """Forward branches on a value, and makes new gradients each time; clipping, step and zero_grad are a replay."""
     eager, own = (Run(OPTIMIZERS[name], sets_to_none=sets_to_none) for _ in range(2))

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import SWALR
 
 from graphplan import GraphPlanCallback, graph_step
 from graphplan.owners import walk as walking
+from tests.crossing import each
 from tests.twins import BEFORE_REPLAY
 
 STEPS = 40
@@ -78,8 +79,7 @@ def test_a_plain_loop_with_a_scheduler(name: str, walks: list[int]) -> None:
     assert not walks
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("parts", ["auto", ("optimizer",), ("forward_backward",)], ids=str)
+@each(name=SCHEDULERS, parts=["auto", ("optimizer",), ("forward_backward",)])
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")
 def test_a_trainer_with_a_scheduler(name: str, parts: Any, walks: list[int], tmp_path: Path) -> None:
     """The whole step, and either part of it: an eager backward pass makes new gradients for each replay."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 
+from tests.crossing import pairs
 from tests.models import CALLS, CLASSES, Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, build, drive, managed
 
@@ -71,9 +72,9 @@ def mlp_rig(
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_outputs_have_the_structure_that_eager_returns(name: str) -> None:
+def test_outputs_have_the_structure_that_eager_returns(name: str, equals_eager: Callable[..., Any]) -> None:
     """Structure, order, names and constants are eager's, and so is every value."""
-    assert_equals_eager(partial(mlp_rig, OUTPUTS[name]))
+    equals_eager(partial(mlp_rig, OUTPUTS[name]))
 
 
 def test_outputs_belong_to_the_caller() -> None:
@@ -146,9 +147,7 @@ def test_a_tensor_in_two_places_of_the_result() -> None:
     assert step.stats.replayed == CALLS - 6
 
 
-@pytest.mark.parametrize("zero", ["start", "end"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("frozen", [False, True])
+@pairs(zero=["start", "end"], set_to_none=[True, False], frozen=[False, True])
 def test_zeroing_gradients_in_the_step(zero: str, set_to_none: bool, frozen: bool) -> None:
     """Gradients are zeroed before or after the step, by None or by zeros, with a frozen first layer too."""
     assert_equals_eager(partial(mlp_rig, zero=zero, set_to_none=set_to_none, frozen=frozen))

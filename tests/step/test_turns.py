@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphplan import BusyError, CopyError
+from tests.crossing import pairs
 from tests.health import FailAt, Planted, carrying_rig, scaled_rig
 from tests.step.test_interruptions import PHASES
 from tests.twins import Record, assert_same_runs, build, drive, keep, managed, state_of
@@ -52,9 +53,7 @@ USES: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("where", [elsewhere, here])
+@pairs(phase=PHASES, use=USES, where=[elsewhere, here])
 def test_a_step_that_is_busy(where: Callable[..., Any], use: str, phase: str) -> None:
     """A second use of it is refused, from its own call or from another thread; the first goes on unharmed."""
     rig = build(scaled_rig)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import MultivariateNormal
 
 from graphplan import HostSyncError
+from tests.crossing import each
 from tests.facts import assert_same, flatten
 from tests.models import attributes, updating_rig
 from tests.twins import BEFORE_REPLAY, Rig, assert_refused, build, keep, line_of, managed, state_of
@@ -88,8 +88,7 @@ def _errors(rig: Rig, call: Callable[..., Any]) -> tuple[list[Any], list[str]]:
     return found, said
 
 
-@pytest.mark.parametrize("verify", ["off", "geometric"])
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@each(verify=["off", "geometric"], check=CHECKS)
 def test_a_replay_raises_what_the_eager_step_raises(check: Callable[[Tensor], Tensor], verify: str) -> None:
     """With the same words, and with the state that eager leaves; the calls after it are replays again."""
     rig = build(partial(counting_rig, check))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graphplan import HostSyncError, graphed
+from tests.crossing import by_key, each
 
 Step = Callable[[Tensor, Tensor], Tensor]
 READS: dict[str, Step] = {
@@ -70,62 +70,85 @@ FINE: dict[str, Step] = {
     "index": lambda x, m: x[m.long()],
     "cumsum": lambda x, m: x * m.cumsum(0),
 }
-MODES: dict[str, list[Callable[[], AbstractContextManager[Any]]]] = {
-    "grad": [torch.enable_grad],
-    "no_grad": [torch.no_grad],
-    "inference_mode": [torch.inference_mode],
-    "autocast": [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)],
-    "inference_mode and autocast": [torch.inference_mode, partial(torch.autocast, "cpu", torch.bfloat16)],
+MODES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], bool]] = {
+    "grad": (torch.enable_grad, False),
+    "no_grad": (torch.no_grad, False),
+    "inference_mode": (torch.inference_mode, False),
+    "autocast": (torch.no_grad, True),
+    "inference_mode and autocast": (torch.inference_mode, True),
 }
+"""What autograd does, and whether autocast is on."""
+ON_THE_HOST = {"numpy", "tensor_split", "equal", "allclose"}
 
 
-def entered(mode: str) -> ExitStack:
+def entered(mode: str, device: torch.device) -> ExitStack:
     """The mode."""
+    make, casts = MODES[mode]
     stack = ExitStack()
-    for make in MODES[mode]:
-        stack.enter_context(make())
+    stack.enter_context(make())
+    if casts:
+        stack.enter_context(torch.autocast(device.type, torch.bfloat16))
     return stack
 
 
-def within(step: Step, mode: str) -> Step:
+def within(step: Step, mode: str, device: torch.device) -> Step:
     """A step that enters the mode itself."""
 
     def run(x: Tensor, m: Tensor) -> Tensor:
-        with entered(mode):
+        with entered(mode, device):
             return step(x, m)
 
     return run
 
 
-def calls() -> list[tuple[Tensor, Tensor]]:
+def calls(device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Calls with one mask, then with another."""
-    x = torch.randn(4)
+    x = torch.randn(4).to(device)
     masks = [torch.ones(4, dtype=torch.bool)] * 8 + [torch.tensor([True, False, True, True])] * 4
-    return [(x, mask) for mask in masks]
+    return [(x, mask.to(device)) for mask in masks]
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["around the step", "in the step"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("read", READS)
-def test_reads_are_refused(read: str, mode: str, inside: bool) -> None:
-    fast = graphed(within(READS[read], mode) if inside else READS[read])
+PLACES = by_key({"around the step": False, "in the step": True})
+OF_AUTOGRAD = ["grad", "no_grad", "autocast"]
+WITHOUT = ["inference_mode", "inference_mode and autocast"]
+"""Modes in which operators that are made of others are not taken apart by autograd."""
+
+
+def of_modes(name: str, steps: Any) -> Any:
+    """Each step in a mode of either kind, around it or in it."""
+
+    def parametrize(test: Any) -> Any:
+        cases = [
+            case
+            for modes in (OF_AUTOGRAD, WITHOUT)
+            for case in each(mode=modes, inside=PLACES, **{name: steps}).args[1]
+        ]
+        return pytest.mark.parametrize(("mode", "inside", name), cases)(test)
+
+    return parametrize
+
+
+@of_modes("read", READS)
+def test_reads_are_refused(read: str, mode: str, inside: bool, device: torch.device, backend: str) -> None:
+    if device.type == "cuda" and read in ON_THE_HOST:
+        pytest.skip("asks for a tensor in host memory, or compares with one")
+    function = within(READS[read], mode, device) if inside else READS[read]
+    fast = graphed(function, backend=backend, min_speedup=0)
     with (
         pytest.raises(HostSyncError, match=r"test_data_reads\.py:\d+ in"),
-        torch.no_grad() if inside else entered(mode),
+        torch.no_grad() if inside else entered(mode, device),
     ):
-        for call in calls():
+        for call in calls(device):
             fast(*call)
     assert fast.stats.replayed == 0
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["around the step", "in the step"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("step", FINE)
-def test_what_reads_nothing_is_replayed(step: str, mode: str, inside: bool) -> None:
-    function = within(FINE[step], mode) if inside else FINE[step]
-    fast = graphed(function)
-    with torch.no_grad() if inside else entered(mode):
-        for call in calls():
+@of_modes("step", FINE)
+def test_what_reads_nothing_is_replayed(step: str, mode: str, inside: bool, device: torch.device, backend: str) -> None:
+    function = within(FINE[step], mode, device) if inside else FINE[step]
+    fast = graphed(function, backend=backend, min_speedup=0)
+    with torch.no_grad() if inside else entered(mode, device):
+        for call in calls(device):
             found, expected = fast(*call), function(*call)
             assert found.dtype == expected.dtype
             assert torch.equal(found, expected)

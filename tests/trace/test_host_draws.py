@@ -40,10 +40,10 @@ def test_what_is_certain_is_so_for_all_numbers(name: str, bound: Any, dtype: tor
 
 
 @pytest.mark.parametrize("name", COMPARISONS)
-@pytest.mark.parametrize("bound", [-1, -0.5, 0, 0.0, 0.5, 1, 1.0, 2])
-def test_bounds_outside_are_certain(name: str, bound: float) -> None:
-    expected = bound < 0 or bound >= 1 or (bound == 0 and name in ("lt", "ge"))
-    assert is_certain(f"aten.{name}.Scalar", bound, torch.float32) == expected
+def test_bounds_outside_are_certain(name: str) -> None:
+    for bound in (-1, -0.5, 0, 0.0, 0.5, 1, 1.0, 2):
+        expected = bound < 0 or bound >= 1 or (bound == 0 and name in ("lt", "ge"))
+        assert is_certain(f"aten.{name}.Scalar", bound, torch.float32) == expected, bound
 
 
 class Layers(nn.Module):

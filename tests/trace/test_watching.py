@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from graphplan.observe import profile, watching
 from graphplan.observe.profile import Profile
 from graphplan.observe.watching import Aside
+from tests.crossing import each
 from tests.failure_modes.naive import changing_rig, loss_of
 from tests.twins import assert_same_as_eager
 
@@ -351,8 +352,7 @@ def test_whoever_has_our_place_next_hears_of_everything() -> None:
 
 
 @needs_monitoring
-@pytest.mark.parametrize("name", ["use_tool_id", "register_callback", "set_events", "restart_events", "free_tool_id"])
-@pytest.mark.parametrize("call", [1, 2, 5])
+@each(name=["use_tool_id", "register_callback", "set_events", "restart_events", "free_tool_id"], call=[1, 2, 5])
 def test_an_interrupt_while_one_begins_or_ends(name: str, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one works as if nothing had been, and leaves nothing."""
     real, calls = getattr(monitoring, name), 0

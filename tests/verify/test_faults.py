@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphplan import SkipReason, VerifyError
+from tests.crossing import each
 from tests.facts import assert_same, flatten
 from tests.failure_modes.naive import CALLS, changing_rig, loss_of, run_eagerly, stay
 from tests.models import Box
@@ -174,8 +175,7 @@ def test_the_first_replay_is_found_wrong(name: str) -> None:
     assert list(stats.events) == [f"invalidated: {str(caught.value).removesuffix(f'. {WAY_OUT}')}"]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("on_failure", ["raise", "eager"])
+@each(name=FAULTS, on_failure=["raise", "eager"])
 def test_a_later_replay_is_found_wrong(name: str, on_failure: str) -> None:
     """One warning, an event, and from that call on each step is the eager one, from the state that there was."""
     make, pattern = partial(FAULTS[name][0], LATE), FAULTS[name][1]
