@@ -91,14 +91,15 @@ def graphed(run: Run, bench: Bench) -> GraphedStep:
         eager_if=run.eager_if,
         max_graphs=run.max_graphs,
     )
-    stand_down = bench.graphed._stand_down
+    managed = bench.graphed.machine.managed
+    stand_down = managed.stand_down
 
     def noted(*args: Any, **options: Any) -> None:
         # Calls that have returned: the one that is going on may have had its step already, or not.
         bench.stock_from = bench.graphed.stats.calls
         stand_down(*args, **options)
 
-    bench.graphed._stand_down = noted
+    managed.stand_down = noted  # type: ignore[method-assign]
     return bench.graphed
 
 

@@ -133,7 +133,8 @@ def test_a_rank_that_leaves_a_check_ends_it_for_all(
 def replays_of(rank: Peers) -> Replays:
     """Those of the seventh call."""
     runner = SimpleNamespace(stats=SimpleNamespace(calls=7), device=torch.device("cpu"))
-    return Replays(cast("Any", runner), Options(), rank)
+    parts = SimpleNamespace(runner=runner, options=Options(), peers=rank)
+    return Replays(cast("Any", parts))
 
 
 CALLS = 12
