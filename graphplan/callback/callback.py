@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +27,10 @@ from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import refusal_of, refusing
+from graphplan.report.page import page
 from graphplan.report.stats import Stats
-from graphplan.report.text import describe, outcome, summary
+from graphplan.report.table import show
+from graphplan.report.text import outcome, summary
 from graphplan.specs.policy import parse_policies
 from graphplan.step.buckets import Buckets
 from graphplan.step.dimensions import Dims
@@ -39,6 +42,9 @@ from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _STEP_ENDS = "on_train_batch_end"
+_FORMATS = ("text", "json", "html")
+_RUNS = 16
+"""Earlier runs that a report tells of."""
 _LIGHTNINGS_OWN = ("log", "log_dict")
 """Methods of the module that Lightning sets on every callback."""
 
@@ -76,10 +82,10 @@ class StockBatches:
     def added_to(self, stats: Stats) -> Stats:
         """``stats`` with these batches among the eager ones."""
         total = Stats()
-        total.merge(stats)
         total.merge(self._past)
+        total.merge(stats)
         if self.count:
-            total.eager += self.count
+            total.count_stock(self.count)
             if self.reason is not None:
                 total.skip(self.reason, self._detail, self.count)
         return total
@@ -170,6 +176,9 @@ class GraphPlanCallback(Callback):
         components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured. Or
             what to capture, whatever could be:
             ``("forward_backward",)``, ``("optimizer",)``, or both.
+        log: whether the share of steps that were replayed, the microseconds of a replayed step and the number of
+            recaptures go to the Trainer's loggers at the end of each epoch, as ``graphplan/replayed_share``,
+            ``graphplan/step_us`` and ``graphplan/recaptures``.
 
     Raises:
         OptionError: if an option has a value that makes no sense, or if a Trainer has two of these callbacks.
@@ -207,9 +216,10 @@ class GraphPlanCallback(Callback):
         transfer: str = "auto",
         loop: str = "auto",
         components: str | Sequence[str] = "auto",
+        log: bool = False,
     ) -> None:
         super().__init__()
-        check_choices(mode=mode, eval=eval, loop=loop, transfer=transfer)
+        check_choices(mode=mode, flags={"eval": eval, "log": log}, loop=loop, transfer=transfer)
         self.components = Components.parse(components)
         parsed = parse_policies(policies or {})
         self.options = Options(
@@ -223,9 +233,11 @@ class GraphPlanCallback(Callback):
         self.eval = eval
         self.loop = loop
         self.transfer = transfer
+        self._logs_figures = log
         self._eval_policy = parsed.get("inference")
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
+        self._earlier: list[tuple[str, Figures]] = []
         self._backends = Backends()
         self._patches: list[Any] = []
         self._kept: list[Any] = []
@@ -260,13 +272,35 @@ class GraphPlanCallback(Callback):
         """What the report says of the training steps beside their counts, in the current fit or the last one."""
         return list(self._of(_TRAINING).notes)
 
-    def report(self) -> str:
-        """What happened to the run's steps, as text."""
-        training, evaluation = self._of(_TRAINING), self._of(_EVALUATION)
-        lines = [describe(training.stats, plans=training.plans, notes=training.notes)]
-        if evaluation.stats.calls:
-            lines += ["evaluation:", describe(evaluation.stats, plans=evaluation.plans, notes=evaluation.notes)]
-        return "\n".join(lines)
+    def report(self, format: str = "text") -> str:
+        """What happened to the steps of all fits and evaluations so far.
+
+        Args:
+            format: ``"text"``, ``"json"``, or ``"html"`` for a page that needs no other file.
+
+        Raises:
+            OptionError: for another format, or where what draws a page is not installed (``graphplan[plot]``).
+        """
+        if format not in _FORMATS:
+            raise OptionError(f"format is {format!r}; expected one of: {', '.join(_FORMATS)}")
+        runs = [*self._earlier, *((part, self._of(part)) for part in (_TRAINING, _EVALUATION))]
+        runs = [(part, figures) for part, figures in runs if part == _TRAINING or figures.stats.calls]
+        titles = [f"{part} {number}" if self._earlier else part for number, (part, _) in enumerate(runs, 1)]
+        if format == "text":
+            texts = [f"{title}:\n{figures.text()}" for title, (_, figures) in zip(titles, runs, strict=True)]
+            return "\n".join([texts[0].partition(":\n")[2] if len(runs) == 1 else texts[0], *texts[1:]])
+        if _TRAINING in self._seams and runs[-1][0] == _TRAINING:
+            # A fit that goes on: its programs are there, and are described at its end.
+            runs[-1] = _TRAINING, replace(runs[-1][1], programs=self._seams[_TRAINING].programs())
+        sections = [(title, figures.data()) for title, (_, figures) in zip(titles, runs, strict=True)]
+        return page(sections) if format == "html" else json.dumps(dict(sections), indent=2)
+
+    def _begin_figures(self, part: str) -> None:
+        """Keep what a run before did, for the report, and begin with nothing."""
+        figures = self._figures.get(part)
+        if figures is not None and figures.stats.calls:
+            self._earlier = [*self._earlier, (part, replace(self._of(part), plan=None))][-_RUNS:]
+        self._figures[part] = Figures()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -287,7 +321,7 @@ class GraphPlanCallback(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam: the first hook at which restored optimizer state is in place."""
-        self._figures[_TRAINING] = Figures()
+        self._begin_figures(_TRAINING)
         with self._refusing(_TRAINING):
             self._start_training(trainer, pl_module)
 
@@ -395,7 +429,7 @@ class GraphPlanCallback(Callback):
         """Install the seam of evaluation, if it is not there."""
         if not self.eval or _EVALUATION in self._seams:
             return
-        self._figures[_EVALUATION] = Figures()
+        self._begin_figures(_EVALUATION)
         with self._refusing(_EVALUATION):
             reason = closed_to_all(trainer) if self.options.backend != "eager" else None
             if reason is not None:
@@ -451,8 +485,9 @@ class GraphPlanCallback(Callback):
         self._stock.end()
         seams, self._seams = self._seams, {}
         for part, seam in seams.items():
+            programs = seam.programs()
             seam.remove()
-            self._figures[part] = seam.figures
+            self._figures[part] = replace(seam.figures, programs=programs)
         self._backends = Backends()
 
     def _remove_training(self) -> None:
@@ -460,8 +495,22 @@ class GraphPlanCallback(Callback):
             self._patches.pop().remove()
         seam = self._seams.pop(_TRAINING, None)
         if seam is not None:
+            programs = seam.programs()
             seam.take_off()
-            self._figures[_TRAINING] = seam.figures
+            self._figures[_TRAINING] = replace(seam.figures, programs=programs)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log what the fit's steps were, if that is asked for."""
+        if self._logs_figures:
+            stats = self.stats
+            values = {"replayed_share": stats.replayed / max(1, stats.calls), "recaptures": float(stats.recaptured)}
+            replayed = stats.step_us("replayed")
+            if replayed is not None:
+                values["step_us"] = replayed
+            for logger in trainer.loggers:
+                named = {f"graphplan/{name}": value for name, value in values.items()}
+                logger.log_metrics(named, step=trainer.global_step)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -470,8 +519,12 @@ class GraphPlanCallback(Callback):
         self._remove()
         if ran:
             backend, warmup_steps = self.options.backend, self.options.warmup_steps
-            plans = self._of(_TRAINING).plans
-            rank_zero_info(outcome(self.stats, plans=plans, backend=backend, warmup_steps=warmup_steps))
+            figures = self._of(_TRAINING)
+            text = outcome(
+                figures.stats, plans=figures.plans, backend=backend, warmup_steps=warmup_steps, part=figures.part
+            )
+            if not (trainer.is_global_zero and show(figures.stats, text)):
+                rank_zero_info(text)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ class Variant:
         return found(batch, batch_idx)
 
 
-def check_choices(*, mode: str, eval: bool, **choices: str) -> None:
+def check_choices(*, mode: str, flags: Mapping[str, bool], **choices: str) -> None:
     """Refuse values that make no sense; ``choices`` are ``"auto"`` or ``"stock"``.
 
     Raises:
@@ -88,8 +88,9 @@ def check_choices(*, mode: str, eval: bool, **choices: str) -> None:
     """
     if mode not in ("auto", "train"):
         raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
-    if not isinstance(eval, bool):
-        raise OptionError(f"eval is {eval!r}; expected True or False")
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise OptionError(f"{name} is {flag!r}; expected True or False")
     for name, value in choices.items():
         if value not in ("auto", "stock"):
             raise OptionError(f"{name} is {value!r}; expected 'auto' or 'stock'")

@@ -19,15 +19,15 @@ _COUNTS = (
 
 
 def describe_data(
-    stats: Stats, *, plans: int, programs: Sequence[Program], notes: Sequence[str] = ()
+    stats: Stats, *, plans: int, programs: Sequence[Any], notes: Sequence[str] = (), part: str = ""
 ) -> dict[str, Any]:
-    """What :func:`graphplan.report.describe` says, and each program with its nodes."""
+    """What :func:`graphplan.report.text.describe` says, and of each program what :func:`describe_program` gave."""
     gain = stats.gain()
     phases = {
         name: {"seconds": stats.phases[name], "calls": calls} for name, calls in stats.phase_counts.items() if calls
     }
     return {
-        "headline": summary(stats, plans=plans),
+        "headline": summary(stats, plans=plans, part=part),
         "plans": plans,
         "stats": {name: getattr(stats, name) for name in _COUNTS},
         "skipped": {reason.name.lower(): count for reason, count in stats.skipped.items()},
@@ -38,11 +38,12 @@ def describe_data(
         "step_us": {kind: stats.step_us(kind) for kind in KINDS},
         "seconds": None if gain is None else {"saved": gain.saved, "spent": gain.spent, "net": gain.net},
         "timeline": [asdict(stretch) for stretch in stats.timeline()],
-        "programs": [_program(program) for program in programs],
+        "programs": list(programs),
     }
 
 
-def _program(program: Program) -> dict[str, Any]:
+def describe_program(program: Program) -> dict[str, Any]:
+    """A program with its plan and its nodes, as plain data."""
     plan = program.plan
     roles = {
         str(role): {"tensors": len(externals), "bytes": sum(external.spec.nbytes for external in externals)}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
 
+from graphplan.environment.logs import log_eager, log_event
 from graphplan.errors import SkipReason
 
 KINDS = ("eager", "replayed")
@@ -102,10 +103,12 @@ class Stats:
         """Count eager calls under ``reason``, and ``detail`` as its wording in reports."""
         self.skipped[reason] += count
         _tally(self.reasons, detail or reason.value, count)
+        log_eager(detail or reason.value)
 
     def note(self, text: str) -> None:
         """Count an event that is worth a line in reports."""
         _tally(self.events, text)
+        log_event(text)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -155,10 +158,13 @@ class Stats:
 
     def timeline(self) -> list[Stretch]:
         """The calls so far, those of one kind in a row as one stretch."""
+        if not self.changes:
+            return []
         ends = [*((first, begun) for _, first, begun in self.changes[1:]), (self.calls, self.last_end)]
         return [
-            Stretch(kind, first, end - first, ended - begun if begun else None)
+            Stretch(kind, first, end - first, ended - begun if begun and ended > begun else None)
             for (kind, first, begun), (end, ended) in zip(self.changes, ends, strict=True)
+            if end > first
         ]
 
     def step_us(self, kind: str) -> float | None:
@@ -184,7 +190,10 @@ class Stats:
         return self.phases[phase] / count * 1e6 if count else None
 
     def merge(self, other: Stats) -> None:
-        """Add ``other``'s counts to these."""
+        """Add ``other``'s counts to these, and its calls to the end of the timeline."""
+        self.changes += [(kind, first + self.calls, begun) for kind, first, begun in other.changes]
+        if other.changes:
+            self.last_end, self.last_kind = other.last_end, other.last_kind
         for name in (
             "eager",
             "traced",

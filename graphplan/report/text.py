@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from graphplan.report.stats import Stats
 
 
-def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str:
+def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int, part: str = "") -> str:
     """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""
     if backend == "eager":
         return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
@@ -19,14 +19,16 @@ def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int) -> str
             f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
             f"{warmup_steps + 3} of one batch signature, or seven later where eager ones are timed (see min_speedup)"
         )
-    return summary(stats, plans=plans)
+    return summary(stats, plans=plans, part=part)
 
 
-def summary(stats: Stats, *, plans: int) -> str:
-    """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory."""
+def summary(stats: Stats, *, plans: int, part: str = "") -> str:
+    """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory. ``part`` is
+    what is replayed of a step, if that is not all of it.
+    """
     parts = [
         f"{plans} plan{'' if plans == 1 else 's'}",
-        f"{stats.replayed} of {stats.calls} steps replayed",
+        f"{stats.replayed} of {stats.calls} steps replayed{part and f' ({part})'}",
         f"{stats.eager} eager{_why(stats)}, {stats.traced} traced, {stats.captured} captured",
     ]
     if stats.recaptured:
@@ -51,9 +53,9 @@ def _why(stats: Stats) -> str:
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def describe(stats: Stats, *, plans: int, notes: Sequence[str] = ()) -> str:
+def describe(stats: Stats, *, plans: int, notes: Sequence[str] = (), part: str = "") -> str:
     """The summary, why steps were eager, what was invalidated, launches and phases, one fact per line."""
-    lines = [summary(stats, plans=plans)]
+    lines = [summary(stats, plans=plans, part=part)]
     lines += [f"  eager {count}x: {text}" for text, count in stats.reasons.items()]
     lines += [f"  event {count}x: {text}" for text, count in stats.events.items()]
     lines += [f"  {note}" for note in notes]

@@ -15,7 +15,7 @@ from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
-from graphplan.report.data import describe_data
+from graphplan.report.data import describe_data, describe_program
 from graphplan.report.rendering import Reports
 from graphplan.report.stats import Stats
 from graphplan.report.text import describe
@@ -202,7 +202,7 @@ class GraphedStep(Method, CallLock, Reports):
 
     @override
     def data(self) -> dict[str, Any]:
-        data = describe_data(**self._told(), programs=self.programs)
+        data = describe_data(**self._told(), programs=list(map(describe_program, self.programs)))
         return data if self._padded is None else {**data, "shapes": self.shapes.data()}
 
     def _told(self) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class AutomaticSeam(Seam):
         # What is left in the step knows nothing of the batch, whose size the means count with.
         self._logs.sums_in_step = False
         self._whole.close()
+        self.part = "the optimizer's step alone"
         self._update = self._make(self._update_body, self._owners(self._progress), feeds=False)
         self._put(self._loop, "_optimizer_step", self._step_optimizer)
 
@@ -112,6 +113,7 @@ class AutomaticSeam(Seam):
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
         owners = {name: owner for name, owner in self._owners(self._progress).items() if owner is not self._optimizer}
         self._whole.close()
+        self.part = "forward and backward alone"
         self._components = self._make(partial(self._body, self._closed), owners | group_numbers(self._optimizer))
         self._put(self._loop, "_make_closure", self._make_closure)
 

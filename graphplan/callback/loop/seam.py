@@ -42,7 +42,9 @@ from graphplan.feed.signature import with_new_containers
 from graphplan.owners.slots import Via
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import lost, refusal_of
+from graphplan.report.data import describe_data, describe_program
 from graphplan.report.stats import Stats
+from graphplan.report.text import describe
 from graphplan.step.compiled import CompiledModules
 from graphplan.step.gate import Gate
 from graphplan.step.graphed_step import GraphedStep
@@ -70,12 +72,24 @@ NO_BATCH = Literals()
 
 @dataclass
 class Figures:
-    """What a seam did: counts, plans that were captured, notes for the report, the latest plan."""
+    """What a seam did: counts, plans that were captured, notes for the report, the latest plan, and what it replays of
+    a step, if not all of it. ``programs`` are described at the seam's end.
+    """
 
     stats: Stats = field(default_factory=Stats)
     plans: int = 0
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None
+    part: str = ""
+    programs: list[dict[str, Any]] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The report as text."""
+        return describe(self.stats, plans=self.plans, notes=self.notes, part=self.part)
+
+    def data(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return describe_data(self.stats, plans=self.plans, notes=self.notes, part=self.part, programs=self.programs)
 
 
 def _raise(error: Exception) -> None:
@@ -103,6 +117,9 @@ class Run:
 
 class Seam(ABC):
     """One loop's seam. ``install`` and ``remove`` are inverse; ``figures`` outlive both."""
+
+    part = ""
+    """What is replayed of a step, if not all of it."""
 
     def __init__(self, run: Run) -> None:
         self._made_for, self._trainer, self._module = run, run.trainer, run.module
@@ -236,7 +253,12 @@ class Seam(ABC):
             plans=past.plans + sum(step.stats.captured - step.stats.recaptured for step in self._steps),
             notes=[*dict.fromkeys((*past.notes, *facts, *self.notes))],
             plan=next((step.plan for step in reversed(self._steps) if step.plan is not None), None),
+            part=self.part,
         )
+
+    def programs(self) -> list[dict[str, Any]]:
+        """Descriptions of the programs that there are."""
+        return [describe_program(program) for step in self._steps for program in step.programs]
 
     def _current_stats(self) -> Stats:
         """Counts of the steps for the optimizers that the Trainer has now."""

@@ -1,0 +1,29 @@
+"""The summary of a fit as a table on a terminal, where rich is installed."""
+
+from __future__ import annotations
+
+from graphplan.report.stats import Stats
+
+
+def show(stats: Stats, headline: str) -> bool:
+    """Print a table to the terminal, headed with ``headline``; False, and nothing, without rich or a terminal."""
+    try:
+        from rich import get_console
+        from rich.table import Table
+    except ImportError:
+        return False
+    console = get_console()
+    if not console.is_terminal:
+        return False
+    table = Table(title=headline, title_justify="left")
+    for column in ("", "steps", "seconds"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = {"eager": "warmup", "traced": "trace", "captured": "capture", "replayed": "steady", "checked": "verify"}
+    counts = {
+        "eager": stats.eager, "traced": stats.traced, "captured": stats.captured,
+        "replayed": stats.replayed - stats.verified, "checked": stats.verified,
+    }  # fmt: skip
+    for name, phase in rows.items():
+        table.add_row(name, str(counts[name]), f"{stats.phases[phase]:.2f}")
+    console.print(table)
+    return True

@@ -1,0 +1,192 @@
+"""What a report says of times, and where: timelines, seconds saved, loggers, terminals, ``GRAPHPLAN_LOGS``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+
+from graphplan import GraphPlanCallback, OptionError, graph_step
+from graphplan.environment import logs
+from graphplan.errors import SkipReason
+from graphplan.report.stats import Stats, Stretch
+from graphplan.report.table import show
+from graphplan.report.text import describe, summary
+from tests.check.subjects import Data, Good, HostOptimizer
+
+
+def fit(callback: GraphPlanCallback, module: pl.LightningModule | None = None, **options: Any) -> pl.Trainer:
+    """Train for two epochs of eight batches."""
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=2, callbacks=[callback], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=4,
+        **{"logger": False, **options},
+    )  # fmt: skip
+    trainer.fit(module or Good(), Data())
+    return trainer
+
+
+def made(kinds: str) -> Stats:
+    """Counts of calls: ``e``\\ ager, ``r``\\ eplayed, each a second long by the clock."""
+    stats = Stats()
+    for number, kind in enumerate(kinds):
+        if kind == "r":
+            stats.count_replay(number, number + 1, 0, first=False)
+        else:
+            stats.eager += 1
+            stats.end_call("eager")
+            stats.last_end = number + 1
+    return stats
+
+
+def test_a_timeline_has_a_stretch_for_each_change() -> None:
+    assert made("eerrre").timeline() == [
+        Stretch("eager", 0, 2, None),
+        Stretch("replayed", 2, 3, 3.0),
+        Stretch("eager", 5, 1, 1.0),
+    ]
+    assert Stats().timeline() == []
+
+
+def test_calls_that_are_told_of_afterwards_are_in_the_timeline() -> None:
+    stats = made("rr")
+    stats.count_stock(5)
+    stats.count_stock(2)
+    assert [(each.kind, each.first, each.count) for each in stats.timeline()] == [("replayed", 0, 2), ("eager", 2, 7)]
+
+
+def test_timelines_follow_one_another_where_counts_are_added() -> None:
+    stats = made("ee")
+    stats.merge(made("rrr"))
+    assert [(each.kind, each.first, each.count) for each in stats.timeline()] == [("eager", 0, 2), ("replayed", 2, 3)]
+    assert stats.calls == 5
+
+
+def test_one_long_step_between_two_replays_is_no_steps_time() -> None:
+    """A validation, say: the median leaves it out."""
+    stats = made("rrrrr")
+    stats.count_replay(99.0, 100.0, 0, first=False)
+    assert stats.step_us("replayed") == 1e6
+
+
+def test_nothing_is_said_of_eager_time_that_was_not_measured() -> None:
+    stats = made("eeerrr")
+    assert stats.step_us("eager") is None
+    assert stats.gain() is None
+    assert "step 1000000 µs where replayed" in summary(stats, plans=1)
+    assert "->" not in summary(stats, plans=1)
+
+
+def test_seconds_saved_and_spent() -> None:
+    stats = made("eerrrr")
+    stats.measured = {"eager": 3.0, "replayed": 1.0}
+    stats.add_time("trace", 5.0)
+    gain = stats.gain()
+    assert gain is not None
+    assert (gain.saved, gain.spent, gain.net) == (8.0, 2.0, 6.0)
+    assert "step 3000000 -> 1000000 µs; saved 8.0 s and spent 2.0 s on it: net +6.0 s" in summary(stats, plans=1)
+
+
+def test_a_part_of_the_step_is_named_in_the_headline() -> None:
+    callback = GraphPlanCallback(backend="tape", on_failure="eager")
+    fit(callback, HostOptimizer())
+    assert "steps replayed (forward and backward alone)" in callback.report().splitlines()[0]
+    callback = GraphPlanCallback(backend="tape", components="optimizer")
+    fit(callback)
+    assert callback.stats.replayed
+    assert "steps replayed (the optimizer's step alone)" in callback.report().splitlines()[0]
+
+
+def test_all_fits_of_a_callback_are_reported() -> None:
+    callback = GraphPlanCallback(backend="tape")
+    fit(callback)
+    assert not callback.report().startswith("training")
+    fit(callback)
+    texts = callback.report().split("training ")
+    assert [text.split(":")[0] for text in texts if text] == ["1", "2"]
+    data = json.loads(callback.report("json"))
+    assert list(data) == ["training 1", "training 2"]
+    for run in data.values():
+        assert run["stats"]["replayed"] > 5
+        assert "model.net.weight" in [row[0] for row in run["programs"][0]["table"]]
+        assert sum(stretch["count"] for stretch in run["timeline"]) == run["stats"]["calls"]
+    html = callback.report("html")
+    assert "<h2>training 1</h2>" in html
+    assert "<h2>training 2</h2>" in html
+    with pytest.raises(OptionError, match="format is 'dot'; expected one of: text, json, html"):
+        callback.report("dot")
+
+
+def test_figures_through_the_trainers_logger(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    callback = GraphPlanCallback(backend="tape", log=True)
+    fit(callback, logger=logger)
+    with open(Path(logger.log_dir) / "metrics.csv", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("graphplan/replayed_share")]
+    assert [int(row["step"]) for row in rows] == [8, 16]
+    assert float(rows[-1]["graphplan/replayed_share"]) == callback.stats.replayed / 16
+    assert float(rows[-1]["graphplan/recaptures"]) == 0
+    assert float(rows[-1]["graphplan/step_us"]) > 0
+    with pytest.raises(OptionError, match="log is 1; expected True or False"):
+        GraphPlanCallback(log=1)  # type: ignore[arg-type]
+
+
+def test_a_table_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    monkeypatch.setattr("rich.get_console", lambda: Console(file=text, force_terminal=True, width=200))
+    assert show(made("eerrr"), "graphplan: a headline")
+    assert "graphplan: a headline" in text.getvalue()
+    assert "replayed" in text.getvalue()
+    monkeypatch.setattr("rich.get_console", lambda: Console(file=text))
+    assert not show(Stats(), "no terminal")
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert not show(Stats(), "no rich")
+    assert "no " not in text.getvalue()
+
+
+@pytest.fixture
+def unchanged_loggers() -> Any:
+    """Loggers as they were, after a test."""
+    loggers = [logging.getLogger(f"graphplan.{name}") for name in logs.NAMES]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
+def test_events_are_logged(unchanged_loggers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by the logger of its kind, as the variable asks."""
+    logs.configure("guards, +eager,-captures")
+    weight = torch.ones(3, requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (weight * x).sum().detach()
+
+    graphed = graph_step(step, owners={"weight": [weight]}, eager_if=lambda *args: False)
+    for _ in range(6):
+        graphed(torch.ones(3))
+    graphed.invalidate("a test")
+    graphed.skip((torch.ones(3),), {}, SkipReason.EAGER_IF, "by hand")
+    graphed.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert "[graphplan.guards] invalidated: a test" in lines
+    assert "[graphplan.eager] by hand" in lines
+
+
+def test_names_that_no_logger_has(unchanged_loggers: None) -> None:
+    with pytest.raises(OptionError, match="GRAPHPLAN_LOGS names 'gards'; choose from: captures, checks, eager"):
+        logs.configure("+gards")
+    logs.configure("all")
+    assert all(logging.getLogger(f"graphplan.{name}").level == logging.INFO for name in logs.NAMES)
+    assert describe(Stats(), plans=0).startswith("graphplan: 0 plans")
