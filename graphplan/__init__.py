@@ -74,12 +74,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import the Lightning callback only when somebody asks for it: the core needs torch alone."""
     if name == "GraphPlanCallback":
-        try:
-            from graphplan.callback.callback import GraphPlanCallback
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"GraphPlanCallback is for Lightning, and {error.name} is not installed: "
-                'pip install "graphplan[lightning]"'
-            ) from error
-        return GraphPlanCallback
+        from graphplan.environment.lightnings import installed_callback_class
+
+        return installed_callback_class()
     raise AttributeError(f"module 'graphplan' has no attribute {name!r}")

@@ -23,6 +23,7 @@ from graphplan.callback.loop.automatic import AutomaticSeam
 from graphplan.callback.loop.manual import ManualSeam
 from graphplan.callback.loop.seam import Figures, Run, Seam
 from graphplan.callback.loop.training_loop import LoopSeam
+from graphplan.environment.lightnings import callback_class, name_of
 from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
@@ -186,6 +187,9 @@ class GraphPlanCallback(Callback):
         BackendError: if a backend does not exist.
     """
 
+    is_graphplan = True
+    """Whichever of Lightning's packages it is for."""
+
     def __init__(
         self,
         mode: str = "auto",
@@ -219,6 +223,8 @@ class GraphPlanCallback(Callback):
         log: bool = False,
     ) -> None:
         super().__init__()
+        # What a callback of the other package is made with.
+        self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         check_choices(mode=mode, flags={"eval": eval, "log": log}, loop=loop, transfer=transfer)
         self.components = Components.parse(components)
         parsed = parse_policies(policies or {})
@@ -309,8 +315,15 @@ class GraphPlanCallback(Callback):
         Raises:
             OptionError: if the Trainer has another one.
         """
+        name = name_of(trainer)
+        if type(self) is GraphPlanCallback and GraphPlanCallback is not callback_class(name):
+            # Its Trainer is of the other package, whose classes it needs.
+            self.__class__ = callback_class(name)
+            self.__init__(**self._given)  # type: ignore[misc]
+            self.setup(trainer, pl_module, stage)
+            return
         callbacks: list[Any] = vars(trainer)["callbacks"]
-        every = [index for index, each in enumerate(callbacks) if isinstance(each, GraphPlanCallback)]
+        every = [index for index, each in enumerate(callbacks) if hasattr(type(each), "is_graphplan")]
         if len(every) > 1:
             names = " and ".join(f"callbacks[{index}]" for index in every)
             raise OptionError(

@@ -33,8 +33,9 @@ def closed_to_all(trainer: Any) -> str | None:
     """Why nothing of this run can be captured; None if nothing speaks against it."""
     if not isinstance(trainer, Trainer):
         return (
-            f"the Trainer is {type(trainer).__module__}'s, and the callback works with lightning.pytorch's: import "
-            "lightning.pytorch as pl instead of pytorch_lightning"
+            f"the Trainer is {type(trainer).__module__}'s, and this class of callback works with "
+            f"{Trainer.__module__.partition('.trainer')[0]}'s: a subclass of GraphPlanCallback is of the package that "
+            "it was imported with. Use GraphPlanCallback itself, or a Trainer of that package"
         )
     return _closed_strategy(trainer.strategy)
 

@@ -23,6 +23,7 @@ _METHODS = (
     "optimizer_zero_grad", "toggle_optimizer", "untoggle_optimizer", "configure_gradient_clipping", "clip_gradients",
 )  # fmt: skip
 """Methods of a module that are called inside the step."""
+_LIGHTNINGS = ("lightning", "pytorch_lightning")
 _BLIND = (
     "ModelCheckpoint", "TQDMProgressBar", "RichProgressBar", "LearningRateMonitor", "Timer", "DeviceStatsMonitor",
     "EarlyStopping", "OnExceptionCheckpoint",
@@ -83,7 +84,7 @@ class OwnHooks:
 def hands_out_batch(callback: Any) -> bool:
     """Whether a callback's hooks may look at the batch."""
     kind = next((k for k in type(callback).__mro__ if START in vars(k) or END in vars(k)), None)
-    known = kind is not None and kind.__module__.startswith("lightning.") and kind.__name__ in _BLIND
+    known = kind is not None and kind.__module__.partition(".")[0] in _LIGHTNINGS and kind.__name__ in _BLIND
     return not known or START in vars(callback) or END in vars(callback)
 
 

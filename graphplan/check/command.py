@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graphplan.check.facts import differences
+from graphplan.check.fit import check_fit
 from graphplan.check.result import Result
 from graphplan.check.run import check_step
 from graphplan.check.targets import configured, load
@@ -96,23 +97,13 @@ def _result(options: argparse.Namespace) -> Result:
     batches = None if options.batch is None else _batches(options.batch)
     first = make()
     if hasattr(first, "training_step"):
-        return _check_fit(make, data if batches is None else lambda: batches, name)
+        return check_fit(make, data if batches is None else lambda: batches, name=name)
     if not callable(first):
         raise OptionError(f"{name} is a {type(first).__name__}; expected a LightningModule, or a step to call")
     if batches is None:
         raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
     calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     return check_step(lambda: first, calls, name=name)
-
-
-def _check_fit(make: Any, data: Any, name: str) -> Result:
-    try:
-        from graphplan.check.fit import check_fit
-    except ImportError as error:
-        raise OptionError(
-            f'{name} is trained in a Trainer, and {error.name} is not installed: pip install "graphplan[lightning]"'
-        ) from error
-    return check_fit(make, data, name=name)
 
 
 def _batches(expression: str) -> list[Any]:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 from torch.utils.data import DataLoader, Dataset
 
-from graphplan.callback.callback import GraphPlanCallback
 from graphplan.check.result import Result
 from graphplan.check.run import STEPS, check
+from graphplan.environment.lightnings import callback_class, name_of
 from graphplan.errors import OptionError
 from graphplan.plan.plan import Plan
 from graphplan.report.stats import Stats
 
 
-def check_fit(make: Callable[[], pl.LightningModule], data: Callable[[], Any], *, name: str = "fit") -> Result:
+def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "fit") -> Result:
     """Train a module for a few steps on the CPU, and list everything that would keep its steps from being replays.
 
     Examples:
@@ -28,7 +29,7 @@ def check_fit(make: Callable[[], pl.LightningModule], data: Callable[[], Any], *
         each step would be one replay
 
     Args:
-        make: returns the module; called twice.
+        make: returns the LightningModule, of either of Lightning's packages; called twice.
         data: returns a DataModule, a DataLoader, a Dataset of batches, or a list of batches; None if the module has
             loaders of its own.
         name: what the result is headed with.
@@ -41,19 +42,21 @@ def check_fit(make: Callable[[], pl.LightningModule], data: Callable[[], Any], *
     """
 
     def run(components: str = "auto") -> tuple[Stats, Plan | None, list[str]]:
-        callback = GraphPlanCallback(backend="tape", on_failure="eager", components=components)
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        module, fed = make(), data()
+        package = name_of(module)
+        pl = importlib.import_module(package)
+        callback = callback_class(package)(backend="tape", on_failure="eager", components=components)
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, callbacks=[callback],
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
         )  # fmt: skip
-        module, fed = make(), data()
-        if isinstance(fed, pl.LightningDataModule):
-            trainer.fit(module, datamodule=fed)
-        elif fed is None and _has_loader(module):
-            trainer.fit(module)
-        else:
-            trainer.fit(module, _loader_of(fed))
+        with _quiet(package):
+            if isinstance(fed, pl.LightningDataModule):
+                trainer.fit(module, datamodule=fed)
+            elif fed is None and _has_loader(module, pl.LightningModule):
+                trainer.fit(module)
+            else:
+                trainer.fit(module, _loader_of(fed))
         return callback.stats, callback.plan, callback.notes
 
     def meanwhile() -> str:
@@ -65,8 +68,20 @@ def check_fit(make: Callable[[], pl.LightningModule], data: Callable[[], Any], *
     return check(run, name, meanwhile)
 
 
-def _has_loader(module: pl.LightningModule) -> bool:
-    return getattr(module.train_dataloader, "__func__", None) is not pl.LightningModule.train_dataloader
+@contextmanager
+def _quiet(package: str) -> Iterator[None]:
+    """Without what Lightning says of each fit."""
+    logger = logging.getLogger(package)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _has_loader(module: Any, base: Any) -> bool:
+    return getattr(module.train_dataloader, "__func__", None) is not base.train_dataloader
 
 
 def _loader_of(data: Any) -> DataLoader[Any]:

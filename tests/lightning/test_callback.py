@@ -204,15 +204,6 @@ def test_a_strategy_of_another_kind(tmp_path: Path) -> None:
         tape().on_train_start(trainer, LitDigits())
 
 
-def test_a_trainer_of_the_older_package(tmp_path: Path) -> None:
-    """``pytorch_lightning``'s Trainer is another class: the package and the right import are named."""
-    older = pytest.importorskip("pytorch_lightning")
-    text = r"the Trainer is pytorch_lightning\.trainer\.trainer's, .*: import lightning\.pytorch as pl"
-    trainer = older.Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path, enable_checkpointing=False)
-    with pytest.raises(NotCapturedError, match=text):
-        tape().on_train_start(trainer, LitDigits())
-
-
 def test_a_fit_that_is_meant_to_be_eager(tmp_path: Path) -> None:
     """``eager_if`` for every batch is no failure to capture, and the report gives it as the reason."""
     found = assert_fit_equals_eager(LitDigits, tmp_path, replayed=0, callback=tape(eager_if=1))

@@ -1,0 +1,111 @@
+"""Lightning under its two names: ``lightning.pytorch``, and ``pytorch_lightning`` with the same code a second time.
+
+A class of one is none of the other's, so the callback needs the classes of the Trainer that it is given. Its room is
+written for ``lightning.pytorch``. For Trainers of ``pytorch_lightning`` the same files are loaded a second time, under
+another name, with the imports of the one package read as imports of the other.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+NAMES = ("lightning.pytorch", "pytorch_lightning")
+_ROOM, _SECOND = "graphplan.callback", "graphplan.callback_of_pytorch_lightning"
+_READ_AS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric", _ROOM: _SECOND}
+_WHOLE = "lightning"
+
+
+def name_of(trainer: Any) -> str:
+    """Which of :data:`NAMES` a Trainer's class, or the first of its bases that has one, is of; the first if none is."""
+    roots = [f"{kind.__module__}." for kind in type(trainer).__mro__]
+    return next((name for root in roots for name in NAMES if root.startswith(f"{name}.")), NAMES[0])
+
+
+def callback_class(name: str) -> Any:
+    """``GraphPlanCallback`` for Trainers of one of :data:`NAMES`.
+
+    Raises:
+        ModuleNotFoundError: if that package is not installed.
+    """
+    room = _ROOM
+    if name != NAMES[0]:
+        importlib.import_module(name)
+        room = _SECOND
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            # Before the one for files, which would find the first room's where the second one's modules are looked for.
+            sys.meta_path.insert(0, _Finder())
+    return importlib.import_module(f"{room}.callback").GraphPlanCallback
+
+
+def installed_callback_class() -> Any:
+    """``GraphPlanCallback``, which becomes that of its Trainer's package.
+
+    Raises:
+        ImportError: if Lightning is installed under neither name.
+    """
+    for name in NAMES:
+        try:
+            return callback_class(name)
+        except ModuleNotFoundError as error:
+            missing = error
+    raise ImportError(
+        f'GraphPlanCallback is for Lightning, and {missing.name} is not installed: pip install "graphplan[lightning]"'
+    ) from missing
+
+
+class _Finder(MetaPathFinder):
+    """Finds the second room's modules in the first one's files."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _SECOND and not name.startswith(f"{_SECOND}."):
+            return None
+        file = _file_of(name.removeprefix(_SECOND))
+        inner = [str(file.parent)] if file.name == "__init__.py" else None
+        loader = _Loader(name, str(file))
+        return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=inner)
+
+
+def _file_of(inner: str) -> Path:
+    """The file of a module of the first room, by its name there."""
+    stem = Path(importlib.import_module("graphplan").__path__[0], "callback", *filter(None, inner.split(".")))
+    return stem / "__init__.py" if stem.is_dir() else stem.with_suffix(".py")
+
+
+class _Loader(SourceFileLoader):
+    """Compiles a module of the first room for the second; nothing of it is kept in ``__pycache__``."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        tree = ast.parse(self.get_data(self.path), self.path)
+        return compile(ast.fix_missing_locations(_Imports().visit(tree)), self.path, "exec", dont_inherit=True)
+
+
+class _Imports(ast.NodeTransformer):
+    """Reads imports of one package as imports of the other."""
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom:
+        node.module = _translated(node.module or "")
+        return node
+
+    def visit_Import(self, node: ast.Import) -> ast.Import:
+        for alias in node.names:
+            if alias.name == _WHOLE:
+                alias.name, alias.asname = NAMES[1], alias.asname or _WHOLE
+            else:
+                alias.name = _translated(alias.name)
+        return node
+
+
+def _translated(module: str) -> str:
+    for name, other in _READ_AS.items():
+        if module == name or module.startswith(f"{name}."):
+            return other + module[len(name) :]
+    return module
