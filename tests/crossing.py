@@ -61,15 +61,18 @@ def by_key(values: Mapping[str, Any]) -> list[Any]:
 
 
 def _columns(values: dict[str, Iterable[Any]]) -> dict[str, list[Any]]:
-    return {name: [*map(_as_parameter, column)] for name, column in values.items()}
+    return {
+        name: [_as_parameter(value, f"{name}{number}") for number, value in enumerate(column)]
+        for name, column in values.items()
+    }
 
 
-def _as_parameter(value: Any) -> Any:
-    """``value`` with an id: a function is called by its name."""
+def _as_parameter(value: Any, place: str) -> Any:
+    """``value`` with an id that is the same in each process: a name, a text without addresses, or its place."""
     if isinstance(value, type(pytest.param())):
         return value
-    name = getattr(value, "__name__", None)
-    return pytest.param(value, id=name.strip("_") if name not in (None, "<lambda>") else str(value)[:40])
+    text = getattr(value, "__name__", str(value)).strip("_")
+    return pytest.param(value, id=place if "<lambda>" in text or " at 0x" in text else text[:40])
 
 
 def _parametrize(columns: dict[str, list[Any]], cases: list[Indices], indirect: Sequence[str]) -> pytest.MarkDecorator:

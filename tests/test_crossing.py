@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import combinations, product
 from math import prod
 
@@ -45,3 +46,13 @@ def test_cases_are_named_and_marked() -> None:
     assert (single.values, single.id) == ((1, len), "a-len")
     assert (double.values, double.id, len(double.marks)) == ((2, 2), "b-two", 1)
     assert len(pairs(x=[1, 2], y=[True, None]).args[1]) == 4
+
+
+def test_ids_have_no_addresses() -> None:
+    """Processes that share tests out have to agree on their names."""
+    cases = each(make=[lambda: 1, partial(_named), _named, {"a": 1}]).args[1]
+    assert [case.id for case in cases] == ["make0", "make1", "named", "{'a': 1}"]
+
+
+def _named() -> None:
+    """Has a name."""
