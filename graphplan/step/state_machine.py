@@ -78,9 +78,10 @@ class Call:
 
     def tell(self, program: Program | None, reason: SkipReason | None = None, detail: str = "") -> None:
         """Before anything runs."""
+        if self.before is None:
+            return
         try:
-            if self.before is not None:
-                self.before(program, reason, detail)
+            self.before(program, reason, detail)
         except Exception as error:
             raise BeforeError(error) from error
 
@@ -133,6 +134,13 @@ class StateMachine:
         self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
         self.timing = Timing(parts, gate=gate, opens=opens_gate, serve=serve, stand_down=self.stand_down)
+        # Reasons that only options can give.
+        asked = {
+            SkipReason.BACKEND_EAGER: is_eager,
+            SkipReason.GRADIENT: options.autograd,
+            SkipReason.EAGER_IF: options.eager_if is not None,
+        }
+        self._rows = [row for row in EAGER if row[0] is None or asked.get(row[0], True)]
         self.calls = 0
         self.is_closed = False
         self._fruitless = (0, 0)
@@ -182,9 +190,9 @@ class StateMachine:
         return result
 
     def _why_eager(self, call: Call) -> Skip | None:
-        """The first row of :data:`EAGER` that applies."""
+        """The first row of :data:`EAGER` that applies to the call."""
         try:
-            for reason, applies, run in EAGER:
+            for reason, applies, run in self._rows:
                 found = applies(self, call)
                 if not found:
                     continue
@@ -381,6 +389,11 @@ def _as_traced(machine: StateMachine, call: Call, reason: SkipReason | None, det
     return machine.runner.eager(machine.arguments_of(call), reason, detail, managed=True)
 
 
+def _surrounded(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
+    """Gradients may flow through calls for results; others are as their neighbours are."""
+    return (_plainly if machine.options.autograd else _as_traced)(machine, call, reason, detail)
+
+
 def _untouched(machine: StateMachine, call: Call, reason: SkipReason | None, detail: str) -> Any:
     """The function and nothing else."""
     result = call_step(machine.runner.fn, call.args, call.kwargs)
@@ -424,7 +437,7 @@ def _cannot_be_flattened(machine: StateMachine, call: Call) -> Found:
 
 
 def _asks_for_gradients(machine: StateMachine, call: Call) -> Found:
-    return machine.options.autograd and any(map(asks_for_gradients, call.feed.leaves))
+    return any(map(asks_for_gradients, call.feed.leaves))
 
 
 def _is_asked_for(machine: StateMachine, call: Call) -> Found:
@@ -520,9 +533,8 @@ def _has_no_memory(machine: StateMachine, call: Call) -> Found:
 
 
 EAGER: tuple[tuple[SkipReason | None, Callable[[StateMachine, Call], Found], Run | None], ...] = (
-    (SkipReason.SURROUNDINGS, lambda machine, call: machine.options.autograd and call.around, _plainly),
-    (SkipReason.SURROUNDINGS, lambda machine, call: call.around, _as_traced),
-    (SkipReason.BACKEND_EAGER, lambda machine, call: machine.options.backend == "eager", _untouched),
+    (SkipReason.SURROUNDINGS, lambda machine, call: call.around, _surrounded),
+    (SkipReason.BACKEND_EAGER, lambda machine, call: True, _untouched),
     (SkipReason.FEED, _cannot_be_flattened, _plainly),
     (SkipReason.GRADIENT, _asks_for_gradients, _plainly),
     (SkipReason.EAGER_IF, _is_asked_for, _as_traced),
