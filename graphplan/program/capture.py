@@ -192,7 +192,7 @@ def _joined(plan: Plan, walk: Walk) -> str | None:
         slot = walk.slots.get(path)
         for tensor in slot.tensors() if slot is not None and slot.param is None else ():
             other = holders.setdefault(storage_id(tensor), path)
-            joined = other == path or any({other, path} <= together for together in plan.joined)
+            joined = other == path or any({(other, 0), (path, 0)} <= together for together in plan.joined)
             if not joined and not plan.go_apart(other, path):
                 return f"{other} and {path} share memory, and did not when the step was traced"
     return None

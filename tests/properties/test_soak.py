@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.report.stats import TEXTS
+from graphplan.report.stats import LAPS, STRETCHES, TEXTS
 from tests.facts import assert_same
 from tests.random_runs import model_events, training_events
 from tests.random_runs.bench import EVENTS, Bench
@@ -46,6 +46,7 @@ CHANGES = sorted(EVENTS.keys() - FINAL - IDLE)
 KEYS = 8 * RUN.max_graphs
 LIMITS = {"Programs._entries": KEYS, "Managed._seen": 256, "Stats.events": TEXTS + 1, "Stats.reasons": TEXTS + 1}
 LIMITS |= {f"Library.{name}": 256 for name in ("entries", "_known", "settled", "codes")}
+LIMITS |= {"Stats.laps": LAPS, "Stats.changes": STRETCHES}
 LIMITS |= {"Namespace.attributes": 128, "Hooks._places": 256, "Hooks._empty": 256, "Plan.values": 256}
 """Tables that may go on filling up to here."""
 NAMES = 8

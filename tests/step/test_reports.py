@@ -146,8 +146,8 @@ def test_pieces_report_all_their_programs() -> None:
 
 def test_forms_and_programs_that_there_are_not() -> None:
     fast = served(3)
-    with pytest.raises(OptionError, match=r"format is 'html'; expected one of: text, json, dot"):
-        fast.report("html")
+    with pytest.raises(OptionError, match=r"format is 'xml'; expected one of: text, json, html, dot"):
+        fast.report("xml")
     with pytest.raises(OptionError, match=r"program is given with format='json'; expected format='dot'"):
         fast.report("json", program=0)
     for wrong in (1, -1, True, "0"):
