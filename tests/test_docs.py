@@ -217,6 +217,8 @@ def test_commands_exist(page: Path) -> None:
             for word in words[1:]:
                 if word.startswith("ARGS="):
                     check_hydra(word.removeprefix("ARGS=").split())
+        elif words[0] == "graphplan":
+            assert knows_options(sources_of(ROOT / "graphplan" / "check" / "command.py"), words[1:]) == [], text
         elif "train.py" in words:
             check_hydra(words[words.index("train.py") + 1 :])
         elif words[:2] == ["python", "-m"]:
