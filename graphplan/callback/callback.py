@@ -31,7 +31,7 @@ from graphplan.program.faults import refusal_of, refusing
 from graphplan.report.page import page
 from graphplan.report.stats import Stats
 from graphplan.report.table import show
-from graphplan.report.text import outcome, summary
+from graphplan.report.text import CLOSED, outcome, summary
 from graphplan.specs.policy import parse_policies
 from graphplan.step.buckets import Buckets
 from graphplan.step.dimensions import Dims
@@ -476,7 +476,7 @@ class GraphPlanCallback(Callback):
             self._refuse(part, str(refusal))
 
     def _refuse(self, part: str, reason: str) -> None:
-        text = f"no step of this fit can be captured: {reason}"
+        text = f"{CLOSED}: {reason}"
         if self.options.on_failure == "raise":
             raise NotCapturedError(f"{text}, or pass on_failure='eager'")
         self._figures[part].notes.append(text)

@@ -14,6 +14,7 @@ from graphplan.check.result import Result, blockers_of
 from graphplan.errors import SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.report.stats import Stats
+from graphplan.report.text import CLOSED
 from graphplan.step.graphed_step import graph_step
 from graphplan.trace.findings import collecting
 
@@ -97,7 +98,8 @@ def check(
         warnings.simplefilter("always")
         stats, plan, notes = run()
     refused = {reason for reason in stats.skipped if reason not in _NO_REFUSALS}
-    blockers = blockers_of(found.values(), stats if refused else Stats())
+    closed = tuple(note for note in notes if note.startswith(CLOSED))
+    blockers = (*closed, *blockers_of(found.values(), stats if refused else Stats()))
     best = plan or collected_plan
     texts = [str(each.message) for each in caught if str(each.message).startswith("the step ")]
     return Result(

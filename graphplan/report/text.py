@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from graphplan.report.stats import Stats
 
+CLOSED = "no step of this fit can be captured"
+"""How the note on a fit begins that is refused as a whole, before its first step."""
+
 
 def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int, part: str = "") -> str:
     """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""

@@ -89,6 +89,14 @@ def test_a_part_that_is_replayed_meanwhile() -> None:
     assert "optimizer" in result.replayed
 
 
+def test_a_fit_that_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first step, so that no step was counted."""
+    monkeypatch.setattr("graphplan.callback.callback.closed_to_training", lambda *args: "a reason")
+    result = fit.check_fit(subjects.Good, subjects.Data)
+    assert result.blockers == ("no step of this fit can be captured: a reason",)
+    assert result.replayed == "nothing would be replayed"
+
+
 def test_a_plan_is_kept_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
     data = ["--data", f"{HERE}:Data"]
