@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,19 +16,19 @@ from typing_extensions import override
 
 from graphplan.callback.callback_options import Components, Variant, VariantOf, check_choices
 from graphplan.callback.evaluation import EvaluationSeam
+from graphplan.callback.figures import RUNS, Figures, StockBatches, check_format, told
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
 from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
 from graphplan.callback.logging.bars import LazyNumbers, ThrottledBar
 from graphplan.callback.loop.automatic import AutomaticSeam
 from graphplan.callback.loop.manual import ManualSeam
-from graphplan.callback.loop.seam import Figures, Run, Seam
+from graphplan.callback.loop.seam import Run, Seam
 from graphplan.callback.loop.training_loop import LoopSeam
-from graphplan.environment.lightnings import callback_class, name_of
+from graphplan.environment.lightnings import blank_callback, callback_class, name_of
 from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import refusal_of, refusing
-from graphplan.report.page import page
 from graphplan.report.stats import Stats
 from graphplan.report.table import show
 from graphplan.report.text import CLOSED, outcome, summary
@@ -43,53 +43,8 @@ from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _STEP_ENDS = "on_train_batch_end"
-_FORMATS = ("text", "json", "html")
-_RUNS = 16
-"""Earlier runs that a report tells of."""
 _LIGHTNINGS_OWN = ("log", "log_dict")
 """Methods of the module that Lightning sets on every callback."""
-
-
-class StockBatches:
-    """Batches of a fit that Lightning trains on alone, before the seam is installed and after it was taken out: counted
-    by Lightning's own progress, without a look at each.
-
-    Attributes:
-        reason: why the current ones are not graphplan's; None for those that are timed.
-    """
-
-    def __init__(self, trainer: Any = None) -> None:
-        # Not the Trainer, which a callback must not keep.
-        self._progress: Any = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total
-        self._since: int | None = None
-        self._past = Stats()
-        self._detail = ""
-        self.reason: SkipReason | None = None
-
-    def begin(self, reason: SkipReason | None, detail: str = "") -> None:
-        """From the next batch on, Lightning is alone."""
-        self._since, self.reason, self._detail = self._progress.ready, reason, detail
-
-    def end(self) -> None:
-        """The current batch was the last one."""
-        self._past, self._since = self.added_to(Stats()), None
-
-    @property
-    def count(self) -> int:
-        """Batches since :meth:`begin`; 0 after :meth:`end`."""
-        count: int = 0 if self._since is None else self._progress.ready - self._since
-        return count
-
-    def added_to(self, stats: Stats) -> Stats:
-        """``stats`` with these batches among the eager ones."""
-        total = Stats()
-        total.merge(self._past)
-        total.merge(stats)
-        if self.count:
-            total.count_stock(self.count)
-            if self.reason is not None:
-                total.skip(self.reason, self._detail, self.count)
-        return total
 
 
 class GraphPlanCallback(Callback):
@@ -243,7 +198,7 @@ class GraphPlanCallback(Callback):
         self._eval_policy = parsed.get("inference")
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
-        self._earlier: list[tuple[str, Figures]] = []
+        self._earlier: deque[tuple[str, Figures]] = deque(maxlen=RUNS)
         self._backends = Backends()
         self._patches: list[Any] = []
         self._kept: list[Any] = []
@@ -252,10 +207,12 @@ class GraphPlanCallback(Callback):
         self._gate: Gate | None = None
         self._again = AGAIN
 
-    def _of(self, part: str) -> Figures:
-        """Figures of training or evaluation, in the current run or the last one."""
+    def _of(self, part: str, *, describes: bool = False) -> Figures:
+        """Figures of training or evaluation, in the current run or the last one; ``describes`` its programs, too."""
         seam = self._seams.get(part)
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
+        if seam is not None and describes:
+            figures = replace(figures, programs=seam.describe_programs())
         return replace(figures, stats=self._stock.added_to(figures.stats)) if part == _TRAINING else figures
 
     @property
@@ -287,25 +244,16 @@ class GraphPlanCallback(Callback):
         Raises:
             OptionError: for another format, or where what draws a page is not installed (``graphplan[plot]``).
         """
-        if format not in _FORMATS:
-            raise OptionError(f"format is {format!r}; expected one of: {', '.join(_FORMATS)}")
-        runs = [*self._earlier, *((part, self._of(part)) for part in (_TRAINING, _EVALUATION))]
-        runs = [(part, figures) for part, figures in runs if part == _TRAINING or figures.stats.calls]
-        titles = [f"{part} {number}" if self._earlier else part for number, (part, _) in enumerate(runs, 1)]
-        if format == "text":
-            texts = [f"{title}:\n{figures.text()}" for title, (_, figures) in zip(titles, runs, strict=True)]
-            return "\n".join([texts[0].partition(":\n")[2] if len(runs) == 1 else texts[0], *texts[1:]])
-        if _TRAINING in self._seams and runs[-1][0] == _TRAINING:
-            # A fit that goes on: its programs are there, and are described at its end.
-            runs[-1] = _TRAINING, replace(runs[-1][1], programs=self._seams[_TRAINING].programs())
-        sections = [(title, figures.data()) for title, (_, figures) in zip(titles, runs, strict=True)]
-        return page(sections) if format == "html" else json.dumps(dict(sections), indent=2)
+        check_format(format)
+        training, evaluation = (self._of(part, describes=format != "text") for part in (_TRAINING, _EVALUATION))
+        runs = [*self._earlier, (_TRAINING, training)]
+        return told([*runs, (_EVALUATION, evaluation)] if evaluation.stats.calls else runs, format)
 
     def _begin_figures(self, part: str) -> None:
         """Keep what a run before did, for the report, and begin with nothing."""
-        figures = self._figures.get(part)
-        if figures is not None and figures.stats.calls:
-            self._earlier = [*self._earlier, (part, replace(self._of(part), plan=None))][-_RUNS:]
+        figures = self._of(part)
+        if figures.stats.calls:
+            self._earlier.append((part, replace(figures, plan=None)))
         self._figures[part] = Figures()
 
     @override
@@ -394,7 +342,7 @@ class GraphPlanCallback(Callback):
         for patch in self._patches:
             patch.install()
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
-        # Whether steps copy batches to the device themselves: nobody else looks at them there.
+        # Whether steps copy batches to the device themselves: no hook or transfer needs them there first.
         asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
         may = reason is None and not asks and self.transfer == "auto"
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
@@ -498,7 +446,7 @@ class GraphPlanCallback(Callback):
         self._stock.end()
         seams, self._seams = self._seams, {}
         for part, seam in seams.items():
-            programs = seam.programs()
+            programs = seam.describe_programs()
             seam.remove()
             self._figures[part] = replace(seam.figures, programs=programs)
         self._backends = Backends()
@@ -508,7 +456,7 @@ class GraphPlanCallback(Callback):
             self._patches.pop().remove()
         seam = self._seams.pop(_TRAINING, None)
         if seam is not None:
-            programs = seam.programs()
+            programs = seam.describe_programs()
             seam.take_off()
             self._figures[_TRAINING] = replace(seam.figures, programs=programs)
 
@@ -550,6 +498,12 @@ class GraphPlanCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Remove the seam if nothing else did."""
         self._remove()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if type(self) is not GraphPlanCallback:
+            return super().__reduce_ex__(protocol)
+        # In another process, nothing of the second package's class can be imported before that class is asked for.
+        return blank_callback, (name_of(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
         """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""

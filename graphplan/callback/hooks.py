@@ -1,4 +1,4 @@
-"""Who has hooks: inside the step, and around each batch. Asked once, and again after a change."""
+"""Hooks inside the step and around each batch. They are looked up once, and again after a change."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class BatchHooks:
         self.look()
 
     def look(self) -> None:
-        """Find out who has hooks."""
+        """Look the hooks up."""
         callbacks = self._trainer.callbacks
         self.starts, ends = (
             [pair for pair in enumerate(callbacks) if has_hook(pair[1], name, Callback)] for name in (START, END)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from graphplan.check.environment_facts import environment
 from graphplan.check.facts import differences
 from graphplan.check.fit import check_fit
 from graphplan.check.result import Result
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("env", help="versions, devices and settings, for a report of a fault")
     options = parser.parse_args(arguments)
     try:
-        text, status = (_environment(), 0) if options.command == "env" else _check(options)
+        text, status = (_facts(), 0) if options.command == "env" else _check(options)
     except OptionError as error:
         sys.stderr.write(f"graphplan {options.command}: {error}\n")
         return 2
@@ -63,16 +64,15 @@ def script() -> None:
 
 def _check(options: argparse.Namespace) -> tuple[str, int]:
     result = _result(options)
-    lines = [json.dumps(result.data(), indent=2) if options.json else result.text()]
-    status = 1 if result.blockers or result.plan is None else 0
     if options.save is not None and result.plan is not None:
         options.save.write_text(json.dumps(result.plan, indent=2) + "\n", encoding="utf-8")
+    data, lines = result.data(), [result.text()]
     if options.against is not None and result.plan is not None:
-        found = differences(_saved(options.against), result.plan)
-        lines += [f"  the plan is that of {options.against}"] if not found else []
+        data["differences"] = found = differences(_saved(options.against), result.plan)
         lines += [f"  not as in {options.against}: {line}" for line in found]
-        status = 1 if found else status
-    return "\n".join(lines), status
+        lines += [] if found else [f"  the plan is that of {options.against}"]
+    status = 1 if result.blockers or result.plan is None or data.get("differences") else 0
+    return json.dumps(data, indent=2) if options.json else "\n".join(lines), status
 
 
 def _saved(path: Path) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _result(options: argparse.Namespace) -> Result:
     if batches is None:
         raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
     calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    return check_step(lambda: first, calls, name=name)
+    return check_step(first, calls, name=name)
 
 
 def _batches(expression: str) -> list[Any]:
@@ -115,8 +115,5 @@ def _batches(expression: str) -> list[Any]:
     return [batch] * 64
 
 
-def _environment() -> str:
-    """What somebody who looks into a fault wants to know."""
-    from graphplan.check.environment_facts import environment
-
+def _facts() -> str:
     return "\n".join(f"{name}: {value}" for name, value in environment().items())

@@ -13,28 +13,25 @@ from graphplan.errors import HostSyncError
 from graphplan.observe.source import find_source
 from graphplan.trace.mode import refuse_trace
 
-_WAITING = ("cpu", "pin_memory")
-"""Methods of tensors that copy to the host, or fail, where the tensor is on a CUDA device. What reads values is refused
-on the CPU, too.
-"""
+_CONDITIONS: dict[str, Callable[..., bool]] = {
+    "cpu": lambda *args, **kwargs: True,
+    # A device by name is the host's wherever the step runs; ``self.device`` is not.
+    "to": lambda *args, **kwargs: any(isinstance(one, str) and one == "cpu" for one in (*args[1:], *kwargs.values())),
+}
+"""Methods of tensors that copy to the host, and when. What reads values is refused on the CPU, too."""
 
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
     """Refuse steps that are traced in the block for copies to the host, though their tensors are there already."""
-    names = (*_WAITING, "to")
-    own = {name: vars(Tensor)[name] for name in names if name in vars(Tensor)}
-    for name in names:
-        setattr(Tensor, name, _refused(getattr(Tensor, name), name, _goes_to_host if name == "to" else _always))
+    # Tensor inherits both from its class in C.
+    for name, waits in _CONDITIONS.items():
+        setattr(Tensor, name, _refused(getattr(Tensor, name), name, waits))
     try:
         yield
     finally:
-        for name in names:
-            if name in own:
-                setattr(Tensor, name, own[name])
-            else:
-                # What is left is inherited from the class in C.
-                delattr(Tensor, name)
+        for name in _CONDITIONS:
+            delattr(Tensor, name)
 
 
 def _refused(original: Callable[..., Any], name: str, waits: Callable[..., bool]) -> Callable[..., Any]:
@@ -50,12 +47,3 @@ def _refused(original: Callable[..., Any], name: str, waits: Callable[..., bool]
         return original(*args, **kwargs)
 
     return method
-
-
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
-
-
-def _goes_to_host(*args: Any, **kwargs: Any) -> bool:
-    """A device by name is the host's wherever the step runs; ``self.device`` is not."""
-    return "cpu" in [value for value in (*args[1:], *kwargs.values()) if isinstance(value, str)]

@@ -28,7 +28,7 @@ _OPTIONS: Mapping[str, Any] = {"backend": "tape", "on_failure": "eager", "min_sp
 
 
 def check_step(
-    make: Callable[[], Callable[..., Any]],
+    fn: Callable[..., Any],
     calls: Iterable[tuple[Any, ...]],
     *,
     owners: Mapping[str, Any] | Sequence[Any] | None = None,
@@ -47,11 +47,11 @@ def check_step(
         ...     if loss.item() > 1e9:
         ...         raise ValueError("diverged")
         ...     return loss.tolist()
-        >>> len(check_step(lambda: step, [(torch.randn(8, 4),)], owners={"model": model}).blockers)
+        >>> len(check_step(step, [(torch.randn(8, 4),)], owners={"model": model}).blockers)
         2
 
     Args:
-        make: returns the step; called twice.
+        fn: the step.
         calls: the positional arguments of one call each; they repeat.
         owners: objects whose tensors the step uses, as for :func:`graph_step`.
         name: what the result is headed with.
@@ -67,7 +67,7 @@ def check_step(
         raise ValueError("calls is empty; expected the arguments of one call at least")
 
     def run() -> tuple[Stats, Plan | None, list[str]]:
-        step = graph_step(make(), owners=owners, **_OPTIONS)
+        step = graph_step(fn, owners=owners, **_OPTIONS)
         for args in islice(cycle(every), STEPS):
             step(*args)
         stats, plan = step.stats, step.plan

@@ -24,9 +24,11 @@ _READ_AS = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "light
 _WHOLE = "lightning"
 
 
-def name_of(trainer: Any) -> str:
-    """Which of :data:`NAMES` a Trainer's class, or the first of its bases that has one, is of; the first if none is."""
-    roots = [f"{kind.__module__}." for kind in type(trainer).__mro__]
+def name_of(thing: Any) -> str:
+    """Which of :data:`NAMES` the class of a Trainer, module or callback, or the first of its bases that has one, is of;
+    the first if none is.
+    """
+    roots = [f"{kind.__module__}." for kind in type(thing).__mro__]
     return next((name for root in roots for name in NAMES if root.startswith(f"{name}.")), NAMES[0])
 
 
@@ -44,6 +46,12 @@ def callback_class(name: str) -> Any:
             # Before the one for files, which would find the first room's where the second one's modules are looked for.
             sys.meta_path.insert(0, _Finder())
     return importlib.import_module(f"{room}.callback").GraphPlanCallback
+
+
+def blank_callback(name: str) -> Any:
+    """A ``GraphPlanCallback`` without attributes, for Trainers of one of :data:`NAMES`: unpickling gives it those."""
+    kind = callback_class(name)
+    return kind.__new__(kind)
 
 
 def installed_callback_class() -> Any:

@@ -14,17 +14,11 @@ from graphplan.errors import OptionError
 VARIABLE = "GRAPHPLAN_LOGS"
 NAMES = ("captures", "checks", "eager", "guards", "recaptures", "traces")
 _LEVELS = {"+": logging.DEBUG, "-": logging.ERROR}
-_KINDS = {
-    "traced anew": "traces", "recapture": "recaptures", "another program": "guards", "followed": "guards",
-    "invalidated": "guards", "evicted": "captures", "dropped": "captures", "not checked": "checks",
-}  # fmt: skip
-"""The logger of an event, by how its text begins; of any other event, that of captures."""
 
 
-def log_event(text: str) -> None:
-    """Log an event of a step."""
-    name = next((name for start, name in _KINDS.items() if text.startswith(start)), "captures")
-    logging.getLogger(f"graphplan.{name}").info("%s", text)
+def log_event(kind: str, text: str) -> None:
+    """Log an event of a step to the logger of one of :data:`NAMES`."""
+    logging.getLogger(f"graphplan.{kind}").info("%s", text)
 
 
 def log_eager(text: str) -> None:

@@ -105,10 +105,10 @@ class Stats:
         _tally(self.reasons, detail or reason.value, count)
         log_eager(detail or reason.value)
 
-    def note(self, text: str) -> None:
-        """Count an event that is worth a line in reports."""
+    def note(self, text: str, kind: str = "captures") -> None:
+        """Count an event that is worth a line in reports; ``kind`` is the logger that hears of it."""
         _tally(self.events, text)
-        log_event(text)
+        log_event(kind, text)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -41,7 +41,7 @@ class CallLock:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Have the turn for the block. Raises BusyError if somebody else has it."""
+        """Have the turn for the block. Raises BusyError if another call has it."""
         if not self._turn.acquire(False):
             self._check_turn()
         try:
@@ -50,7 +50,7 @@ class CallLock:
             self._turn.release()
 
     def _check_turn(self) -> None:
-        """Refuse the method that calls this, unless nobody is left who could have the turn."""
+        """Refuse the method that calls this, unless no call that could have the turn is left."""
         codes = {getattr(type(self), name).__code__ for name in self.takers}
         within = -1  # The method that asks is in one of its own frames.
         for thread, innermost in sys._current_frames().items():

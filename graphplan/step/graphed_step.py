@@ -24,6 +24,7 @@ from graphplan.step.buckets import Buckets
 from graphplan.step.call_lock import CallLock, running_step
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.dimensions import Dims
+from graphplan.step.eager_calls import Before, BeforeError
 from graphplan.step.gate import Gate
 from graphplan.step.methods import Method, check_form, owners_of
 from graphplan.step.options import EagerIf, Options
@@ -31,7 +32,7 @@ from graphplan.step.padded_batches import PaddedBatches
 from graphplan.step.padding import PadValue
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Backends, brought_to
-from graphplan.step.state_machine import Before, BeforeError, StateMachine
+from graphplan.step.state_machine import StateMachine
 from graphplan.step.timing import Stock
 
 
@@ -149,7 +150,7 @@ class GraphedStep(Method, CallLock, Reports):
             BusyError: while a call is going on.
         """
         with self._alone():
-            self.stats.note(f"invalidated: {why}")
+            self.stats.note(f"invalidated: {why}", "guards")
             self.machine.forget()
 
     def close(self) -> None:

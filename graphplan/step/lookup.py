@@ -71,7 +71,7 @@ class Lookup:
         if entry is None:
             check_feed(feed, self._home())
             if self._programs.knows(self.geometry(feed)):
-                self._stats.note(f"another program: {self._managed.why_changed()}")
+                self._stats.note(f"another program: {self._managed.why_changed()}", "guards")
             wants_grad = any(leaf.requires_grad for _, leaf in feed.tensors())
             entry = self._programs.add(key, Entry(wants_grad=wants_grad, warm=self._warmth(key)))
         elif entry.wants_grad:
@@ -110,7 +110,7 @@ class Lookup:
         if reason is None:
             happened = self._managed.take_events()
             if happened:
-                self._stats.note(f"followed{happened}")
+                self._stats.note(f"followed{happened}", "guards")
             return True
         self._programs.drop(entry, f"{reason}{self._managed.take_events()}")
         # A replaced parameter may have no optimizer state yet, which only an eager step can make.

@@ -16,9 +16,10 @@ from graphplan.feed.unread import UnreadValues
 from graphplan.program.companions import settle_companions
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats
+from graphplan.step.eager_calls import Before
 from graphplan.step.padding import Kind, PaddedCall, Padding
 from graphplan.step.padding_check import PaddingCheck
-from graphplan.step.state_machine import Before, StateMachine
+from graphplan.step.state_machine import StateMachine
 from graphplan.tensors.attributes import attributes_on
 from graphplan.verify.copy_placement import find_room
 from graphplan.verify.schedule import Timetable

@@ -210,7 +210,7 @@ class Programs:
 
     def drop(self, entry: Entry, reason: str) -> None:
         """Close one entry's programs because of ``reason``."""
-        self._stats.note(f"recapture: {reason}")
+        self._stats.note(f"recapture: {reason}", "recaptures")
         self._reasons = [*self._reasons, reason][-_REASONS:]
         self.close(entry)
 

@@ -208,7 +208,7 @@ class Replays:
     def _stop_checks(self, program: Program, reason: str) -> None:
         """Go on without checks of this program, and say so."""
         program.next_check = NO_CHECK
-        self._stats.note(f"not checked against eager: {reason}")
+        self._stats.note(f"not checked against eager: {reason}", "checks")
 
 
 def _unknown(program: Program, reason: str, result: Any) -> VerifyError:

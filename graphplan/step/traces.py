@@ -70,7 +70,7 @@ class Traces:
         with self._managed.rates:
             changed = outdated(line.plan, walk)
         if changed is not None:
-            self._stats.note(f"traced anew: {changed}")
+            self._stats.note(f"traced anew: {changed}", "traces")
             line.plan = None
             # Two traces refuse what changes after each trace.
             entry.takes_two |= line.is_like_others
@@ -240,20 +240,22 @@ class Traces:
         if moved is not None and not line.traced_anew:
             # For example, a checkpoint was loaded.
             line.traced_anew = True
-            self._stats.note(f"traced anew: {moved} is not what it was one step before")
+            self._stats.note(f"traced anew: {moved} is not what it was one step before", "traces")
             return True
         # Ranks have to trace in the same steps.
         if self._peers is None and line.reordered < _REORDERED and is_reordered(first, second):
             line.reordered += 1
             entry.warm = self._options.warmup_steps - 2 ** (line.reordered + 1)
-            self._stats.note("traced anew: autograd's engine ran the same operators in another order one step before")
+            self._stats.note(
+                "traced anew: autograd's engine ran the same operators in another order one step before", "traces"
+            )
             return True
         changed = host_changes(first, second, walk, self._options.allow)
         line.straddling += changed is not None
         if changed is not None and line.straddling < _STRADDLING:
             # For example, an epoch ended: the second trace is the first of the next pair.
             line.traces = [second]
-            self._stats.note(f"traced anew: {changed}")
+            self._stats.note(f"traced anew: {changed}", "traces")
             return True
         return False
 

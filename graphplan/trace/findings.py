@@ -34,11 +34,6 @@ def collect(error: RefusalError) -> bool:
     return True
 
 
-def is_collecting() -> bool:
-    """Whether refusals are collected."""
-    return bool(_collected)
-
-
 def refuse(trace: Trace, error: RefusalError) -> None:
     """Note that a traced step cannot be replayed. What is noted first counts, but for a learning rate that the step's
     own code uses: an eager step would have seen a number there.

@@ -71,7 +71,7 @@ def test_what_replays_leave_out_is_no_blocker(capsys: pytest.CaptureFixture[str]
 
 def test_a_copy_to_the_host_that_does_nothing_on_the_host() -> None:
     """CUDA's rules: ``.to("cpu")`` is a copy there, ``.to(x.device)`` is none anywhere."""
-    result = check_step(lambda: subjects.moves, [(torch.randn(2, 4),)])
+    result = check_step(subjects.moves, [(torch.randn(2, 4),)])
     assert len(result.blockers) == 1
     assert ".to() at subjects.py" in result.blockers[0]
     assert result.replayed == "replayed on the CPU, and not on a CUDA device"
@@ -107,6 +107,8 @@ def test_a_plan_is_kept_and_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert "model.net.2.weight: none -> param f32[1, 8]" in out
     assert "launches: " in out
+    assert main(["check", f"{HERE}:Growing", *data, "--against", str(file), "--json"]) == 1
+    assert "model.net.2.weight: none -> param f32[1, 8]" in json.loads(capsys.readouterr().out)["differences"]
 
 
 def test_differences_of_guards_and_operators() -> None:
@@ -177,7 +179,7 @@ def test_a_configuration_without_what_reads_it(
 
 def test_a_step_without_calls() -> None:
     with pytest.raises(ValueError, match="calls is empty; expected the arguments of one call at least"):
-        check_step(lambda: subjects.step, [])
+        check_step(subjects.step, [])
 
 
 def test_a_target_is_made_anew_each_time() -> None:

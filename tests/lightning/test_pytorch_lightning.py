@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +96,20 @@ def test_fits_equal_eager(tmp_path: Path) -> None:
         assert ours.keys() == eager.keys()
         for name, value in eager.items():
             assert torch.equal(ours[name], value), name
+
+
+def test_it_is_unpickled_in_another_process(tmp_path: Path) -> None:
+    """Which has not asked for the second package's class before."""
+    callback = GraphPlanCallback(backend="tape")
+    trained(tmp_path, callback)
+    copied = copy.deepcopy(callback)
+    assert type(copied) is type(callback) is callback_class("pytorch_lightning")
+    assert copied.stats.replayed == callback.stats.replayed > 15
+    file = tmp_path / "callback"
+    file.write_bytes(pickle.dumps(callback))
+    code = f"import pickle; print(pickle.load(open({str(file)!r}, 'rb')).stats.replayed)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=200, capture_output=True, text=True)
+    assert int(done.stdout) == callback.stats.replayed
 
 
 def test_two_callbacks_in_one_trainer(tmp_path: Path) -> None:

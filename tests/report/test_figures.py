@@ -25,15 +25,16 @@ from graphplan.report.text import describe, summary
 from tests.check.subjects import Data, Good, HostOptimizer
 
 
-def fit(callback: GraphPlanCallback, module: pl.LightningModule | None = None, **options: Any) -> pl.Trainer:
+def fit(
+    callback: GraphPlanCallback, module: pl.LightningModule | None = None, data: Data | None = None, **options: Any
+) -> None:
     """Train for two epochs of eight batches."""
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_epochs=2, callbacks=[callback], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=4,
         **{"logger": False, **options},
     )  # fmt: skip
-    trainer.fit(module or Good(), Data())
-    return trainer
+    trainer.fit(module or Good(), data or Data())
 
 
 def made(kinds: str) -> Stats:
@@ -123,8 +124,27 @@ def test_all_fits_of_a_callback_are_reported() -> None:
     html = callback.report("html")
     assert "<h2>training 1</h2>" in html
     assert "<h2>training 2</h2>" in html
+
+
+def test_evaluations_are_reported_beside_fits() -> None:
+    class Evaluated(Good):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("validated", self.net(batch[0]).mean())
+
+    callback = GraphPlanCallback(backend="tape", eval=True)
+    data = Data()
+    data.val_dataloader = data.train_dataloader  # type: ignore[method-assign]
+    fit(callback, Evaluated(), data)
+    assert callback.report().count("training:") == 1
+    assert callback.report().count("evaluation:") == 1
+    told = json.loads(callback.report("json"))
+    assert list(told) == ["training", "evaluation"]
+    assert all(run["programs"] for run in told.values())
+
+
+def test_a_form_that_reports_of_a_callback_do_not_have() -> None:
     with pytest.raises(OptionError, match="format is 'dot'; expected one of: text, json, html"):
-        callback.report("dot")
+        GraphPlanCallback().report("dot")
 
 
 def test_figures_through_the_trainers_logger(tmp_path: Path) -> None:

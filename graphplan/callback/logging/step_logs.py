@@ -356,7 +356,7 @@ class StepLogs:
         found: dict[str, Any] = {}
         for call, value in notes:
             metric = results.get(call.key)
-            # Nobody but the optimizer computes with a learning rate, not even to sum what is logged of it.
+            # A learning rate is for the optimizer alone: not even a logged one is summed in the step.
             is_rate = isinstance(value, Tensor) and any(_is_rate(value, rate) for rate in rates)
             new = metric is not None and call.key not in self._grouped and not is_rate
             if new and self._may_be_grouped(metric, value):

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.callback.callback_options import Variant
+from graphplan.callback.figures import Figures
 from graphplan.callback.gates import needed_warmup
 from graphplan.callback.hooks import OwnHooks, hooked_callbacks
 from graphplan.callback.logging.step_logs import StepLogs
@@ -40,11 +41,9 @@ from graphplan.errors import FeedError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments, hands_over
 from graphplan.feed.signature import with_new_containers
 from graphplan.owners.slots import Via
-from graphplan.plan.plan import Plan
 from graphplan.program.faults import lost, refusal_of
-from graphplan.report.data import describe_data, describe_program
+from graphplan.report.data import describe_program
 from graphplan.report.stats import Stats
-from graphplan.report.text import describe
 from graphplan.step.compiled import CompiledModules
 from graphplan.step.gate import Gate
 from graphplan.step.graphed_step import GraphedStep
@@ -68,28 +67,6 @@ _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 
 NO_BATCH = Literals()
 """What a step is fed that is given no batch."""
-
-
-@dataclass
-class Figures:
-    """What a seam did: counts, plans that were captured, notes for the report, the latest plan, and what it replays of
-    a step, if not all of it. ``programs`` are described at the seam's end.
-    """
-
-    stats: Stats = field(default_factory=Stats)
-    plans: int = 0
-    notes: list[str] = field(default_factory=list)
-    plan: Plan | None = None
-    part: str = ""
-    programs: list[dict[str, Any]] = field(default_factory=list)
-
-    def text(self) -> str:
-        """The report as text."""
-        return describe(self.stats, plans=self.plans, notes=self.notes, part=self.part)
-
-    def data(self) -> dict[str, Any]:
-        """The report as plain data."""
-        return describe_data(self.stats, plans=self.plans, notes=self.notes, part=self.part, programs=self.programs)
 
 
 def _raise(error: Exception) -> None:
@@ -256,7 +233,7 @@ class Seam(ABC):
             part=self.part,
         )
 
-    def programs(self) -> list[dict[str, Any]]:
+    def describe_programs(self) -> list[dict[str, Any]]:
         """Descriptions of the programs that there are."""
         return [describe_program(program) for step in self._steps for program in step.programs]
 
@@ -299,7 +276,7 @@ class Seam(ABC):
             self._count_refused(self._refused)
             return False
         if self._options.backend != "eager":
-            self._past.stats.note("another optimizer: the step is captured anew")
+            self._past.stats.note("another optimizer: the step is captured anew", "recaptures")
         self._begin()
         return True
 

@@ -265,7 +265,7 @@ class LoopSeam:
                 progress.increment_completed()
 
     def _ready(self, batch: Any) -> Any:
-        """The batch on the device, unless it is there, or the step moves it itself and nobody else looks at it."""
+        """The batch on the device: moved there, unless it is, or the step moves it and no hook needs it before."""
         if not self._hooks.hold():
             self._hooks.look()
         if self._is_cpu or (self._direct and not self._hooks.hand_out):
@@ -327,7 +327,7 @@ class LoopSeam:
 
     @recovering(lambda self: False)
     def _look(self) -> bool:
-        """See who has hooks after a batch, where that has changed in it."""
+        """Look the hooks after a batch up again if they have changed in it."""
         self._hooks.look()
         return True
 
