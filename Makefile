@@ -21,8 +21,8 @@ ARGS ?=
 # Two processes; one that has nothing left takes tests over from the other.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 # A file or two of each room.
-CORE := $(addprefix tests/,test_layers.py step/test_equality.py step/test_step_forms.py step/test_bad_input.py plan \
-	sources/test_changes_between_calls.py effects/test_carries.py effects/test_host_effects.py \
+CORE := $(addprefix tests/,step/test_equality.py step/test_step_forms.py step/test_bad_input.py plan \
+	sources/test_parameter_groups.py effects/test_carries.py effects/test_host_effects.py \
 	trace/test_data_reads.py trace/test_refused_host.py program/test_programs.py verify/test_compare.py \
 	optimizers/test_optimizers.py inference/test_graphed.py lightning/test_digits_equality.py)
 
@@ -40,7 +40,7 @@ test-core: setup  ## A file or two of each room: what notices most faults.
 test-gpu: setup  ## What needs a CUDA device or runs on both, in one process.
 	$(BIN)/python -m pytest -q --device cuda $(ARGS)
 
-soak: setup  ## A thousand random runs, other ones each time, and a long one: an hour or so.
+soak: setup  ## A thousand random runs, other ones each time, and a long one: five minutes on two idle cores.
 	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/properties/test_properties.py tests/properties/test_soak.py $(ARGS)
 
 lightning-suite: setup  ## Lightning's own tests of loops and callbacks, with the callback in every fit.

@@ -5,16 +5,18 @@ Every component is built from its ``_target_`` in ``conf/``. What is here is the
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import hydra
 import lightning.pytorch as pl
 import torch
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig
 
-from graphplan import GraphPlanError, Policy, graphed
+from graphplan import GraphPlanCallback, GraphPlanError, OptionError, Policy, graphed
 from recipes.configuration import ConfigError, check_config, explain_overrides
 
 
@@ -50,6 +52,17 @@ def predict(trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDa
     print(step.report())
 
 
+def tell(callback: GraphPlanCallback) -> None:
+    """Print the report of a fit, and write it as a page where what draws pages is installed."""
+    print(callback.report())
+    page = Path(HydraConfig.get().runtime.output_dir, "report.html")
+    try:
+        page.write_text(callback.report("html"), encoding="utf-8")
+        print(f"report: {page}")
+    except OptionError as error:
+        print(f"no page: {error}")
+
+
 def run(cfg: DictConfig) -> None:
     """Build everything that ``cfg`` describes and do what its mode says."""
     check_config(cfg)
@@ -62,7 +75,7 @@ def run(cfg: DictConfig) -> None:
     work = {"train": fit, "inference": predict}[cfg.mode.name]
     work(trainer, model, data, cfg)
     if cfg.mode.name == "train" and "graphplan" in callbacks and trainer.is_global_zero:
-        print(callbacks["graphplan"].report())
+        tell(callbacks["graphplan"])
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

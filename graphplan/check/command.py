@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from graphplan.check.configurations import configured
 from graphplan.check.environment_facts import environment
 from graphplan.check.facts import differences
 from graphplan.check.fit import check_fit
 from graphplan.check.result import Result
 from graphplan.check.run import check_step
-from graphplan.check.targets import configured, load
+from graphplan.check.targets import find, import_from, load
 from graphplan.errors import OptionError
 
 CHECK = """Train a few steps on the CPU, under CUDA's rules, and list what keeps a step from being one replay.
@@ -24,6 +26,7 @@ CHECK = """Train a few steps on the CPU, under CUDA's rules, and list what keeps
     graphplan check train.py:Module --data train.py:Data
     graphplan check "pkg.models:Net(width=64)" --batch "(torch.randn(8, 64), torch.zeros(8).long())"
     graphplan check --config config.yaml
+    graphplan check pkg.models:Net --data pkg.data:Data --config config.yaml
     graphplan check train.py:step --batch "torch.randn(8, 64)"
 
 The exit status is 0 if the whole step would be replayed (and the plan is that of --against), 1 if not, 2 for a wrong
@@ -84,16 +87,8 @@ def _saved(path: Path) -> dict[str, Any]:
 
 
 def _result(options: argparse.Namespace) -> Result:
-    if (options.target is None) == (options.config is None):
-        raise OptionError("expected one of: a target such as train.py:Module, or --config")
-    if options.config is not None:
-        make, data = configured(options.config)
-        name = options.config
-    else:
-        make, data = load(options.target, what="the target"), lambda: None
-        name = options.target
-    if options.data is not None:
-        data = load(options.data, what="--data")
+    make, data = _makers(options)
+    name = options.target or options.config
     batches = None if options.batch is None else _batches(options.batch)
     first = make()
     if hasattr(first, "training_step"):
@@ -104,6 +99,22 @@ def _result(options: argparse.Namespace) -> Result:
         raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
     calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     return check_step(first, calls, name=name)
+
+
+def _makers(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """What makes the model, or the step, and the data."""
+    if options.target is None and options.config is None:
+        raise OptionError("expected a target such as train.py:Module, --config, or both")
+    if options.config is None:
+        data = (lambda: None) if options.data is None else load(options.data, what="--data")
+        return load(options.target, what="the target"), data
+    import_from(os.curdir)
+    given = {"the target": options.target, "--data": options.data}
+    kinds = {what: None if text is None else find(text, what=what)() for what, text in given.items()}
+    for what, kind in kinds.items():
+        if not isinstance(kind, type | None):
+            raise OptionError(f"{what} is {given[what]!r}; expected a class beside --config, which has its arguments")
+    return configured(options.config, kinds["the target"], kinds["--data"])
 
 
 def _batches(expression: str) -> list[Any]:

@@ -46,11 +46,11 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
         package = name_of(module)
         pl = importlib.import_module(package)
         callback = callback_class(package)(backend="tape", on_failure="eager", components=components)
-        trainer = pl.Trainer(
-            accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, callbacks=[callback],
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
-        )  # fmt: skip
         with _quiet(package):
+            trainer = pl.Trainer(
+                accelerator="cpu", devices=1, max_steps=STEPS, max_epochs=-1, logger=False, callbacks=[callback],
+                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+            )  # fmt: skip
             if isinstance(fed, pl.LightningDataModule):
                 trainer.fit(module, datamodule=fed)
             elif fed is None and _has_loader(module, pl.LightningModule):

@@ -191,7 +191,8 @@ class Stats:
 
     def merge(self, other: Stats) -> None:
         """Add ``other``'s counts to these, and its calls to the end of the timeline."""
-        self.changes += [(kind, first + self.calls, begun) for kind, first, begun in other.changes]
+        more = [(kind, first + self.calls, begun) for kind, first, begun in other.changes]
+        self.changes = (self.changes + more)[:STRETCHES]
         if other.changes:
             self.last_end, self.last_kind = other.last_end, other.last_kind
         for name in (

@@ -39,6 +39,17 @@ class Bad(Good):
         return loss + 0 * kept
 
 
+class Tuned(Good):
+    """Is given what makes its optimizer."""
+
+    def __init__(self, width: int, make: Any) -> None:
+        super().__init__(width)
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+
 class Growing(Good):
     """A change of a plan: one layer more."""
 

@@ -13,8 +13,9 @@ import torch
 from graphplan import check_step
 from graphplan.check import fit
 from graphplan.check.command import main
+from graphplan.check.configurations import configured
 from graphplan.check.facts import differences
-from graphplan.check.targets import configured, load
+from graphplan.check.targets import load
 from graphplan.errors import OptionError
 from tests.check import subjects
 
@@ -120,20 +121,52 @@ def test_differences_of_guards_and_operators() -> None:
 
 
 CLI = f"model:\n  class_path: {HERE}.Good\n  init_args:\n    width: 8\ndata:\n  class_path: {HERE}.Data\n"
-HYDRA = f"module:\n  _target_: {HERE}.Good\n  width: 8\ndatamodule:\n  _target_: {HERE}.Data\n  rows: 32\n"
+OF_CLASSES = "trainer:\n  devices: 4\n  max_epochs: 3\nmodel:\n  width: 8\ndata:\n  rows: 32\n"
+HYDRA = f"""
+module:
+  _target_: {HERE}.Tuned
+  width: 8
+  make:
+    _target_: torch.optim.SGD
+    _partial_: true
+    lr: 0.1
+datamodule:
+  _target_: {HERE}.Data
+  rows: 32
+"""
+COMPOSED = (
+    "defaults:\n  - model: good\n  - _self_\nrows: 32\ndata:\n  _target_: tests.check.subjects.Data\n  rows: ${rows}\n"
+)
 
 
-@pytest.mark.parametrize("text", [CLI, HYDRA], ids=["LightningCLI", "Hydra"])
-def test_configurations(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [(CLI, []), (OF_CLASSES, [f"{HERE}:Good", "--data", f"{HERE}:Data"]), (HYDRA, []), (COMPOSED, [])],
+    ids=["LightningCLI", "LightningCLI of classes", "Hydra", "Hydra with defaults"],
+)
+def test_configurations(text: str, targets: list[str], tmp_path: Path) -> None:
+    """Each made by its library: partial objects, interpolations and defaults are those that a run would have."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "good.yaml").write_text(f"_target_: {HERE}.Good\nwidth: 8\n")
     file = tmp_path / "config.yaml"
     file.write_text(text)
-    assert main(["check", "--config", str(file)]) == 0
+    assert main(["check", *targets, "--config", str(file)]) == 0
+
+
+def test_a_configuration_of_an_optimizer(tmp_path: Path) -> None:
+    """Which ``LightningCLI`` puts in the place of the module's own."""
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{CLI}optimizer:\n  class_path: torch.optim.SGD\n  init_args:\n    lr: 0.1\n")
+    make, data = configured(str(file), None, None)
+    module = make()
+    assert type(module.configure_optimizers()) is torch.optim.SGD
+    assert type(data()) is subjects.Data
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "expected one of: a target such as train.py:Module, or --config"),
+        ([], "expected a target such as train.py:Module, --config, or both"),
         (["nowhere"], "expected a module and an expression in it"),
         (["nowhere:Module"], "which cannot be imported: No module named 'nowhere'"),
         (["nowhere.py:Module"], "which cannot be imported"),
@@ -144,6 +177,7 @@ def test_configurations(text: str, tmp_path: Path) -> None:
         ([f"{HERE}:step"], "is called with --batch, which is missing"),
         ([f"{HERE}:step", "--batch", "torch.nothing"], "which does not make a batch: AttributeError"),
         (["--config", "nowhere.yaml"], "there is no such file"),
+        ([f"{HERE}:batches", "--config", FILE], "expected a class beside --config, which has its arguments"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -152,14 +186,14 @@ def test_wrong_calls(arguments: list[str], words: str, capsys: pytest.CaptureFix
     assert words in capsys.readouterr().err
 
 
-def test_a_configuration_without_a_model(tmp_path: Path) -> None:
+def test_configurations_that_are_none(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("trainer:\n  max_epochs: 3\n")
     with pytest.raises(OptionError, match=r"which names no model; expected model .* found: trainer"):
-        configured(str(file))
-    file.write_text(f"model:\n  class_path: {HERE}.Missing\n")
-    with pytest.raises(OptionError, match=r"and tests\.check\.subjects has no Missing"):
-        configured(str(file))[0]()
+        configured(str(file), None, None)
+    file.write_text("model:\n  nothing: 3\n")
+    with pytest.raises(OptionError, match="which LightningCLI does not take"):
+        configured(str(file), subjects.Good, None)[0]()
 
 
 def test_a_plan_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,8 +206,10 @@ def test_a_plan_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_configuration_without_what_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(HYDRA)
     monkeypatch.setitem(sys.modules, "omegaconf", None)
-    assert main(["check", "--config", str(tmp_path / "config.yaml")]) == 2
+    assert main(["check", "--config", str(file)]) == 2
     assert 'pip install "graphplan[hydra]"' in capsys.readouterr().err
 
 

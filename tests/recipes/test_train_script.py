@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hydra.errors import MissingConfigException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig
 
+import train
 from graphplan import GraphPlanCallback, Policy, PolicyError
 from recipes.configuration import ConfigError, check_config
 
@@ -95,6 +97,21 @@ def test_training_replays_and_writes_a_checkpoint(trained: tuple[str, Path]) -> 
     assert f"checkpoint: {checkpoint}" in output
     assert checkpoint.is_file()
     assert (checkpoint.parents[1] / "metrics" / "metrics.csv").is_file()
+    assert f"report: {checkpoint.parents[1] / 'report.html'}" in output
+    assert (checkpoint.parents[1] / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_a_report_without_what_draws_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fit that is over does not fail for it."""
+    place = SimpleNamespace(runtime=SimpleNamespace(output_dir=tmp_path))
+    monkeypatch.setattr(train.HydraConfig, "get", lambda: place)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    train.tell(GraphPlanCallback())
+    out = capsys.readouterr().out
+    assert "graphplan: 0 plans" in out
+    assert "no page: a report with format='html' is drawn by jinja2 and matplotlib, and jinja2 is not installed" in out
 
 
 def test_an_eager_backend_gives_the_same_numbers(trained: tuple[str, Path], tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ class AutomaticSeam(Seam):
     @override
     def _begin(self) -> None:
         self._optimizer: Any = self._trainer.optimizers[0]
+        self.part = ""
         self._update: GraphedStep | None = None
         self._components: GraphedStep | None = None
         self._logs.sums_in_step = self._may_sum

@@ -324,7 +324,7 @@ class Seam(ABC):
 
     def _count_refused(self, error: RefusalError) -> None:
         """Count a step that is eager because of ``error``, and not through one of the graphed steps."""
-        self._past.stats.eager += 1
+        self._past.stats.count_stock(1)
         if self._options.backend == "eager":
             self._past.stats.skip(SkipReason.BACKEND_EAGER)
         else:
