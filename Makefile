@@ -45,7 +45,7 @@ soak: setup  ## A thousand random runs, other ones each time, and a long one: fi
 
 lightning-suite: setup  ## Lightning's own tests of loops and callbacks, with the callback in every fit.
 	@test -n "$(SOURCES)" || { echo "name a checkout of Lightning's repository with SOURCES=..." >&2; exit 1; }
-	$(BIN)/python -m recipes.lightning_suite "$(SOURCES)" $(ARGS)
+	$(BIN)/python -m recipes.benchmarks.lightning_suite "$(SOURCES)" $(ARGS)
 
 lint: setup  ## Style and types.
 	$(BIN)/ruff check .

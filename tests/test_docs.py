@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import graphplan
 from graphplan import GraphPlanCallback, graph_step, graphed
-from recipes import chart
+from recipes.benchmarks import chart
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -25,7 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from graphplan import GraphPlanCallback, graph_step, graphed, prepare_optimizer
 from graphplan.optimizers.preparation import device_of
 from graphplan.optimizers.rates import shadow_dtype
-from recipes.workloads import cosine
+from recipes.benchmarks.workloads import cosine
 from recipes.zoo.batches import COUNT
 from recipes.zoo.clock import Feed, Turns
 from recipes.zoo.registry import Case, Entry, Parts, Scale

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphplan.backends.cudanodes import read_nodes, upload
-from recipes.launching import measure_launches
-from recipes.workloads import workloads
+from recipes.benchmarks.launching import measure_launches
+from recipes.benchmarks.workloads import workloads
 from tests.devices import DEVICE, needs_cuda
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.tape import TapeBackend
-from recipes.contenders import Loop
-from recipes.measuring import Feed, Job
-from recipes.trainers import LOGGED, lightning
+from recipes.benchmarks.contenders import Loop
+from recipes.benchmarks.measuring import Feed, Job
+from recipes.benchmarks.trainers import LOGGED, lightning
 from tests.crossing import each
 from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from recipes import benchmark
-from recipes.bars import GPU_BARS, bars
-from recipes.catalogue import CONTENDERS, SETS, Contender
-from recipes.contenders import measure
-from recipes.measuring import Job
-from recipes.tables import BAR_COLUMNS, COLUMNS
-from recipes.workloads import CPU_WORKLOADS, GPU_WORKLOADS
+from recipes.benchmarks import __main__ as benchmark
+from recipes.benchmarks.bars import GPU_BARS, bars
+from recipes.benchmarks.catalogue import CONTENDERS, SETS, Contender
+from recipes.benchmarks.contenders import measure
+from recipes.benchmarks.measuring import Job
+from recipes.benchmarks.tables import BAR_COLUMNS, COLUMNS
+from recipes.benchmarks.workloads import CPU_WORKLOADS, GPU_WORKLOADS
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = {"workload", "contender", "implementation", "compiled", "us", "us_of_repeats", "torch", "steps", "warmup"}
@@ -38,7 +38,7 @@ def make_step(train_step, model, optimizer, device):
 
 def run(path: Path, contenders: str, status: int, *more: str) -> tuple[dict[str, Any], str]:
     """Run a tiny benchmark in a new process; return its JSON and what it printed."""
-    command = [sys.executable, "-m", "recipes.benchmark", "--cpu", "--workloads", "mlp2", "--contenders", contenders]
+    command = [sys.executable, "-m", "recipes.benchmarks", "--cpu", "--workloads", "mlp2", "--contenders", contenders]
     command += ["--steps", str(STEPS), "--repeats", "1", "--threads", "1", "--json", str(path / "out" / "result.json")]
     command += ["--markdown", str(path / "result.md"), *more]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from recipes import lightning_suite
+from recipes.benchmarks import lightning_suite
 
 TESTS = """
 import torch

@@ -1,4 +1,4 @@
-"""``python -m recipes.memory``: its figures on the tape, and the bars that it holds them to."""
+"""``python -m recipes.benchmarks.memory``: its figures on the tape, and the bars that it holds them to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes import memory
+from recipes.benchmarks import memory
 
 MIB = 2**20
 ROW: dict[str, Any] = {

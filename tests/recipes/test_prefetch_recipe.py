@@ -1,4 +1,4 @@
-"""``python -m recipes.prefetch``: the command on the tape, and its verdict."""
+"""``python -m recipes.benchmarks.prefetch``: the command on the tape, and its verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("lightning")
 
-from recipes import prefetch
+from recipes.benchmarks import prefetch
 
 
 def test_the_command_on_the_tape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from graphplan import graph_step
-from recipes import decode as decode_recipe
-from recipes import embed_stream, host_path, lightning_digits, plain_loop, serve_buckets, weight_swap
+from recipes import embed_stream, lightning_digits, plain_loop, serve_buckets, weight_swap
+from recipes.benchmarks import decode as decode_recipe
+from recipes.benchmarks import host_path
 from recipes.comparison import require_equal
 from recipes.data import DigitsData, StdlibText
 from recipes.datasets import (

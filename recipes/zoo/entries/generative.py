@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.steps import perceptron
+from recipes.benchmarks.steps import perceptron
 from recipes.zoo.batches import images, many
 from recipes.zoo.registry import Case, Scale, entry
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.steps import SoftActorCritic, perceptron, soft_actor_critic, transitions
+from recipes.benchmarks.steps import SoftActorCritic, perceptron, soft_actor_critic, transitions
 from recipes.zoo.batches import many
 from recipes.zoo.registry import Case, Scale, entry
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recipes.steps import burgers, collocation, perceptron
+from recipes.benchmarks.steps import burgers, collocation, perceptron
 from recipes.zoo.batches import many
 from recipes.zoo.registry import Case, Scale, entry
 

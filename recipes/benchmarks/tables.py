@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from recipes.catalogue import Contender
+from recipes.benchmarks.catalogue import Contender
 
 # "replayed" is the share of all steps; "warm-up s" is the time of the steps before the first block, compilers and the
 # first checks included; "capture ms" counts traces and captures; "peak" is memory allocated, "held" what the allocator

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from recipes.contenders import POOL, compiled
-from recipes.measuring import Feed, Job, Row, row, stats_of, weights
-from recipes.workloads import cosine
+from recipes.benchmarks.contenders import POOL, compiled
+from recipes.benchmarks.measuring import Feed, Job, Row, row, stats_of, weights
+from recipes.benchmarks.workloads import cosine
 
 LOGGED = 5
 """Values that the typical module logs in each step."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import SGD
 
 from graphplan.backends.cudanodes import bindings, upload
-from recipes.contenders import make_step
-from recipes.workloads import Workload
+from recipes.benchmarks.contenders import make_step
+from recipes.benchmarks.workloads import Workload
 
 Row = dict[str, Any]
 _GRAPHS, _REPLAYS = 5, 20

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
-from recipes.architectures import Gpt, ResNet, mlp, two_layers
-from recipes.steps import (
+from recipes.benchmarks.architectures import Gpt, ResNet, mlp, two_layers
+from recipes.benchmarks.steps import (
     SoftActorCritic,
     agents_parameters,
     burgers,

@@ -1,4 +1,4 @@
-"""What a Trainer's step costs on the host beside the replay: ``python -m recipes.host_path [--json PATH]``.
+"""What a Trainer's step costs on the host beside the replay: ``python -m recipes.benchmarks.host_path [--json PATH]``.
 
 A model with next to nothing in it, a linear layer of eight inputs and one output, on the CPU and one thread: what is
 left of a step is Python. Compared are a program's replay, ``graph_step``, and Trainers with and without the callback:
@@ -27,7 +27,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from recipes.guard_cost import step_of
+from recipes.benchmarks.guard_cost import step_of
 
 WARMUP, STEPS = 30, 400
 """Batches of a fit: the first lead to a program; the time of the others is what counts."""
@@ -213,7 +213,7 @@ def main() -> None:
         )
     if arguments.json is not None:
         facts = {"torch": torch.__version__, "machine": platform.machine(), "date": date.today().isoformat()}
-        facts["command"] = f"python -m recipes.host_path --rounds {arguments.rounds}"
+        facts["command"] = f"python -m recipes.benchmarks.host_path --rounds {arguments.rounds}"
         arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
 
 

@@ -1,9 +1,10 @@
 """The loops that the benchmark compares. Each one trains the same model on the same batches in a process of its own.
 
-All of them draw their batches from a :class:`recipes.measuring.Feed`, which is also the clock; all start from the same
-seed and set the same learning rate before each step, so that they finish with the same weights (up to the last bits
-where an optimizer or a compiler has other kernels, and up to eager's own spread where a kernel is not deterministic).
-``make_graphed_callables`` runs the model a few times before the first step, which draws random numbers.
+All of them draw their batches from a :class:`recipes.benchmarks.measuring.Feed`, which is also the clock; all start
+from the same seed and set the same learning rate before each step, so that they finish with the same weights (up to
+the last bits where an optimizer or a compiler has other kernels, and up to eager's own spread where a kernel is not
+deterministic). ``make_graphed_callables`` runs the model a few times before the first step, which draws random
+numbers.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from recipes.catalogue import WAYS
-from recipes.measuring import Feed, Job, Row, now, row, stats_of, weights
-from recipes.workloads import Workload, cosine
+from recipes.benchmarks.catalogue import WAYS
+from recipes.benchmarks.measuring import Feed, Job, Row, now, row, stats_of, weights
+from recipes.benchmarks.workloads import Workload, cosine
 
 POOL = 16
 """Different batches that a run cycles through."""
@@ -261,6 +262,6 @@ def measure(job: Job) -> list[Row]:
         raise SystemExit(f"{job.who.label} needs a CUDA device: leave it out of --contenders with --cpu")
     if way in TOOLS:
         return hand_written(job)
-    from recipes.trainers import lightning
+    from recipes.benchmarks.trainers import lightning
 
     return lightning(job)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from recipes.workloads import Batch, Workload
+from recipes.benchmarks.workloads import Batch, Workload
 from recipes.zoo.batches import IGNORED, VOCABULARY, sentences
 from recipes.zoo.registry import Scale
 

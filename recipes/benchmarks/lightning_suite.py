@@ -18,7 +18,7 @@ from typing import Any
 
 FOLDERS = ("loops", "callbacks")
 _WITH = "GRAPHPLAN_LIGHTNING_SUITE"
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def pytest_configure(config: Any) -> None:
@@ -48,7 +48,7 @@ def pytest_configure(config: Any) -> None:
 def run(sources: Path, options: Sequence[str], *, graphed: bool) -> tuple[dict[str, str], str]:
     """How each test ended that did not pass, by name, and pytest's summary."""
     tests = sources / "tests"
-    plugin = ["-p", "recipes.lightning_suite"] if graphed else []
+    plugin = ["-p", "recipes.benchmarks.lightning_suite"] if graphed else []
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *plugin, *options]
     command += [f"tests_pytorch/{folder}" for folder in FOLDERS]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_ROOT), str(tests)]), "OMP_NUM_THREADS": "1"}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.catalogue import Contender
-from recipes.workloads import Batch, Workload, workloads
+from recipes.benchmarks.catalogue import Contender
+from recipes.benchmarks.workloads import Batch, Workload, workloads
 
 Row = dict[str, Any]
 

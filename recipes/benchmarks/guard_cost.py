@@ -1,4 +1,4 @@
-"""What the checks before every replay cost on the host: ``python -m recipes.guard_cost [--json PATH]``.
+"""What the checks before every replay cost on the host: ``python -m recipes.benchmarks.guard_cost [--json PATH]``.
 
 Three chains of linear layers on the CPU, with 60, 200 and 1,000 parameters; each with SGD, whose step has no other
 tensors, and with AdamW, which adds three per parameter. Measured is what a call does before
@@ -85,7 +85,7 @@ def main() -> None:
     if arguments.json is not None:
         facts = {"torch": torch.__version__, "machine": platform.machine(), "date": date.today().isoformat()}
         facts["guards"] = guards
-        facts["command"] = "python -m recipes.guard_cost"
+        facts["command"] = "python -m recipes.benchmarks.guard_cost"
         arguments.json.write_text(json.dumps({**facts, "rows": rows}, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """What does a step cost? Eager, compiled, by hand, with ``graph_step``, in Trainers with and without the callback.
 
-    python -m recipes.benchmark                      # on a CUDA device
-    python -m recipes.benchmark --cpu                # smaller workloads, the tape backend
+    python -m recipes.benchmarks                      # on a CUDA device
+    python -m recipes.benchmarks --cpu                # smaller workloads, the tape backend
 
 Every contender runs in a process of its own, one after the other. Times are wall-clock time per step over blocks of
 steps, each ended by a device synchronisation; the table has the median of the blocks, checks of replays against eager
@@ -30,9 +30,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from recipes.bars import bars
-from recipes.catalogue import CONTENDERS, PEER, SETS, WAYS, Contender
-from recipes.tables import draw, markdown, show
+from recipes.benchmarks.bars import bars
+from recipes.benchmarks.catalogue import CONTENDERS, PEER, SETS, WAYS, Contender
+from recipes.benchmarks.tables import draw, markdown, show
 
 Row = dict[str, Any]
 _SHARE = 5
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     sets = "; ".join(f"{name}: {chosen.minutes} minutes on an H200" for name, chosen in SETS.items())
     made = argparse.ArgumentParser(
-        "python -m recipes.benchmark", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m recipes.benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("--cpu", action="store_true", help="small workloads on the CPU, with the tape backend")
     made.add_argument(
@@ -92,9 +92,9 @@ def child(args: argparse.Namespace) -> None:
     """Measure one contender in this process and print its rows as one line of JSON."""
     import torch
 
-    from recipes.contenders import measure
-    from recipes.measuring import Job
-    from recipes.workloads import workloads
+    from recipes.benchmarks.contenders import measure
+    from recipes.benchmarks.measuring import Job
+    from recipes.benchmarks.workloads import workloads
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -116,7 +116,7 @@ def _names(text: str, known: Sequence[str], shown: Sequence[str], what: str) -> 
 
 def processes(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The (workload, contender) pairs that each get a process."""
-    from recipes.workloads import workloads
+    from recipes.benchmarks.workloads import workloads
 
     known = workloads(args.cpu)
     chosen = [name for name in SETS[args.set].workloads if name in known]
@@ -145,13 +145,22 @@ def _made(pair: tuple[str, str]) -> set[tuple[str, str]]:
 
 def run_child(args: argparse.Namespace, workload: str, contender: str) -> list[Row]:
     """Measure one contender in a new process; its error is a row too."""
-    command = [sys.executable, "-m", "recipes.benchmark", "--child", "--workloads", workload, "--contenders", contender]
+    command = [
+        sys.executable,
+        "-m",
+        "recipes.benchmarks",
+        "--child",
+        "--workloads",
+        workload,
+        "--contenders",
+        contender,
+    ]
     for name in ("steps", "repeats", "warmup", "threads"):
         value = getattr(args, name)
         command += [f"--{name}", str(value)] if value else []
     command += ["--cpu"] if args.cpu else []
     failed: Row = {"workload": workload, "contender": contender}
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, cwd=root, check=False)
     except subprocess.TimeoutExpired:
@@ -181,7 +190,7 @@ def summary(args: argparse.Namespace, argv: Sequence[str] | None, rows: list[Row
     compare(rows)
     places = [sorted({row[name] for row in rows if name in row}) for name in ("torch", "device")]
     return {
-        "command": "python -m recipes.benchmark " + " ".join(sys.argv[1:] if argv is None else argv),
+        "command": "python -m recipes.benchmarks " + " ".join(sys.argv[1:] if argv is None else argv),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "torch": ", ".join(places[0]), "device": ", ".join(places[1]), "python": platform.python_version(),
         "repeats": args.repeats, "bars": bars(rows, cpu=args.cpu), "rows": rows,
@@ -222,7 +231,7 @@ def in_order(rows: list[Row]) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
-    from recipes.devices import require_cuda
+    from recipes.benchmarks.devices import require_cuda
 
     args = parse(argv)
     if args.child:

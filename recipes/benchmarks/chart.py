@@ -1,6 +1,6 @@
 """README's chart: what the callback gains in a typical Trainer, from the results of the benchmark.
 
-    python -m recipes.chart   # writes docs/assets/speedup.svg from recipes/results/h200.json
+    python -m recipes.benchmarks.chart   # writes docs/assets/speedup.svg from recipes/results/h200.json
 
 The file is the same for the same results: its text is text, and it carries no date.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "mlp": "MLP, batch 256",
     "mlp_large": "MLP, batch 16,384",
@@ -65,7 +65,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser("python -m recipes.chart", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m recipes.benchmarks.chart", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=ROOT / "recipes/results/h200.json")
     parser.add_argument("--to", type=Path, default=ROOT / "docs/assets/speedup.svg")
     args = parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two devices, measured: ``python -m recipes.two_devices [--cpu] [--json PATH]``.
+"""DDP and FSDP2 on two devices, measured: ``python -m recipes.benchmarks.two_devices [--cpu] [--json PATH]``.
 
 The character GPT of the benchmark, BERT and Llama, trained by two processes, each contender in a process group of its
 own: a plain loop, the same loop as a CUDA graph written by hand (the floor), a bare Trainer, and that Trainer with the
@@ -28,12 +28,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from recipes.contenders import POOL, make_step
-from recipes.devices import require_cuda
-from recipes.measuring import Feed, Job
-from recipes.texts import texts
-from recipes.trainers import callback_of, make_module, make_trainer
-from recipes.workloads import Workload, cosine, workloads
+from recipes.benchmarks.contenders import POOL, make_step
+from recipes.benchmarks.devices import require_cuda
+from recipes.benchmarks.measuring import Feed, Job
+from recipes.benchmarks.texts import texts
+from recipes.benchmarks.trainers import callback_of, make_module, make_trainer
+from recipes.benchmarks.workloads import Workload, cosine, workloads
 
 CASES = ("ddp gpt", "fsdp2 gpt", "ddp bert", "fsdp2 llama")
 """A strategy and a model each."""
@@ -170,7 +170,7 @@ def work(job: Job, strategy: str, out: Path) -> None:
 def _launch(case: str, contender: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     out = folder / f"{case} {contender}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
-    command += ["--rdzv-endpoint", "localhost:0", "-m", "recipes.two_devices"]
+    command += ["--rdzv-endpoint", "localhost:0", "-m", "recipes.benchmarks.two_devices"]
     command += ["--cases", case, "--contender", contender]
     command += ["--out", str(out), "--steps", str(arguments.steps), "--repeats", str(arguments.repeats)]
     command += ["--cpu"] if arguments.cpu else []
@@ -213,7 +213,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json is not None:
         device = "cpu" if arguments.cpu else torch.cuda.get_device_name()
         facts = {"torch": torch.__version__, "device": f"2x {device}", "date": date.today().isoformat()}
-        command = shlex.join(["python", "-m", "recipes.two_devices", *(sys.argv[1:] if argv is None else argv)])
+        command = shlex.join(
+            ["python", "-m", "recipes.benchmarks.two_devices", *(sys.argv[1:] if argv is None else argv)]
+        )
         arguments.json.write_text(json.dumps({**facts, "command": command, "rows": rows}, indent=2) + "\n")
 
 

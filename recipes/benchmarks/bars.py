@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from recipes.catalogue import Contender
+from recipes.benchmarks.catalogue import Contender
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Does prefetching pay? ``python -m recipes.prefetch [--cpu] [--json PATH]``.
+"""Does prefetching pay? ``python -m recipes.benchmarks.prefetch [--cpu] [--json PATH]``.
 
 Batches of 256 images of 3 x 224 x 224 in pinned host memory, and patch networks of several depths, so that the copy to
 the device takes longer than the computation, about as long, and not as long. Measured per step: the copy alone, the
@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from graphplan import graph_step
-from recipes.devices import require_cuda
-from recipes.measuring import Feed, Job
-from recipes.tables import plain_table
+from recipes.benchmarks.devices import require_cuda
+from recipes.benchmarks.measuring import Feed, Job
+from recipes.benchmarks.tables import plain_table
 
 Row = dict[str, Any]
 Batch = tuple[Tensor, Tensor]
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(verdict(rows))
     if args.json is not None:
         place = "cpu" if args.cpu else torch.cuda.get_device_name()
-        facts = {"command": "python -m recipes.prefetch", "date": date.today().isoformat(), "device": place}
+        facts = {"command": "python -m recipes.benchmarks.prefetch", "date": date.today().isoformat(), "device": place}
         facts |= {"torch": torch.__version__, "verdict": verdict(rows)}
         args.json.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""What programs take and what the first replay costs: ``python -m recipes.memory [--cpu] [--json PATH]``.
+"""What programs take and what the first replay costs: ``python -m recipes.benchmarks.memory [--cpu] [--json PATH]``.
 
 The MLP, the GPT and the ResNet of the benchmark, each in a process of its own. Bytes are counted from the same start:
 
@@ -34,11 +34,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from graphplan import graph_step
 from graphplan.step.graphed_step import GraphedStep
-from recipes.contenders import make_step
-from recipes.devices import require_cuda
-from recipes.launching import measure_launches
-from recipes.tables import plain_table
-from recipes.workloads import Batch, Workload, workloads
+from recipes.benchmarks.contenders import make_step
+from recipes.benchmarks.devices import require_cuda
+from recipes.benchmarks.launching import measure_launches
+from recipes.benchmarks.tables import plain_table
+from recipes.benchmarks.workloads import Batch, Workload, workloads
 
 Row = dict[str, Any]
 WORKLOADS = ("mlp", "gpt", "resnet")
@@ -281,8 +281,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rows, failed = [], False
     for name in args.workloads:
-        command = [sys.executable, "-m", "recipes.memory", "--child", "--workloads", name, *["--cpu"][: args.cpu]]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+        command = [
+            sys.executable,
+            "-m",
+            "recipes.benchmarks.memory",
+            "--child",
+            "--workloads",
+            name,
+            *["--cpu"][: args.cpu],
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
         if done.returncode:
             failed = True
             print(f"{name}: {done.stderr.strip()}", file=sys.stderr)
@@ -291,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rows:
         show(rows)
     if args.json is not None:
-        facts = {"command": "python -m recipes.memory", "date": date.today().isoformat()}
+        facts = {"command": "python -m recipes.benchmarks.memory", "date": date.today().isoformat()}
         held = [bar for row in rows for bar in bars(row)]
         args.json.write_text(json.dumps({**facts, "bars": held, "rows": rows}, indent=1) + "\n")
     return int(failed)

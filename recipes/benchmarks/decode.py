@@ -1,4 +1,4 @@
-"""A step of a decoder as a server runs it: ``python -m recipes.decode [--cpu] [--json PATH]``.
+"""A step of a decoder as a server runs it: ``python -m recipes.benchmarks.decode [--cpu] [--json PATH]``.
 
 Two questions. How near does ``graphed`` come to a CUDA graph that is written by hand (static inputs, ``copy_``,
 ``replay``) and to ``torch.compile(mode="reduce-overhead")``, for batches of 1 to 64? And what do 64 batch sizes cost
@@ -28,12 +28,12 @@ from torch import Tensor
 
 from graphplan import buckets, graphed
 from graphplan.backends.cudanodes import forget_workspaces
+from recipes.benchmarks.devices import require_cuda
+from recipes.benchmarks.tables import plain_table
 from recipes.comparison import now
 from recipes.datasets import VOCABULARY
 from recipes.decoder import Decoder
-from recipes.devices import require_cuda
 from recipes.latencies import require_close
-from recipes.tables import plain_table
 
 Step = Callable[..., Tensor]
 Feed = tuple[Tensor, Tensor, Tensor]
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.json is not None:
         name = "cpu" if arguments.cpu else torch.cuda.get_device_name()
         facts = {"torch": torch.__version__, "device": name, "date": date.today().isoformat()}
-        command = f"python -m recipes.decode{' --cpu' if arguments.cpu else ''} --json {arguments.json}"
+        command = f"python -m recipes.benchmarks.decode{' --cpu' if arguments.cpu else ''} --json {arguments.json}"
         figures = {**facts, "command": command, "rows": rows, "shapes": shapes, "bars": bars}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
