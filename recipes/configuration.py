@@ -19,15 +19,15 @@ from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from graphplan import Policy
+from graphplan import Policy, graphed
+from graphplan.backends.backend import BACKENDS
+from graphplan.inference.graphed_options import SHAPES
+from graphplan.specs.policy import MODES
 
 # Keys that mean something to Hydra's instantiate and never reach the target.
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 # Keys that are there and nobody would want to set by hand; never offered as a choice.
 NOT_CHOICES = HYDRA_KEYS | {"hydra"}
-MODES = ("train", "inference")
-SHAPES = ("exact", "eager", "bucket")
-BACKENDS = ("auto", "cudagraph", "tape", "eager")
 
 
 class ConfigError(ValueError):
@@ -51,18 +51,6 @@ class Mode:
 
 
 @dataclass
-class Shapes:
-    """Schema of the group ``shapes``."""
-
-    shapes: str = MISSING
-    buckets: list[int] | None = MISSING
-    pad: float = MISSING
-    capture_after: int = MISSING
-    max_graphs: int = MISSING
-    memory_budget: int | None = MISSING
-
-
-@dataclass
 class Backend:
     """Schema of the group ``backend``."""
 
@@ -82,7 +70,7 @@ class Schema:
     """Schema of the whole configuration; groups that are one ``_target_`` are checked against its signature."""
 
     mode: Mode = MISSING
-    shapes: Shapes = MISSING
+    shapes: dict[str, Any] = MISSING
     backend: Backend = MISSING
     model: dict[str, Any] = MISSING
     data: dict[str, Any] = MISSING
@@ -119,6 +107,7 @@ def check_config(cfg: DictConfig) -> None:
         raise ConfigError(f"mode.name is {checked.mode.name!r}; choose from: {', '.join(MODES)}")
     if checked.backend.name not in BACKENDS:
         raise ConfigError(f"backend.name is {checked.backend.name!r}; choose from: {', '.join(BACKENDS)}")
+    check_arguments(cfg.shapes, "shapes", graphed)
     if checked.shapes.shapes not in SHAPES:
         raise ConfigError(f"shapes.shapes is {checked.shapes.shapes!r}; choose from: {', '.join(SHAPES)}")
     for mode, roles in checked.mode.policies.items():
@@ -137,7 +126,7 @@ def check_targets(node: Any, path: str) -> None:
     if not isinstance(node, DictConfig):
         return
     if "_target_" in node:
-        check_arguments(node, path)
+        check_arguments(node, path, get_object(node["_target_"]), f"{path} ({node['_target_']})")
     keys: list[Any] = list(node)
     for key in keys:
         # Dimensions, to which capture sizes belong, are numbers.
@@ -145,22 +134,24 @@ def check_targets(node: Any, path: str) -> None:
             check_targets(node[key], f"{path}.{key}" if path else str(key))
 
 
-def check_arguments(node: DictConfig, path: str) -> None:
-    """Check one node with a ``_target_`` against the target's signature."""
-    target: Callable[..., Any] = get_object(node["_target_"])
+def check_arguments(node: DictConfig, path: str, target: Callable[..., Any], name: str = "") -> None:
+    """Check one node against the signature of ``target``, which is called with it; errors call the node ``name``."""
     parameters = inspect.signature(target).parameters
     open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in (key for key in map(str, node) if key not in HYDRA_KEYS):
         if key not in parameters and not open_ended:
-            raise ConfigError(unknown_key(f"{path} ({node['_target_']})", key, parameters))
+            raise ConfigError(unknown_key(name or path, key, parameters))
         # What is interpolated is checked where it comes from; some of it exists only once the run has a folder.
         if key in parameters and not OmegaConf.is_interpolation(node, key):
             check_type(f"{path}.{key}", node[key], parameters[key].annotation)
 
 
 def check_type(path: str, value: Any, annotation: Any) -> None:
-    """Check ``value`` where ``annotation`` is one plain type, written as such or as a string."""
+    """Check ``value`` where ``annotation`` is one plain type, or None; written as such or as a string."""
     name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    if value is None and name.endswith(" | None"):
+        return
+    name = name.removesuffix(" | None")
     # By exact type: a bool is an int to isinstance. A whole number is a good float.
     accepted = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,)}.get(name)
     if accepted is not None and type(value) not in accepted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.callback_options import Components, Variant, VariantOf, check_choices
+from graphplan.callback.callback_options import CallbackOptions, Variant
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.figures import RUNS, Figures, StockBatches, check_format, told
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
@@ -31,13 +31,9 @@ from graphplan.plan.plan import Plan
 from graphplan.program.faults import refusal_of, refusing
 from graphplan.report.stats import Stats
 from graphplan.report.table import show
-from graphplan.report.text import CLOSED, outcome, summary
-from graphplan.specs.policy import parse_policies
-from graphplan.step.buckets import Buckets
-from graphplan.step.dimensions import Dims
+from graphplan.report.text import CLOSED, without_programs
+from graphplan.specs.options import takes, with_arguments
 from graphplan.step.gate import AGAIN, Clock, Gate
-from graphplan.step.options import Options
-from graphplan.step.padding import PadValue
 from graphplan.step.peers import find_peers
 from graphplan.step.runner import Backends
 
@@ -72,70 +68,6 @@ class GraphPlanCallback(Callback):
         >>> callback.stats.eager, callback.stats.traced, callback.stats.captured, callback.stats.replayed
         (3, 2, 1, 4)
 
-    Args:
-        mode: ``"auto"`` or ``"train"``: which policy training uses.
-        backend: ``"auto"`` (a CUDA graph on CUDA, the tape on the CPU), ``"cudagraph"``, ``"tape"`` or ``"eager"``.
-        policies: policy by mode name, or its two role lists:
-            ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
-        warmup_steps: eager steps before a batch signature is traced; at least 1. Further signatures that come often
-            take one of their own, once the fit has had so many.
-        on_failure: ``"raise"``: a step that cannot be captured raises, unless a replay has already succeeded;
-            ``"eager"``: the callback stands down, with one warning, and the fit goes on without it.
-        allow: paths of Python effects that replays may leave out, such as ``"model.calls"``.
-        watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
-            are, in the whole process; without it, what they hold there is trusted, and found by checks alone.
-        eager_if: ``(batch, batch_idx) -> bool``, or n for every n-th batch of an epoch: these steps run as Python.
-        prepare_optimizers: whether the optimizer may be made capturable while its step runs; what was changed is in the
-            report, and neither in its groups between steps nor in checkpoints.
-        verify: which replays are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then every 1000th,
-            or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time; of all shapes
-            together, and the first one of each), n for every n-th, or ``"off"``. A checked batch is also trained on
-            eagerly, from the same state, and eager's outcome stands; that needs room for copies of parameters and state
-            meanwhile.
-        fuse_optimizer: whether Adam, AdamW and SGD run torch's fused kernels on CUDA: faster, with other roundings.
-        compile: ``True`` has ``torch.compile`` compile the module's parts and its ``forward`` before their first step;
-            or its arguments by name. Without those nothing is compiled on the CPU.
-        max_graphs: number of programs that are kept.
-        memory_budget: bytes that the programs of training may compute in, and those of evaluation likewise.
-            One that is estimated to take more is not captured: its steps are eager, with one warning.
-        min_speedup: how many times as fast as without the callback the fit has to be, from the end of one step to the
-            end of the next. The first seven steps (more where gradients are accumulated) are Lightning's own, and five
-            of them are timed before anything is installed. Where replays turn out slower, in whatever form, or the
-            device is busy all the time, the callback stands down: it takes everything out of the running fit, and the
-            report says what was measured. Validation, test and prediction steps are timed likewise, call by call.
-            Under deterministic algorithms the optimizers keep the kernels of replays. 0 captures at once, and keeps
-            programs all the same. None: 1.0 on CUDA, 0 on the CPU.
-        max_recaptures: number of captures in a row that may come to fewer than 16 replays each before the step is
-            refused.
-        debug: wait for the device after each capture and each first replay, and name the program in its errors; where
-            torch can, also check before each replay that the memory that the recording reads was not freed.
-        debug_eager: train eagerly where a program would be replayed, on the program's own inputs: tells a fault of the
-            recording from one of everything around it. Nothing is replayed, and so nothing is checked.
-        prefetch: whether inputs of 4 MiB and more are copied to the device while it is busy with the replay before,
-            into buffers as large as they are, one for each program: where ``transfer`` leaves batches in host memory,
-            and they are pinned, and written when the loader hands them out, as a ``DataLoader``'s are.
-        shapes: ``"exact"``, or ``"bucket"``: ``training_step`` is given batches that are padded to a capture size, and
-            trains on them; see :func:`graphplan.graph_step` for what is compared and refused. Hooks and Lightning's
-            batch sizes are those of the batch as it came. Evaluation is not padded.
-        buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
-        pad: what padding holds, a number or ``function(tensor, shape)``; or those by key of the batch (``"labels"``) or
-            by path (``"batch[1]"``).
-        dynamic: dimensions that may vary, by the same names, or for all of the batch: ``{"batch": 1}``.
-        variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of
-            ``(batch, batch_idx)``, or the name of such a method of the module, whose answer, a literal or a tuple of
-            literals, says which way the step goes. Each answer has a program of its own.
-        eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
-            ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
-            metrics that a step updates are state.
-        transfer: ``"auto"``: replays copy batches in from host memory where nobody else has them; ``"stock"``: never.
-        loop: ``"auto"``: what Lightning does around each step is left out where nobody uses it; ``"stock"``: never.
-        components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured. Or
-            what to capture, whatever could be:
-            ``("forward_backward",)``, ``("optimizer",)``, or both.
-        log: whether the share of steps that were replayed, the microseconds of a replayed step and the number of
-            recaptures go to the Trainer's loggers at the end of each epoch, as ``graphplan/replayed_share``,
-            ``graphplan/step_us`` and ``graphplan/recaptures``.
-
     Raises:
         OptionError: if an option has a value that makes no sense, or if a Trainer has two of these callbacks.
         PolicyError: if a mode, role or policy does not exist.
@@ -145,57 +77,17 @@ class GraphPlanCallback(Callback):
     is_graphplan = True
     """Whichever of Lightning's packages it is for."""
 
-    def __init__(
-        self,
-        mode: str = "auto",
-        backend: str = "auto",
-        policies: Mapping[str, Any] | None = None,
-        warmup_steps: int = 3,
-        on_failure: str = "raise",
-        allow: Sequence[str] = (),
-        watch: Sequence[str] = (),
-        eager_if: Callable[[Any, int], bool] | int | None = None,
-        prepare_optimizers: bool = True,
-        fuse_optimizer: bool = False,
-        compile: bool | Mapping[str, Any] = False,
-        verify: str | int | None = "geometric",
-        min_speedup: float | None = None,
-        max_graphs: int = 16,
-        memory_budget: int | None = None,
-        max_recaptures: int = 16,
-        debug: bool = False,
-        debug_eager: bool = False,
-        prefetch: bool = False,
-        shapes: str = "exact",
-        buckets: Buckets | None = None,
-        pad: PadValue | Mapping[str, PadValue] = 0,
-        dynamic: Mapping[str, Dims] | None = None,
-        variant: VariantOf = None,
-        eval: bool = False,
-        transfer: str = "auto",
-        loop: str = "auto",
-        components: str | Sequence[str] = "auto",
-        log: bool = False,
-    ) -> None:
+    @takes(CallbackOptions)
+    def __init__(self, given: CallbackOptions) -> None:
         super().__init__()
         # What a callback of the other package is made with.
-        self._given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        check_choices(mode=mode, flags={"eval": eval, "log": log}, loop=loop, transfer=transfer)
-        self.components = Components.parse(components)
-        parsed = parse_policies(policies or {})
-        self.options = Options(
-            policy=parsed.get("train"), backend=backend, warmup_steps=warmup_steps, on_failure=on_failure, allow=allow,
-            watch=watch, eager_if=eager_if, prepare_optimizers=prepare_optimizers, fuse_optimizer=fuse_optimizer,
-            compile=compile, verify=verify, min_speedup=min_speedup, max_graphs=max_graphs, memory_budget=memory_budget,
-            max_recaptures=max_recaptures, debug=debug, debug_eager=debug_eager, prefetch=prefetch, shapes=shapes,
-            buckets=buckets, pad=pad, dynamic=dynamic,
-        )  # fmt: skip
-        self.variant = Variant(variant)
-        self.eval = eval
-        self.loop = loop
-        self.transfer = transfer
-        self._logs_figures = log
-        self._eval_policy = parsed.get("inference")
+        self._given = given.arguments
+        self.options = given.step
+        self.components = given.parts
+        self.variant = Variant(given.variant)
+        self.eval, self.loop, self.transfer = given.eval, given.loop, given.transfer
+        self._logs_figures = given.log
+        self._eval_policy = given.evaluation
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=RUNS)
@@ -213,7 +105,11 @@ class GraphPlanCallback(Callback):
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
         if seam is not None and describes:
             figures = replace(figures, programs=seam.describe_programs())
-        return replace(figures, stats=self._stock.added_to(figures.stats)) if part == _TRAINING else figures
+        if part != _TRAINING:
+            return figures
+        updates = self._stock.updates
+        updates = figures.updates if updates is None else updates
+        return replace(figures, stats=self._stock.added_to(figures.stats), updates=updates)
 
     @property
     def stats(self) -> Stats:
@@ -406,8 +302,7 @@ class GraphPlanCallback(Callback):
         """Remove the seam at the end of a run that only evaluates: a fit may validate again."""
         if trainer.state.fn != TrainerFn.FITTING and _EVALUATION in self._seams:
             self._remove()
-            figures = self._of(_EVALUATION)
-            rank_zero_info(summary(figures.stats, plans=figures.plans))
+            rank_zero_info(self._of(_EVALUATION).headline())
 
     on_test_end = on_predict_end = on_validation_end
 
@@ -479,11 +374,9 @@ class GraphPlanCallback(Callback):
         ran = _TRAINING in self._seams or self._stock.count
         self._remove()
         if ran:
-            backend, warmup_steps = self.options.backend, self.options.warmup_steps
             figures = self._of(_TRAINING)
-            text = outcome(
-                figures.stats, plans=figures.plans, backend=backend, warmup_steps=warmup_steps, part=figures.part
-            )
+            text = without_programs(figures.stats, self.options.backend, self.options.warmup_steps)
+            text = text or figures.headline()
             if not (trainer.is_global_zero and show(figures.stats, text)):
                 rank_zero_info(text)
 
@@ -511,3 +404,6 @@ class GraphPlanCallback(Callback):
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
         fresh = {"_seams": {}, "_backends": Backends(), "_patches": [], "_kept": [], "_gate": None, "_down": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}
+
+
+GraphPlanCallback.__doc__ = with_arguments(GraphPlanCallback.__doc__ or "", CallbackOptions)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from graphplan.errors import OptionError, PolicyError
+from graphplan.specs.policy import Policy, parse_policies
+from graphplan.step.options import Options, TrainingOptions
 
 _SIDES = ("forward_backward", "optimizer")
 VariantOf = Callable[[Any, int], Any] | str | None
@@ -80,17 +82,64 @@ class Variant:
         return found(batch, batch_idx)
 
 
-def check_choices(*, mode: str, flags: Mapping[str, bool], **choices: str) -> None:
-    """Refuse values that make no sense; ``choices`` are ``"auto"`` or ``"stock"``.
+@dataclass(frozen=True, kw_only=True)
+class CallbackOptions(TrainingOptions):
+    """What :class:`graphplan.GraphPlanCallback` takes.
+
+    Args:
+        mode: ``"auto"`` or ``"train"``: which policy training uses.
+        policies: policy by mode name, or its two role lists:
+            ``{"train": {"static_roles": [...], "copy_roles": [...]}}``.
+        variant: for a step whose control flow alternates (a critic's batch, a generator's batch): a function of
+            ``(batch, batch_idx)``, or the name of such a method of the module, whose answer, a literal or a tuple of
+            literals, says which way the step goes. Each answer has a program of its own.
+        eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
+            ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
+            metrics that a step updates are state.
+        transfer: ``"auto"``: replays copy batches in from host memory where nobody else has them; ``"stock"``: never.
+        loop: ``"auto"``: what Lightning does around each step is left out where nobody uses it; ``"stock"``: never.
+        components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured. Or
+            what to capture, whatever could be: ``("forward_backward",)``, ``("optimizer",)``, or both.
+        log: whether the share of steps that were replayed, the microseconds of a replayed step and the number of
+            recaptures go to the Trainer's loggers at the end of each epoch, as ``graphplan/replayed_share``,
+            ``graphplan/step_us`` and ``graphplan/recaptures``.
 
     Raises:
-        OptionError, PolicyError: naming the argument.
+        OptionError, PolicyError, BackendError: for values that make no sense.
     """
-    if mode not in ("auto", "train"):
-        raise PolicyError(f"mode is {mode!r}; expected 'auto' or 'train'")
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise OptionError(f"{name} is {flag!r}; expected True or False")
-    for name, value in choices.items():
-        if value not in ("auto", "stock"):
-            raise OptionError(f"{name} is {value!r}; expected 'auto' or 'stock'")
+
+    mode: str = "auto"
+    policies: Mapping[str, Any] | None = None
+    variant: VariantOf = None
+    eval: bool = False
+    transfer: str = "auto"
+    loop: str = "auto"
+    components: str | Sequence[str] = "auto"
+    log: bool = False
+    step: Options = field(init=False)
+    """The options of a training step."""
+    evaluation: Policy | None = field(init=False)
+    """The policy of evaluation steps, if one was given."""
+    parts: Components = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("auto", "train"):
+            raise PolicyError(f"mode is {self.mode!r}; expected 'auto' or 'train'")
+        for name in ("eval", "log"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        for name in ("loop", "transfer"):
+            if getattr(self, name) not in ("auto", "stock"):
+                raise OptionError(f"{name} is {getattr(self, name)!r}; expected 'auto' or 'stock'")
+        parsed = parse_policies(self.policies or {})
+        options = {**self.shared(), "mode": "train", "policy": parsed.get("train")}
+        for name, value in (
+            ("parts", Components.parse(self.components)), ("evaluation", parsed.get("inference")),
+            ("step", Options(**options)),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What these options were made of."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}

@@ -13,7 +13,7 @@ from graphplan.plan.plan import Plan
 from graphplan.report.data import describe_data
 from graphplan.report.page import page
 from graphplan.report.stats import Stats
-from graphplan.report.text import describe
+from graphplan.report.text import describe, summary
 
 _FORMATS = ("text", "json", "html")
 RUNS = 16
@@ -23,7 +23,8 @@ RUNS = 16
 @dataclass
 class Figures:
     """What a seam did: counts, plans that were captured, notes for the report, the latest plan, and what it replays of
-    a step, if not all of it. ``programs`` are described at its end.
+    a step, if not all of it. ``programs`` are described at its end. ``updates`` are the optimizers' steps that the
+    Trainer counted, as its ``global_step``; None in evaluation.
     """
 
     stats: Stats = field(default_factory=Stats)
@@ -31,15 +32,22 @@ class Figures:
     notes: list[str] = field(default_factory=list)
     plan: Plan | None = None
     part: str = ""
+    updates: int | None = None
     programs: list[dict[str, Any]] = field(default_factory=list)
 
     def text(self) -> str:
         """The report as text."""
-        return describe(self.stats, plans=self.plans, notes=self.notes, part=self.part)
+        return describe(self.stats, plans=self.plans, notes=self.notes, part=self.part, updates=self.updates)
+
+    def headline(self) -> str:
+        """The report's first line."""
+        return summary(self.stats, plans=self.plans, part=self.part, updates=self.updates)
 
     def data(self) -> dict[str, Any]:
         """The report as plain data."""
-        return describe_data(self.stats, plans=self.plans, notes=self.notes, part=self.part, programs=self.programs)
+        return describe_data(
+            self.stats, plans=self.plans, notes=self.notes, part=self.part, programs=self.programs, updates=self.updates
+        )
 
 
 class StockBatches:
@@ -52,11 +60,24 @@ class StockBatches:
 
     def __init__(self, trainer: Any = None) -> None:
         # Not the Trainer, which a callback must not keep.
-        self._progress: Any = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.total
+        loop = None if trainer is None else trainer.fit_loop.epoch_loop
+        self._progress: Any = None if loop is None else loop.batch_progress.total
+        optimizations = [] if loop is None else [loop.automatic_optimization.optim_progress.optimizer.step.total]
+        optimizations += [] if loop is None else [loop.manual_optimization.optim_step_progress.total]
+        self._optimizers: list[Any] = optimizations
+        self._updates_before = self._updates()
         self._since: int | None = None
         self._past = Stats()
         self._detail = ""
         self.reason: SkipReason | None = None
+
+    def _updates(self) -> int:
+        return sum(progress.completed for progress in self._optimizers)
+
+    @property
+    def updates(self) -> int | None:
+        """Steps of the Trainer's optimizers since the fit began; None without a Trainer."""
+        return self._updates() - self._updates_before if self._optimizers else None
 
     def begin(self, reason: SkipReason | None, detail: str = "") -> None:
         """From the next batch on, Lightning is alone."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphplan.errors import OptionError
@@ -15,39 +14,11 @@ from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.pieces.models import SplitModel
 from graphplan.inference.pieces.scopes import Segment
 from graphplan.inference.pieces.segments import Segments
-from graphplan.inference.shared_pool import Pool
-from graphplan.specs.roles import Role
-from graphplan.step.buckets import Buckets
-from graphplan.step.dimensions import Dims
-from graphplan.step.padding import PadValue
+from graphplan.specs.options import takes_optionally
 
 
-def graphed(
-    fn: Callable[..., Any] | None = None,
-    *,
-    enable_if: Callable[[], bool] | None = None,
-    shapes: str = "exact",
-    outputs: str = "clone",
-    buckets: Buckets | None = None,
-    pad: PadValue | Mapping[str, PadValue] = 0,
-    mask: str | None = None,
-    dynamic: Mapping[str, Dims] | None = None,
-    owners: Mapping[str, Any] | Sequence[Any] | None = None,
-    static_roles: Iterable[Role | str] = ("input", "param"),
-    copy_roles: Iterable[Role | str] = ("input",),
-    backend: str = "auto",
-    device: str | torch.device | None = None,
-    capture_after: int = 1,
-    max_graphs: int = 64,
-    memory_budget: int | None = None,
-    on_failure: str = "raise",
-    verify: str | int | None = "geometric",
-    min_speedup: float | None = None,
-    allow: Sequence[str] = (),
-    watch: Sequence[str] = (),
-    compile: bool | Mapping[str, Any] = False,
-    pool: Pool | None = None,
-) -> Any:
+@takes_optionally(ServeOptions)
+def graphed(fn: Callable[..., Any] | None, options: ServeOptions) -> Any:  # noqa: D417
     """Have calls of a function, method or module replayed.
 
     A call is eager while gradients are wanted: use ``torch.no_grad()`` or ``torch.inference_mode()``, which are part of
@@ -72,35 +43,6 @@ def graphed(
 
     Args:
         fn: what to call. Without it, the arguments are those of a decorator.
-        enable_if: asked before each call; if it says no, the call is eager.
-        shapes: ``"exact"`` (a program for each shape), ``"eager"`` (the first shape has one, others are eager) or
-            ``"bucket"`` (inputs are padded to a capture size, results cut).
-        outputs: ``"clone"``, or ``"static"``: results are the program's own memory, and raise when they are used
-            after its next replay. Fed to another graphed function they are not copied, if it was captured on them.
-        buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
-        pad: what padding holds, a number or ``function(tensor, shape)``; or those by argument.
-        mask: the argument that gets a boolean tensor which is true for what is not padding.
-        dynamic: dimensions that may vary, by argument; by default all but the last of an n-d tensor, all of a 1-d one.
-            Only those are padded, and only they may differ from the first shape's.
-        owners: objects whose tensors the function uses, by name or as a sequence. The module or ``self`` is one, and
-            modules that run are found.
-        static_roles: roles that keep fixed addresses; with ``"state"`` the function may change what it owns.
-        copy_roles: roles that are copied in; with ``"param"``, :meth:`Graphed.replay` takes other weights.
-        backend: ``"auto"``, ``"cudagraph"``, ``"tape"`` or ``"eager"``.
-        device: where to move fed tensors; without it they must be where the function computes.
-        capture_after: number of calls of a shape before it is traced, which takes two calls more, and captured.
-        max_graphs: number of programs that are kept. One that is no longer in use makes room for another; while all
-            are used, calls without a program are eager.
-        memory_budget: bytes that all programs together may compute in; those used least recently go first.
-        on_failure: ``"raise"`` (refusals before the first good replay raise) or ``"eager"``.
-        verify: which replays, and which padded calls, are compared with eager ones.
-        min_speedup: how many times as fast as an eager call a replay has to be; see :func:`graphplan.graph_step`.
-        allow: paths of Python effects that replays may leave out.
-        watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
-            are, in the whole process.
-        compile: whether the modules among the owners are compiled by ``torch.compile``, or its arguments; the captured
-            kernels are compiled ones then.
-        pool: what shares stream and memory with others; by default each use of ``graphed`` has its own.
 
     Returns:
         A callable with ``stats``, ``shapes``, ``memory``, ``report()``, ``prewarm(sizes)``, ``replay(args, params=)``,
@@ -112,30 +54,6 @@ def graphed(
         BackendError: if a backend does not exist.
         OwnersError: if ``owners`` is neither a mapping nor a sequence.
     """
-    options = ServeOptions(
-        enable_if=enable_if,
-        shapes=shapes,
-        outputs=outputs,
-        buckets=buckets,
-        pad=pad,
-        mask=mask,
-        dynamic=dynamic,
-        owners=owners,
-        static_roles=static_roles,
-        copy_roles=copy_roles,
-        backend=backend,
-        device=device,
-        capture_after=capture_after,
-        max_graphs=max_graphs,
-        memory_budget=memory_budget,
-        on_failure=on_failure,
-        verify=verify,
-        min_speedup=min_speedup,
-        allow=allow,
-        watch=watch,
-        compile=compile,
-        pool=pool,
-    )
     return partial(Graphed, options=options) if fn is None else Graphed(fn, options)
 
 

@@ -13,43 +13,42 @@ from graphplan.feed.call_arguments import hands_over
 from graphplan.inference.shared_pool import Pool
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
-from graphplan.step.buckets import Buckets, check_shapes
-from graphplan.step.dimensions import Dims
-from graphplan.step.options import Options
-from graphplan.step.padding import PadValue
+from graphplan.step.buckets import check_shapes
+from graphplan.step.options import UNPADDED, CommonOptions, Options
 
 SHAPES = ("exact", "eager", "bucket")
 
 
-@dataclass(frozen=True)
-class ServeOptions:
-    """See :func:`graphplan.graphed`.
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(CommonOptions):
+    """What :func:`graphplan.graphed` takes beside the function.
+
+    Args:
+        owners: objects whose tensors the function uses, by name or as a sequence. The module or ``self`` is one, and
+            modules that run are found.
+        static_roles: roles that keep fixed addresses; with ``"state"`` the function may change what it owns.
+        copy_roles: roles that are copied in; with ``"param"``, :meth:`Graphed.replay` takes other weights.
+        device: where to move fed tensors; without it they must be where the function computes.
+        mask: the argument that gets a boolean tensor which is true for what is not padding.
+        outputs: ``"clone"``, or ``"static"``: results are the program's own memory, and raise when they are used
+            after its next replay. Fed to another graphed function they are not copied, if it was captured on them.
+        enable_if: asked before each call; if it says no, the call is eager.
+        capture_after: number of calls of a shape before it is traced, which takes two calls more, and captured.
+        pool: what shares stream and memory with others; by default each use of ``graphed`` has its own.
 
     Raises:
         OptionError, PolicyError, BackendError: for values that make no sense.
     """
 
-    enable_if: Callable[[], bool] | None = None
-    shapes: str = "exact"
-    outputs: str = "clone"
-    buckets: Buckets | None = None
-    pad: PadValue | Mapping[str, PadValue] = 0
-    mask: str | None = None
-    dynamic: Mapping[str, Dims] | None = None
     owners: Mapping[str, Any] | Sequence[Any] | None = None
-    static_roles: Iterable[Role | str] = (Role.INPUT, Role.PARAM)
-    copy_roles: Iterable[Role | str] = (Role.INPUT,)
-    backend: str = "auto"
+    static_roles: Iterable[Role | str] = ("input", "param")
+    copy_roles: Iterable[Role | str] = ("input",)
     device: str | torch.device | None = None
+    mask: str | None = None
+    outputs: str = "clone"
+    enable_if: Callable[[], bool] | None = None
     capture_after: int = 1
     max_graphs: int = 64
-    memory_budget: int | None = None
-    on_failure: str = "raise"
-    verify: str | int | None = "geometric"
-    min_speedup: float | None = None
-    allow: Sequence[str] = ()
-    watch: Sequence[str] = ()
-    compile: bool | Mapping[str, Any] = False
     pool: Pool | None = None
     step: Options = field(init=False)
     """The options of the step underneath."""
@@ -63,24 +62,9 @@ class ServeOptions:
         if not isinstance(self.capture_after, int) or isinstance(self.capture_after, bool) or self.capture_after < 1:
             raise OptionError(f"capture_after is {self.capture_after!r}; expected an int >= 1")
         policy = Policy("inference", static_roles=self.static_roles, copy_roles=self.copy_roles)
-        options = Options(
-            mode="inference",
-            policy=policy,
-            backend=self.backend,
-            device=self.device,
-            warmup_steps=self.capture_after,
-            on_failure=self.on_failure,
-            allow=self.allow,
-            watch=self.watch,
-            compile=self.compile,
-            max_graphs=self.max_graphs,
-            verify=self.verify,
-            min_speedup=self.min_speedup,
-            outputs=self.outputs,
-            autograd=True,
-            memory_budget=self.memory_budget,
-        )
-        object.__setattr__(self, "step", options)
+        # The step underneath is given batches that are padded already.
+        own = {"mode": "inference", "policy": policy, "warmup_steps": self.capture_after, "autograd": True, **UNPADDED}
+        object.__setattr__(self, "step", Options(**{**self.shared(), **own}))
 
     @hands_over
     def is_enabled(self) -> bool:

@@ -19,7 +19,13 @@ _COUNTS = (
 
 
 def describe_data(
-    stats: Stats, *, plans: int, programs: Sequence[Any], notes: Sequence[str] = (), part: str = ""
+    stats: Stats,
+    *,
+    plans: int,
+    programs: Sequence[Any],
+    notes: Sequence[str] = (),
+    part: str = "",
+    updates: int | None = None,
 ) -> dict[str, Any]:
     """What :func:`graphplan.report.text.describe` says, and of each program what :func:`describe_program` gave."""
     gain = stats.gain()
@@ -27,8 +33,9 @@ def describe_data(
         name: {"seconds": stats.phases[name], "calls": calls} for name, calls in stats.phase_counts.items() if calls
     }
     return {
-        "headline": summary(stats, plans=plans, part=part),
+        "headline": summary(stats, plans=plans, part=part, updates=updates),
         "plans": plans,
+        "optimizer_steps": updates,
         "stats": {name: getattr(stats, name) for name in _COUNTS},
         "skipped": {reason.name.lower(): count for reason, count in stats.skipped.items()},
         "reasons": dict(stats.reasons),

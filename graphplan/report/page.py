@@ -40,7 +40,11 @@ def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 def _drawings(figure_type: Any, data: Mapping[str, Any]) -> dict[str, str]:
     """Drawings by title, as SVG elements."""
     timeline = data["timeline"]
-    return {"Calls": _svg(figure_type, _draw_calls, timeline), "Time": _svg(figure_type, _draw_times, data)}
+    return {
+        "Calls": _svg(figure_type, _draw_calls, timeline),
+        "Time": _svg(figure_type, _draw_times, data),
+        "Memory of static inputs and programs": _svg(figure_type, _draw_memory, data),
+    }
 
 
 def _svg(figure_type: Any, draw: Any, facts: Any) -> str:
@@ -60,6 +64,15 @@ def _draw_calls(axes: Any, timeline: Sequence[Mapping[str, Any]]) -> None:
     axes.set(yticks=[], xlabel="call")
     if timeline:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.35), ncols=6, frameon=False)
+
+
+def _draw_memory(axes: Any, data: Mapping[str, Any]) -> None:
+    """Mebibytes that static inputs and programs take, from each change of what calls are to the next."""
+    timeline, calls = data["timeline"], data["stats"]["calls"]
+    ends = [stretch["first"] for stretch in timeline] + [calls]
+    sizes = [stretch["bytes"] / 2**20 for stretch in timeline] + [data["stats"]["bytes_static"] / 2**20]
+    axes.step(ends, sizes, where="post", color=COLORS["captured"])
+    axes.set(xlabel="call", ylabel="MiB", ylim=(0, None))
 
 
 def _draw_times(axes: Any, data: Mapping[str, Any]) -> None:

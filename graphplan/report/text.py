@@ -10,8 +10,8 @@ CLOSED = "no step of this fit can be captured"
 """How the note on a fit begins that is refused as a whole, before its first step."""
 
 
-def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int, part: str = "") -> str:
-    """One line on a fit that is over: :func:`summary`, or why there is nothing to sum up."""
+def without_programs(stats: Stats, backend: str, warmup_steps: int) -> str:
+    """One line on a fit in which nothing was captured; empty where something was."""
     if backend == "eager":
         return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
     if stats.captured == 0 and stats.skipped and max(stats.skipped.values()) > stats.calls // 2:
@@ -22,16 +22,19 @@ def outcome(stats: Stats, *, plans: int, backend: str, warmup_steps: int, part: 
             f"graphplan: no step was captured in {stats.calls} steps; the first capture comes with step "
             f"{warmup_steps + 3} of one batch signature, or seven later where eager ones are timed (see min_speedup)"
         )
-    return summary(stats, plans=plans, part=part)
+    return ""
 
 
-def summary(stats: Stats, *, plans: int, part: str = "") -> str:
+def summary(stats: Stats, *, plans: int, part: str = "", updates: int | None = None) -> str:
     """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory. ``part`` is
-    what is replayed of a step, if that is not all of it.
+    what is replayed of a step, if that is not all of it. ``updates`` are the optimizers' steps, if they were counted:
+    where these are not as many, both numbers are told.
     """
+    is_same = updates in (None, stats.calls)
+    unit = "steps" if is_same else f"calls of training_step ({updates} optimizer steps)"
     parts = [
         f"{plans} plan{'' if plans == 1 else 's'}",
-        f"{stats.replayed} of {stats.calls} steps replayed{part and f' ({part})'}",
+        f"{stats.replayed} of {stats.calls} {unit} replayed{part and f' ({part})'}",
         f"{stats.eager} eager{_why(stats)}, {stats.traced} traced, {stats.captured} captured",
     ]
     if stats.recaptured:
@@ -56,9 +59,9 @@ def _why(stats: Stats) -> str:
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-def describe(stats: Stats, *, plans: int, notes: Sequence[str] = (), part: str = "") -> str:
+def describe(stats: Stats, *, plans: int, notes: Sequence[str] = (), part: str = "", updates: int | None = None) -> str:
     """The summary, why steps were eager, what was invalidated, launches and phases, one fact per line."""
-    lines = [summary(stats, plans=plans, part=part)]
+    lines = [summary(stats, plans=plans, part=part, updates=updates)]
     lines += [f"  eager {count}x: {text}" for text, count in stats.reasons.items()]
     lines += [f"  event {count}x: {text}" for text, count in stats.events.items()]
     lines += [f"  {note}" for note in notes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -55,9 +55,136 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Option, check, and what is expected."""
 
 
-@dataclass(frozen=True)
-class Options:
-    """What :func:`graphplan.graph_step` and :func:`graphplan.graphed` take besides the step and its owners; see there.
+UNPADDED: dict[str, Any] = {"shapes": "exact", "buckets": None, "pad": 0, "dynamic": None, "mask": None}
+"""The options of batches that are left as they come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """What :func:`graphplan.graph_step`, :func:`graphplan.graphed` and the callback take.
+
+    Args:
+        backend: ``"auto"`` (a CUDA graph if the tensors are on CUDA, the tape on the CPU), ``"cudagraph"``,
+            ``"tape"``, or ``"eager"``.
+        on_failure: ``"raise"`` (refusals before the first good replay raise, later ones go on eagerly with a warning)
+            or ``"eager"`` (always go on, without graphplan).
+        allow: paths (or patterns) of Python effects that replays may leave out, such as ``"model.calls"``.
+        watch: installed packages (top-level names) whose globals, classes and closures are guarded as the user's own
+            are, in the whole process; without it, what they hold there is trusted, and found by checks alone.
+        compile: ``True`` compiles the modules among the owners (in a Trainer the module's parts and its ``forward``)
+            with ``torch.compile`` before their first step: the captured kernels are compiled ones, and the numbers the
+            compiler's. Or arguments of ``torch.compile`` by name; without them nothing is compiled on the CPU.
+        max_graphs: number of programs that are kept. One that is no longer in use makes room for another. While all
+            are used, or if signatures come that never come again, calls without a program are eager.
+        memory_budget: bytes that all programs together may compute in (the callback's: those of training, and as much
+            those of evaluation); None: as many as the device has. The need of a program is estimated from its traces.
+            A program that is too large is not captured: its steps are eager, with one warning and the reason in the
+            report. Programs that were used least recently make room.
+        verify: which replays are checked against the eager step: ``"geometric"`` (1, 2, 4, 8, … and then every 1000th,
+            or so seldom that checks take 0.2 s in the first 64 replays, and then 1 % of the time; of all shapes
+            together, and the first one of each), n for every n-th, or ``"off"``. A checked call runs the step eagerly
+            besides, from the same state, and eager's outcome stands; it needs copies of parameters and state meanwhile.
+        min_speedup: how many times as fast as eager steps the calls have to be, from the end of one to the end of the
+            next (in inference and evaluation: each by itself). The first seven calls (in inference: of each signature;
+            more where gradients are accumulated) are left alone, and five of them are timed. If replays are slower, or
+            the device is busy all the time, graphplan stands down: programs go, optimizers and Trainers are stock. So
+            they are after a refusal, unless that raises. 0 captures at once and keeps programs all the same. None: 1.0
+            on CUDA, 0 on the CPU.
+        shapes: ``"exact"`` (a program for each shape), or ``"bucket"``: batches are padded to a capture size. In
+            training the step is trained on what they are padded to: that is right if padding has no effect, under a
+            mask, with labels that the loss ignores. Before the first padded calls of each size (1, 2, 4, 8, …) and some
+            later ones the step is rehearsed on the batch as it came and on the padded one, and both are undone: if
+            something differs by more than rounding, the step is refused by its name, and the call has not happened;
+            under ``on_failure="eager"`` this and all further batches are trained on as they came. Dropout is left out
+            of the comparison; a step that draws other random numbers is refused. The first two calls, and batches
+            beyond the largest size, are not padded. Results are cut to their true size. In a Trainer, hooks and
+            Lightning's batch sizes are those of the batch as it came, and evaluation is not padded. ``graphed`` also
+            has ``"eager"``: the first shape has a program, others are eager.
+        buckets: capture sizes of dimension 0, in elements, or by dimension; see :func:`graphplan.buckets.fit`.
+        pad: what padding holds, a number or ``function(tensor, shape)``; or those by argument, by key of a dictionary
+            that is fed (``"labels"``) or by path (``"batch[1]"``).
+        dynamic: dimensions that may vary, by the same names; by default all but the last of an n-d tensor, all of a 1-d
+            one. Only those are padded.
+    """
+
+    backend: str = "auto"
+    on_failure: str = "raise"
+    allow: Sequence[str] = ()
+    watch: Sequence[str] = ()
+    compile: bool | Mapping[str, Any] = False
+    max_graphs: int = 16
+    memory_budget: int | None = None
+    verify: str | int | None = "geometric"
+    min_speedup: float | None = None
+    shapes: str = "exact"
+    buckets: Buckets | None = None
+    pad: PadValue | Mapping[str, PadValue] = 0
+    dynamic: Mapping[str, Dims] | None = None
+
+    def shared(self) -> dict[str, Any]:
+        """The options that a step underneath has, too, by name."""
+        names = {each.name for each in fields(Options)}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(CommonOptions):
+    """What :func:`graphplan.graph_step` and the callback take.
+
+    Args:
+        warmup_steps: number of eager calls before a feed signature is traced; at least 1. Once the step has had so
+            many, a further signature that comes often takes one of its own.
+        eager_if: a predicate over the step's arguments (in a Trainer: ``(batch, batch_idx)``), or n for every n-th call
+            (batch of an epoch): these calls run eagerly.
+        prepare_optimizers: whether optimizers may be made capturable while their step runs (see
+            :func:`prepare_optimizer`); what was changed is in the report, and not in checkpoints.
+        fuse_optimizer: whether foreach optimizers are switched to torch's fused kernels if it has them on the device
+            (Adam, AdamW, SGD): faster, with other rounding. On the CPU they are what makes an optimizer capturable.
+        max_recaptures: number of captures in a row that may come to fewer than 16 replays each before the step is
+            refused.
+        debug: wait for the device after each capture and each first replay, and name the program in its errors; if
+            torch can, also check before each replay that the memory that the recording reads was not freed.
+        debug_eager: run the step itself where a program would be replayed, on the program's own inputs: tells a fault
+            of the recording from one of everything around it. Nothing is replayed, and so nothing is checked.
+        prefetch: whether inputs of 4 MiB and more in pinned host memory are copied to the device while it is busy with
+            the replay before, into buffers as large, one for each program: with ``device=``, or in a Trainer where
+            ``transfer`` leaves batches in host memory. They have to be written when they are fed (as a ``DataLoader``'s
+            are), not by work that the device still has to do.
+    """
+
+    warmup_steps: int = 3
+    eager_if: EagerIf = None
+    prepare_optimizers: bool = True
+    fuse_optimizer: bool = False
+    max_recaptures: int = 16
+    debug: bool = False
+    debug_eager: bool = False
+    prefetch: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions(TrainingOptions):
+    """What :func:`graphplan.graph_step` takes beside the step.
+
+    Args:
+        mode: ``"train"`` or ``"inference"``: which default policy holds.
+        policy: which roles are static and which are copied in; overrides ``mode``.
+        device: where to move fed tensors; without it they must be where the step computes.
+        mask: the argument that gets a boolean tensor which is true for what is not padding.
+        owners: objects whose tensors make up the step's state, by name or as a sequence. Modules and optimizers that
+            the step uses are found without being named.
+    """
+
+    mode: str = "train"
+    policy: Policy | None = None
+    device: str | torch.device | None = None
+    mask: str | None = None
+    owners: Mapping[str, Any] | Sequence[Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(TrainingOptions):
+    """The options of a step, whichever way they were given.
 
     ``autograd``: whether calls whose results shall have gradients flow through them are eager, instead of detached.
 
@@ -67,31 +194,10 @@ class Options:
 
     mode: str = "train"
     policy: Policy | None = None
-    backend: str = "auto"
     device: str | torch.device | None = None
-    warmup_steps: int = 3
-    on_failure: str = "raise"
-    allow: Sequence[str] = ()
-    watch: Sequence[str] = ()
-    eager_if: EagerIf = None
-    prepare_optimizers: bool = True
-    max_graphs: int = 16
-    fuse_optimizer: bool = False
-    compile: bool | Mapping[str, Any] = False
-    verify: str | int | None = "geometric"
-    min_speedup: float | None = None
-    max_recaptures: int = 16
-    debug: bool = False
-    debug_eager: bool = False
+    mask: str | None = None
     outputs: str = "clone"
     autograd: bool = False
-    memory_budget: int | None = None
-    prefetch: bool = False
-    shapes: str = "exact"
-    buckets: Buckets | None = None
-    pad: PadValue | Mapping[str, PadValue] = 0
-    mask: str | None = None
-    dynamic: Mapping[str, Dims] | None = None
 
     def __post_init__(self) -> None:
         check_mode(self.mode)

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,9 @@ def made(kinds: str) -> Stats:
 
 def test_a_timeline_has_a_stretch_for_each_change() -> None:
     assert made("eerrre").timeline() == [
-        Stretch("eager", 0, 2, None),
-        Stretch("replayed", 2, 3, 3.0),
-        Stretch("eager", 5, 1, 1.0),
+        Stretch("eager", 0, 2, None, 0),
+        Stretch("replayed", 2, 3, 3.0, 0),
+        Stretch("eager", 5, 1, 1.0, 0),
     ]
     assert Stats().timeline() == []
 
@@ -98,10 +99,38 @@ def test_seconds_saved_and_spent() -> None:
     assert "step 3000000 -> 1000000 µs; saved 8.0 s and spent 2.0 s on it: net +6.0 s" in summary(stats, plans=1)
 
 
+def test_steps_are_counted_as_the_trainer_counts_them() -> None:
+    """Where an optimizer steps after several batches, both numbers are told; a second fit begins anew."""
+    callback = GraphPlanCallback(backend="tape")
+    fit(callback)
+    assert "optimizer steps" not in callback.report()
+    callback = GraphPlanCallback(backend="tape")
+    fit(callback, accumulate_grad_batches=2)
+    first = callback.report()
+    calls = callback.stats.calls
+    assert f"of {calls} calls of training_step ({calls // 2} optimizer steps) replayed" in first
+    assert json.loads(callback.report("json"))["training"]["optimizer_steps"] == calls // 2
+    assert f"({calls // 2} optimizer steps)" in pickle.loads(pickle.dumps(callback)).report()
+    fit(callback, accumulate_grad_batches=2)
+    assert callback.report().count(f"of {calls} calls of training_step ({calls // 2} optimizer steps) replayed") == 2
+
+
+def test_memory_is_a_part_of_the_timeline() -> None:
+    """Nothing before the first capture, what the program takes from then on."""
+    callback = GraphPlanCallback(backend="tape")
+    fit(callback)
+    by_kind = {stretch.kind: stretch.bytes for stretch in callback.stats.timeline()}
+    assert by_kind["eager"] == by_kind["traced"] == 0
+    assert by_kind["replayed"] == callback.stats.bytes_static > 0
+
+
 def test_a_part_of_the_step_is_named_in_the_headline() -> None:
     callback = GraphPlanCallback(backend="tape", on_failure="eager")
     fit(callback, HostOptimizer())
-    assert "steps replayed (forward and backward alone)" in callback.report().splitlines()[0]
+    assert (
+        "calls of training_step (16 optimizer steps) replayed (forward and backward alone)"
+        in callback.report().splitlines()[0]
+    )
     callback = GraphPlanCallback(backend="tape", components="optimizer")
     fit(callback)
     assert callback.stats.replayed

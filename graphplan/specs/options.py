@@ -1,0 +1,81 @@
+"""Options by keyword: a function takes the fields of a dataclass, whose documentation becomes a part of its own."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+First = TypeVar("First")
+Taken = TypeVar("Taken")
+Result = TypeVar("Result")
+_ARGS = re.compile(r"^Args:\n((?: .*\n?)+)", re.MULTILINE)
+_END = re.compile(r"^( *)(?:Returns|Raises):$", re.MULTILINE)
+
+
+class TakesOptionalFirst(Protocol[P]):
+    """A function of an optional first argument, which a decorator is called without, and of options."""
+
+    def __call__(self, fn: Callable[..., Any] | None = None, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Call it."""
+
+
+def takes(
+    options: Callable[P, Taken],
+) -> Callable[[Callable[[First, Taken], Result]], Callable[Concatenate[First, P], Result]]:
+    """A decorator: the function of ``(first, options)`` becomes one of ``(first, *, the fields of options)``.
+
+    Args:
+        options: a dataclass with keyword-only fields. Entries of ``Args:`` in its docstring, and in those of its bases,
+            are added to the function's.
+    """
+    return lambda function: _taking(function, options)
+
+
+def takes_optionally(
+    options: Callable[P, Taken],
+) -> Callable[[Callable[[Any, Taken], Any]], TakesOptionalFirst[P]]:
+    """:func:`takes`, where the first argument may be missing (the function gets None)."""
+    return lambda function: _taking(function, options, default=None)
+
+
+def _taking(function: Callable[..., Any], options: Any, default: Any = inspect.Parameter.empty) -> Any:
+    fields = inspect.signature(options).parameters
+    own = inspect.signature(function)
+    first = next(iter(own.parameters.values())).replace(default=default)
+    called = function.__qualname__.removesuffix(".__init__")
+    signature = own.replace(parameters=[first, *fields.values()])
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        wrong = [name for name in kwargs if name not in signature.parameters]
+        if wrong:
+            close = difflib.get_close_matches(wrong[0], fields, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"options are {', '.join(fields)}"
+            raise TypeError(f"{called} has no option {wrong[0]!r}: {hint}")
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{called}: {error}; options are passed by keyword") from None
+        return function(bound.pop(first.name, first.default), options(**bound))
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+    call.__doc__ = function.__doc__ and with_arguments(function.__doc__, options)
+    return call
+
+
+def with_arguments(doc: str, options: type) -> str:
+    """``doc`` with what ``options`` and its bases say under ``Args:``, before ``Returns:`` or ``Raises:``."""
+    docs = [kind.__dict__.get("__doc__") or "" for kind in reversed(options.__mro__)]
+    entries = [found[1].rstrip() for found in map(_ARGS.search, map(inspect.cleandoc, docs)) if found]
+    end = _END.search(doc)
+    assert end is not None, f"neither Returns: nor Raises: in {doc!r}"
+    indent, before, after = end[1], doc[: end.start()].rstrip(), doc[end.start() :]
+    section = "" if f"\n{indent}Args:\n" in before else f"\n\n{indent}Args:"
+    return before + section + "\n" + textwrap.indent("\n".join(entries), indent) + "\n\n" + after
