@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 
 class SkipReason(Enum):
@@ -32,7 +33,7 @@ class SkipReason(Enum):
     CAPTURE = "the backend could not record the step"
     EAGER_IF = "eager_if asked for an eager step"
     ENABLE_IF = "enable_if said no"
-    GRADIENT = "gradients are wanted"
+    GRADIENT = "gradients are wanted: call it under torch.no_grad() or torch.inference_mode()"
     BUCKET = "no capture size fits"
     PADDING = "padding changes what comes out"
     CHECK = "a padded call was compared with the call as it came"
@@ -57,6 +58,10 @@ class SkipReason(Enum):
 
 class GraphPlanError(Exception):
     """Root of all errors raised by graphplan."""
+
+    def briefly(self) -> Self:
+        """The error without the frames in which it was found, to be raised again: its message names the culprit."""
+        return self.with_traceback(None)
 
 
 class PolicyError(GraphPlanError, ValueError):

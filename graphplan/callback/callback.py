@@ -384,8 +384,7 @@ class GraphPlanCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Remove the seam: Lightning calls nothing else after a failure. The user's errors show the user's frames."""
         self._remove()
-        if not isinstance(exception, GraphPlanError):
-            leave_out_own_frames(exception.__traceback__)
+        leave_out_own_frames(exception.__traceback__, is_refusal=isinstance(exception, GraphPlanError))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -122,17 +122,18 @@ def pass_errors_on(code: CodeType) -> None:
     _passing.add(code)
 
 
-def leave_out_own_frames(trace: TracebackType | None) -> None:
+def leave_out_own_frames(trace: TracebackType | None, *, is_refusal: bool = False) -> None:
     """Relink a traceback so that no frame after its first one is this package's, unless the last one is: an error that
-    is raised here is one of this package's.
+    is raised here is one of this package's. Of a refusal the last one alone is left.
     """
     last = trace
     while last is not None and last.tb_next is not None:
         last = last.tb_next
-    if last is None or (is_ours(last.tb_frame.f_code.co_filename) and last.tb_frame.f_code not in _passing):
+    is_own = last is None or (is_ours(last.tb_frame.f_code.co_filename) and last.tb_frame.f_code not in _passing)
+    if is_own and not is_refusal:
         return
     while trace is not None:
-        following = _next_of_others(trace.tb_next)
+        following = _next_of_others(trace.tb_next) or (last if is_own and trace is not last else None)
         trace.tb_next, trace = following, following
 
 

@@ -144,11 +144,8 @@ def _capture(call: Callable[..., Any], step: GraphedStep, arguments: Any, dims: 
         )
         if why is not None:
             break
-    hint = ": call prewarm under torch.inference_mode(), as the calls to come" if why is SkipReason.GRADIENT else ""
     text = why.value if why is not None else "no capture came"
-    raise OptionError(
-        f"nothing is captured for the size {dict(dims)}: {text}{hint}; expected calls that can be replayed"
-    )
+    raise OptionError(f"nothing is captured for the size {dict(dims)}: {text}; expected calls that can be replayed")
 
 
 def _estimate(step: GraphedStep, wanted: Sequence[Mapping[int, int]]) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from graphplan.errors import GraphPlanError
+
 P = ParamSpec("P")
 First = TypeVar("First")
 Taken = TypeVar("Taken")
@@ -62,7 +64,10 @@ def _taking(function: Callable[..., Any], options: Any, default: Any = inspect.P
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{called}: {error}; options are passed by keyword") from None
-        return function(bound.pop(first.name, first.default), options(**bound))
+        try:
+            return function(bound.pop(first.name, first.default), options(**bound))
+        except GraphPlanError as error:
+            raise error.briefly()  # noqa: B904
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     call.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}

@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from graphplan.compare import building as native
 from graphplan.compare.comparing import Tensors
-from graphplan.errors import OptionError, SkipReason
+from graphplan.errors import GraphPlanError, OptionError, SkipReason
 from graphplan.feed.signature import Feed
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
@@ -95,9 +95,11 @@ class GraphedStep(Method, CallLock, Reports):
             return self._serve(args, kwargs, before)
         except Exception as error:
             refusal = self.machine.refusal_of(error)
-            if refusal is None:
-                raise
-            return self.machine.recover(refusal, args, kwargs)
+            if refusal is not None:
+                return self.machine.recover(refusal, args, kwargs)
+            if isinstance(error, GraphPlanError):
+                raise error.briefly()  # noqa: B904
+            raise
         finally:
             self._turn.release()
 
