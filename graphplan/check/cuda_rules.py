@@ -1,49 +1,82 @@
-"""CUDA's rules for a step that is traced on the CPU: calls that do nothing there wait for a CUDA device."""
+"""CUDA's rules for a step that is traced on the CPU: copies that do nothing there, between a device and the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _device
+from torch.utils.weak import WeakIdKeyDictionary
 
-from graphplan.errors import HostSyncError
+from graphplan.errors import HostSyncError, TemporaryCopyError
 from graphplan.observe.source import find_source
 from graphplan.trace.mode import refuse_trace
 
-_CONDITIONS: dict[str, Callable[..., bool]] = {
-    "cpu": lambda *args, **kwargs: True,
-    # A device by name is the host's wherever the step runs; ``self.device`` is not.
-    "to": lambda *args, **kwargs: any(isinstance(one, str) and one == "cpu" for one in (*args[1:], *kwargs.values())),
-}
-"""Methods of tensors that copy to the host, and when. What reads values is refused on the CPU, too."""
+_COPIES = ("cpu", "to", "type_as")
+"""Methods of tensors that copy between devices. What reads values is refused on the CPU, too."""
 
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Refuse steps that are traced in the block for copies to the host, though their tensors are there already."""
-    # Tensor inherits both from its class in C.
-    for name, waits in _CONDITIONS.items():
-        setattr(Tensor, name, _refused(getattr(Tensor, name), name, waits))
+    """Refuse steps that are traced in the block for copies to the host, and for copies of host memory to the device,
+    though all their tensors are on the host.
+    """
+    on_host = WeakIdKeyDictionary()
+    named = {getattr(function, "__name__", ""): function for function in _device._device_constructors()}
+    makers: dict[str, Any] = {name: make for name, make in named.items() if getattr(torch, name, None) is make}
+    for name, function in makers.items():
+        setattr(torch, name, _noting(function, on_host))
+    for name in _COPIES:
+        # Tensor inherits these from its class in C.
+        setattr(Tensor, name, _preceded(getattr(Tensor, name), partial(_check_copy, name, on_host)))
     try:
         yield
     finally:
-        for name in _CONDITIONS:
+        for name in _COPIES:
             delattr(Tensor, name)
+        for name, function in makers.items():
+            setattr(torch, name, function)
 
 
-def _refused(original: Callable[..., Any], name: str, waits: Callable[..., bool]) -> Callable[..., Any]:
+def _preceded(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     @wraps(original)
     def method(*args: Any, **kwargs: Any) -> Any:
-        if waits(*args, **kwargs):
-            refuse_trace(
-                HostSyncError,
-                f"the step copies a tensor to the host with .{name}() at {find_source()}: on a CUDA device that waits "
-                "for all work before it, and a replay runs no Python that could use the copy. Return the tensor and "
-                "copy it after the step",
-            )
+        check(args, kwargs)
         return original(*args, **kwargs)
 
     return method
+
+
+def _noting(original: Callable[..., Any], on_host: WeakIdKeyDictionary) -> Callable[..., Any]:
+    """A function that makes a tensor, which lies on the host unless a device is named or is the default."""
+
+    @wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if kwargs.get("device") is None and type(made) is Tensor and made.device.type == "cpu":
+            on_host[made] = True
+        return made
+
+    return make
+
+
+def _check_copy(name: str, on_host: WeakIdKeyDictionary, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    targets = (*args[1:], *kwargs.values())
+    # A device by name is the host's wherever the step runs; ``self.device`` is not.
+    if name == "cpu" or any(isinstance(target, str) and target == "cpu" for target in targets):
+        refuse_trace(
+            HostSyncError,
+            f"the step copies a tensor to the host with .{name}() at {find_source()}: on a CUDA device that waits "
+            "for all work before it, and a replay runs no Python that could use the copy. Return the tensor and "
+            "copy it after the step",
+        )
+    elif args[0] in on_host and any(isinstance(target, Tensor | torch.device | str) for target in targets):
+        refuse_trace(
+            TemporaryCopyError,
+            f"the step makes a tensor in host memory and copies it with .{name}() at {find_source()}: on a CUDA device "
+            "a graph would copy from that address for ever. Make it on the device (device=...), or feed it to the step",
+        )

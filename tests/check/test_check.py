@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from graphplan import check_step
 from graphplan.check import fit
@@ -77,6 +79,29 @@ def test_a_copy_to_the_host_that_does_nothing_on_the_host() -> None:
     assert ".to() at subjects.py" in result.blockers[0]
     assert result.replayed == "replayed on the CPU, and not on a CUDA device"
     assert "to" not in vars(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_copied"),
+    [
+        (lambda x: torch.arange(8.0).to(x.device), True),
+        (lambda x: torch.tensor([2.0]).to(x), True),
+        (lambda x: torch.rand(8).type_as(x), True),
+        (lambda x: torch.arange(8.0, device=x.device).to(x.device), False),
+        (lambda x: torch.arange(8, device=x.device).to(x), False),
+        (lambda x: torch.ones(8, device=x.device).to(torch.float64).to(x.dtype), False),
+        (lambda x: x.new_ones(8).to(x.device), False),
+    ],
+    ids=["arange", "tensor", "rand", "on device", "on device to tensor", "to dtype", "new_ones"],
+)
+def test_a_copy_of_host_memory_that_does_nothing_on_the_host(make: Callable[[Tensor], Tensor], is_copied: bool) -> None:
+    """Blocks a graph where it was made without a device and goes to one; all is as before afterwards."""
+    before = [torch.arange, torch.tensor, Tensor.to, Tensor.type_as]
+    result = check_step(lambda x: (x * make(x)).sum(), [(torch.randn(8),)])
+    found = [blocker for blocker in result.blockers if "makes a tensor in host memory and copies it" in blocker]
+    assert bool(found) == is_copied, result.text()
+    assert all("Make it on the device (device=...)" in blocker for blocker in found)
+    assert [torch.arange, torch.tensor, Tensor.to, Tensor.type_as] == before
 
 
 def test_a_part_that_is_replayed_meanwhile() -> None:
