@@ -92,13 +92,13 @@ def _result(options: argparse.Namespace) -> Result:
     batches = None if options.batch is None else _batches(options.batch)
     first = make()
     if hasattr(first, "training_step"):
-        return check_fit(make, data if batches is None else lambda: batches, name=name)
+        return check_fit(make, data if batches is None else lambda: batches, name=name, progress=True)
     if not callable(first):
         raise OptionError(f"{name} is a {type(first).__name__}; expected a LightningModule, or a step to call")
     if batches is None:
         raise OptionError(f"{name} is a step, and is called with --batch, which is missing")
     calls = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    return check_step(first, calls, name=name)
+    return check_step(first, calls, name=name, progress=True)
 
 
 def _makers(options: argparse.Namespace) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -19,7 +19,7 @@ from graphplan.plan.plan import Plan
 from graphplan.report.stats import Stats
 
 
-def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "fit") -> Result:
+def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "fit", progress: bool = False) -> Result:
     """Train a module for a few steps on the CPU, and list everything that would keep its steps from being replays.
 
     Examples:
@@ -33,6 +33,7 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
         data: returns a DataModule, a DataLoader, a Dataset of batches, or a list of batches; None if the module has
             loaders of its own.
         name: what the result is headed with.
+        progress: whether to draw a bar, on a terminal where rich is installed.
 
     Returns:
         The result. ``print(result.text())`` lists the blockers.
@@ -65,7 +66,7 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
             stats, _, _ = run("optimizer")
         return "; components='optimizer' would replay the optimizer's step alone" if stats.replayed else ""
 
-    return check(run, name, meanwhile)
+    return check(run, name, meanwhile, progress=progress)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from graphplan.check.facts import facts_of
 from graphplan.check.result import Result, blockers_of
 from graphplan.errors import SkipReason
 from graphplan.plan.plan import Plan
+from graphplan.report.progress import bar
 from graphplan.report.stats import Stats
 from graphplan.report.text import CLOSED
 from graphplan.step.graphed_step import graph_step
@@ -33,6 +34,7 @@ def check_step(
     *,
     owners: Mapping[str, Any] | Sequence[Any] | None = None,
     name: str = "step",
+    progress: bool = False,
 ) -> Result:
     """Run a step a few times on the CPU, and list everything that would keep it from being one replay.
 
@@ -55,6 +57,7 @@ def check_step(
         calls: the positional arguments of one call each; they repeat.
         owners: objects whose tensors the step uses, as for :func:`graph_step`.
         name: what the result is headed with.
+        progress: whether to draw a bar, on a terminal where rich is installed.
 
     Returns:
         The result. ``print(result.text())`` lists the blockers.
@@ -74,11 +77,15 @@ def check_step(
         step.close()
         return stats, plan, []
 
-    return check(run, name)
+    return check(run, name, progress=progress)
 
 
 def check(
-    run: Callable[[], tuple[Stats, Plan | None, list[str]]], name: str, meanwhile: Callable[[], str] = str
+    run: Callable[[], tuple[Stats, Plan | None, list[str]]],
+    name: str,
+    meanwhile: Callable[[], str] = str,
+    *,
+    progress: bool = False,
 ) -> Result:
     """The result of two runs: one in which refusals are collected, and one as it would be.
 
@@ -87,16 +94,15 @@ def check(
             training steps, their latest plan, and notes on what is replayed.
         name: what the result is headed with.
         meanwhile: says what other options would replay, of a step that is not replayed; asked for such a one only.
+        progress: whether to draw a bar, on a terminal where rich is installed.
     """
-    with ExitStack() as rules:
-        rules.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        found = rules.enter_context(collecting())
-        rules.enter_context(cuda_rules())
-        _, collected_plan, _ = run()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        stats, plan, notes = run()
+    with bar("check", 2, is_shown=progress) as begin:
+        begin("collecting blockers")
+        found, collected_plan = _collect(run)
+        begin("replaying")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            stats, plan, notes = run()
     refused = {reason for reason in stats.skipped if reason not in _NO_REFUSALS}
     closed = tuple(note for note in notes if note.startswith(CLOSED))
     blockers = (*closed, *blockers_of(found.values(), stats if refused else Stats()))
@@ -109,6 +115,17 @@ def check(
         replayed=_replayed(stats, notes, meanwhile, is_blocked=bool(blockers)),
         plan=None if best is None else facts_of(best),
     )
+
+
+def _collect(run: Callable[[], tuple[Stats, Plan | None, list[str]]]) -> tuple[dict[str, Any], Plan | None]:
+    """What refuses the step under CUDA's rules, by its text, and the plan of a step that was let go on all the same."""
+    with ExitStack() as rules:
+        rules.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        found = rules.enter_context(collecting())
+        rules.enter_context(cuda_rules())
+        _, plan, _ = run()
+    return found, plan
 
 
 def _replayed(stats: Stats, notes: Sequence[str], meanwhile: Callable[[], str], *, is_blocked: bool) -> str:

@@ -14,12 +14,12 @@ from torch import Tensor
 from graphplan.environment.devices import is_accelerator
 from graphplan.errors import OptionError, SkipReason
 from graphplan.feed.signature import Feed
+from graphplan.report.progress import bar, draws_bars
 from graphplan.step.buckets import Ladders
 from graphplan.step.dimensions import Dynamic, outer_first
 from graphplan.step.graphed_step import GraphedStep
 
 Size = int | Mapping[int, int]
-_BAR = 24
 _CALLS = 64
 """A size is called at most this often; a capture that has not come by then does not come."""
 
@@ -94,12 +94,13 @@ def prewarm(
     wanted = _parse_sizes(sizes, ladders, order)
     before = step.stats.captured
     estimate = 0
-    for number, dims in enumerate(wanted):
-        _show(progress, number, len(wanted), dims, estimate)
-        with step.machine.timing.asked_for():
-            _capture(call, step, specimen.resized(dynamic, dims), dims)
-        if number == 0:
-            estimate = _estimate(step, wanted)
+    with bar("prewarm", len(wanted), is_shown=progress is True) as begin:
+        for number, dims in enumerate(wanted):
+            begin(_show(progress, number, len(wanted), dims, estimate))
+            with step.machine.timing.asked_for():
+                _capture(call, step, specimen.resized(dynamic, dims), dims)
+            if number == 0:
+                estimate = _estimate(step, wanted)
     _show(progress, len(wanted), len(wanted), {}, estimate)
     used = sum(program.nbytes for program in step.programs)
     return Prewarmed(tuple(wanted), step.stats.captured - before, estimate, used)
@@ -160,15 +161,14 @@ def _estimate(step: GraphedStep, wanted: Sequence[Mapping[int, int]]) -> int:
 
 def _show(
     progress: bool | Callable[[str], object], done: int, total: int, dims: Mapping[int, int], estimate: int
-) -> None:
-    if not progress:
-        return
-    filled = _BAR * done // total
+) -> str:
+    """Tell of the size that comes next, unless a bar does; what the bar is given."""
     size = " x ".join(map(str, dims.values()))
-    text = f"prewarm [{'#' * filled}{'.' * (_BAR - filled)}] {done}/{total}" + (f" size {size}" if size else "")
-    text += f", about {estimate / 2**20:.1f} MiB" if estimate else ""
+    facts = [f"size {size}"] if size else []
+    facts += [f"about {estimate / 2**20:.1f} MiB"] if estimate else []
+    text = f"prewarm {done}/{total}" + (f" {', '.join(facts)}" if facts else "")
     if callable(progress):
         progress(text)
-    else:
-        sys.stderr.write(f"\r{text}" + ("\n" if done == total else ""))
-        sys.stderr.flush()
+    elif progress and not draws_bars():
+        sys.stderr.write(f"{text}\n")
+    return ", ".join(facts)

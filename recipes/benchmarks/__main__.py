@@ -30,6 +30,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from graphplan.report.progress import bar
 from recipes.benchmarks.bars import bars
 from recipes.benchmarks.catalogue import CONTENDERS, PEER, SETS, WAYS, Contender
 from recipes.benchmarks.tables import draw, markdown, show
@@ -244,13 +245,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_cuda(parser(), cpu=args.cpu)
     for path in filter(None, (args.json, args.markdown, args.chart)):
         path.parent.mkdir(parents=True, exist_ok=True)
-    for workload, contender in left:
-        start = perf_counter()
-        print(f"{workload}: {Contender(contender).label} ...", end=" ", file=sys.stderr, flush=True)
-        rows = in_order(rows + run_child(args, workload, contender))
-        print(f"{perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(summary(args, argv, rows), indent=1) + "\n")
+    with bar("benchmark", len(left)) as begin:
+        for workload, contender in left:
+            start, label = perf_counter(), f"{workload}: {Contender(contender).label}"
+            begin(label)
+            rows = in_order(rows + run_child(args, workload, contender))
+            print(f"{label}: {perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(summary(args, argv, rows), indent=1) + "\n")
     result = summary(args, argv, rows)
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
