@@ -72,7 +72,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Lightning callback only when somebody asks for it: the core needs torch alone."""
+    """Import the Lightning callback only when it is asked for: the core needs torch alone."""
     if name == "GraphPlanCallback":
         from graphplan.environment.lightnings import installed_callback_class
 

@@ -22,7 +22,7 @@ class SkipReason(Enum):
     HOST_SYNC = "the step reads device values on the host"
     HOST_EFFECT = "the step changes Python state in a way that a replay cannot repeat"
     CONTROL_FLOW = "the step does not run the same operators each time"
-    UNOWNED_TENSOR = "the step depends on a tensor that nobody feeds or owns"
+    UNOWNED_TENSOR = "the step depends on a tensor that is neither fed nor owned"
     TEMPORARY_COPY = "the step copies from memory that does not outlive it"
     GENERATOR_SEEK = "the step sets a random generator's state"
     CARRY = "a tensor that the step rebinds changes its shape, dtype or device"
@@ -168,7 +168,7 @@ class ControlFlowError(RefusalError, RuntimeError):
 
 
 class UnownedTensorError(RefusalError, RuntimeError):
-    """A tensor that nobody feeds or owns is mutated, or is another one in each step."""
+    """A tensor that is neither fed nor owned is mutated, or is another one in each step."""
 
     reason = SkipReason.UNOWNED_TENSOR
 

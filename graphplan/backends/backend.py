@@ -104,7 +104,7 @@ class Backend(Protocol):
         return
 
     def trim(self) -> None:
-        """Give memory that nobody uses back to the device. Nothing to do where nothing is cached."""
+        """Give unused memory back to the device. Nothing to do where nothing is cached."""
         return
 
 

@@ -116,7 +116,7 @@ class GraphRecording:
             torch.cuda.synchronize(self._device)
             self._graph.reset()
             self._graph = None
-            # A pool without graphs stays reserved until somebody asks for this.
+            # A pool without graphs stays reserved until this is asked for.
             _empty_cache()
 
 

@@ -50,7 +50,7 @@ def _has_bindings() -> bool:
     try:
         return find_spec("cuda.bindings.driver") is not None
     except (ImportError, ValueError):
-        # No package of that name, or somebody else's.
+        # No package of that name, or another one.
         return False
 
 
@@ -97,7 +97,7 @@ def forget_workspaces() -> None:
     """Have torch give each stream's cuBLAS workspace back, and make a new one when it is next needed.
 
     A graph has the workspace's address in it, and torch keeps one for each stream: newer releases free it with the
-    first graph of that stream that is destroyed, whoever else still replays, and anybody may ask for that. What is made
+    first graph of that stream that is destroyed, while others still replay, and any code may ask for that. What is made
     anew in a capture lies in that capture's own memory, which stays for as long as the graph.
     """
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)

@@ -12,11 +12,11 @@ from time import perf_counter
 from typing import Protocol
 
 UNDISTURBED = Lock()
-"""Nobody looks while it is held: CUDA gives up the capture of a stream that is asked how far it is."""
+"""No look is taken while it is held: CUDA gives up the capture of a stream that is asked how far it is."""
 _PAUSE = 0.0002
 """Seconds between two looks, of which one takes some microseconds."""
 _MOST = 20_000
-"""Looks of a watch that nobody ends, as that of a fit's last step: four seconds or more."""
+"""Looks of a watch that is not ended, as that of a fit's last step: four seconds or more."""
 
 
 class Queue(Protocol):
@@ -53,7 +53,7 @@ class Idleness:
         try:
             is_idle = all(stream.query() for stream in self._streams)
         except RuntimeError:
-            # A fault of the device, which whoever uses it is told of.
+            # A fault of the device, which its next user is told of.
             self._looks = _MOST
             return
         finally:
@@ -65,7 +65,7 @@ class Idleness:
 
     def end(self) -> float:
         """Have it looked a last time, and say for what part of the time there was nothing to do, from 0 to 1; 1 where
-        nobody could look.
+        no look was possible.
         """
         self._ended.set()
         if self._thread.ident is None:

@@ -45,7 +45,7 @@ _CONSTANT = (
     "aten.arange.start_step", "aten.scalar_tensor.default", "aten.eye.default", "aten.linspace.default",
     "aten.tril_indices.default", "aten.triu_indices.default",
 )  # fmt: skip
-"""Operators whose results depend on no tensor: run once, unless somebody writes into the result. The ``*_like`` forms
+"""Operators whose results depend on no tensor: run once, unless the result is written to. The ``*_like`` forms
 are left out because a backward pass may hand their results to the user as gradients."""
 
 _MODES = ("torch.is_grad", "torch.is_inference", "torch.is_autocast", "torch.get_autocast", "torch.get_default_device")
@@ -74,7 +74,7 @@ class _Kernel:
     constant: bool
     overload: tuple[Any, tuple[str, ...]] | None = None
     # Some kernels look at the grad mode (an LSTM keeps a workspace for its backward pass), and only in inference mode
-    # may anybody write into what was made in it.
+    # may what was made in it be written to.
     modes: tuple[bool, bool] = field(
         default_factory=lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
     )
@@ -235,7 +235,7 @@ def _form(kernel: _Kernel) -> Any:
 
 
 def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
-    """Whether the kernel need not run again: it depends on no values, and nobody else writes where it does."""
+    """Whether the kernel need not run again: it depends on no values, and nothing else writes where it does."""
     return kernel.constant and all(writers[storage] == 1 for storage in kernel.writes)
 
 

@@ -96,8 +96,8 @@ class CallbackOptions(TrainingOptions):
         eval: whether validation, test and prediction steps are replayed too, in a fit and in ``Trainer.validate``,
             ``test`` and ``predict``. They follow the inference policy, by default with state static as well, since
             metrics that a step updates are state.
-        transfer: ``"auto"``: replays copy batches in from host memory where nobody else has them; ``"stock"``: never.
-        loop: ``"auto"``: what Lightning does around each step is left out where nobody uses it; ``"stock"``: never.
+        transfer: ``"auto"``: replays copy batches in from host memory where nothing else has them; ``"stock"``: never.
+        loop: ``"auto"``: what Lightning does around each step is left out where it is not used; ``"stock"``: never.
         components: ``"auto"``: the whole step; forward and backward alone where the optimizer cannot be captured. Or
             what to capture, whatever could be: ``("forward_backward",)``, ``("optimizer",)``, or both.
         log: whether the share of steps that were replayed, the microseconds of a replayed step and the number of

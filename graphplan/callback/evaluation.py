@@ -51,7 +51,7 @@ class EvaluationSeam(Seam):
         self._by_hook = {}
 
     def _gate_of(self, hook: str) -> Gate | None:
-        """What decides whether replays of ``hook`` pay; None if that is decided, or nobody asks."""
+        """What decides whether replays of ``hook`` pay; None if that is decided, or not asked for."""
         device = self._strategy.root_device
         if hook not in self._gates:
             least, gated = self._options.least_speedup(device), self._options.is_gated(device)

@@ -26,7 +26,7 @@ _own_hooks = 0
 
 
 def hooks_registered() -> int:
-    """How many hooks were registered through torch so far: without a new one, nobody got a hook."""
+    """How many hooks were registered through torch so far: without a new one, no hook was added."""
     return RemovableHandle.next_id - _own_hooks
 
 
@@ -40,7 +40,7 @@ def register_own(register: Callable[[Any], Any], hook: Any) -> Any:
 
 
 def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
-    """Hooks on the node that accumulates ``param``'s gradient: they last while somebody keeps that node."""
+    """Hooks on the node that accumulates ``param``'s gradient: they last as long as that node."""
     if not param.requires_grad or not param.is_leaf or is_sharded(param) or not has_memory(param):
         return []
     if param.is_inference():

@@ -15,7 +15,7 @@ _BELOW_VIEWS: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 
 
 def apart(vector: Tensor) -> Sequence[Tensor]:
-    """The elements of a vector that nobody else has, each a tensor of its own: a view among several would refuse to be
+    """The elements of a new vector, each a tensor of its own: a view among several would refuse to be
     written to with something that asks for gradients.
     """
     if _BELOW_VIEWS is None:

@@ -105,7 +105,7 @@ class Grown:
     def _names(self, items: Items, length: Scalar | None) -> Iterator[_Name]:
         found = list(self._names_of(items, 0, set()))
         if not found and length is not None:
-            # It lies in a tuple, a partial, or where an owner was named: nobody knows how deep.
+            # It lies in a tuple, a partial, or where an owner was named: the depth is unknown.
             for name in {length.attribute, length.name or length.attribute}:
                 yield _Name(f".{name.removeprefix('.')}", _ANY_DEPTH)
                 yield _Name(name.removeprefix("."), _ANY_DEPTH)

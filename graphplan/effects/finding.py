@@ -237,7 +237,7 @@ def find_reads(
     ``comparisons`` it only reads how these come out.
 
     Raises:
-        HostScalarError: for one that somebody changes between two steps: each replay would have a stale value; and
+        HostScalarError: for one that changes between two steps: each replay would have a stale value; and
             for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
     """
     own = {counter.path for counter in counters}
@@ -271,7 +271,7 @@ def find_reads(
             _check_comparable(path, new)
         if (path in walk.objects or not sure) and not same_value(old, new):
             # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
-            # value that perhaps nobody read.
+            # value that perhaps was not read.
             continue
         is_steady = same_value(old, new) or come_out_alike(comparisons.get(path), old, new)
         if is_steady:
@@ -300,8 +300,8 @@ def _check_comparable(path: str, value: Any) -> None:
     hidden = unseen(value)
     if hidden is not None:
         raise HostScalarError(
-            f"the step's code reads {path}, {hidden.what} is not compared before each replay: nobody would see "
-            f"that it changed. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)",
+            f"the step's code reads {path}, {hidden.what} is not compared before each replay, so that a "
+            f"change would go unseen. {hidden.instead}, or, if nothing changes it, pass allow=({path!r},)",
             path=path,
         )
 
@@ -329,7 +329,7 @@ def find_assignments(
 ) -> tuple[Assignment, ...]:
     """Values that methods of their object may have assigned without changing them (a metric's ``_computed = None``).
 
-    Whoever changes such a value between two steps finds it reset by the next eager step, so a replay resets it too.
+    The next eager step resets such a value if it was changed between two steps, so a replay resets it too.
     """
     own = {counter.path for counter in counters}
     found = []

@@ -21,6 +21,6 @@ def check_gradients(first: Trace, second: Trace, allow: Iterable[str]) -> None:
                 f"the step leaves a gradient at {path}.grad, of a tensor that it makes anew in each call; a replay "
                 "leaves a copy of the tensor, whose .grad is None. Expected gradients at parameters and at what is fed "
                 f"alone. Keep or return the gradient itself ({path}.grad once backward is over, what a hook of the "
-                "tensor gets, torch.autograd.grad), or, if nobody needs it, leave retain_grad() out, and detached "
+                "tensor gets, torch.autograd.grad), or, if it is not needed, leave retain_grad() out, and detached "
                 "tensors behind"
             )

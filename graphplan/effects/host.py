@@ -1,4 +1,4 @@
-"""What a step has the host do that no replay does, and nobody could repeat: random draws, work for other threads."""
+"""What a step has the host do that no replay does or could repeat: random draws, work for other threads."""
 
 from __future__ import annotations
 

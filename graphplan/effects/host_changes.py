@@ -41,7 +41,7 @@ def _is_read(scalar: Scalar, first: Trace, second: Trace) -> bool:
 
 
 def _is_reset(path: str, scalar: Scalar, first: Trace, second: Trace) -> bool:
-    """Whether both steps assign one value where somebody had put a tensor before the first (``_computed = None``)."""
+    """Whether both steps assign one value where a tensor lay before the first (``_computed = None``)."""
     held_tensor = path in first.entry_paths and path not in second.changes.scalars
     return held_tensor and all(trace.reads.may_store(scalar) for trace in (first, second))
 

@@ -52,7 +52,7 @@ def find_inspected(
 
 
 def changed_metadata(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> str | None:
-    """The first tensor that somebody made another kind of thing between two traces, and the code may tell, described;
+    """The first tensor that became another kind of thing between two traces, and the code may tell, described;
     or None.
     """
     for path, scalar in _untouched(first, second, walk):

@@ -1,4 +1,4 @@
-"""Optimizer state that a step makes each time, since somebody empties it between two steps."""
+"""Optimizer state that a step makes each time, since it is emptied between two steps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def check_made_state(first: Trace, second: Trace, walk: Walk, allow: Iterable[st
         if own:
             more = f" (and {len(own) - 1} more)" if own[1:] else ""
             raise HostEffectError(
-                f"the step makes {own[0]}{more} in each call, since somebody empties {name}.state before it "
+                f"the step makes {own[0]}{more} in each call, since {name}.state is emptied before it "
                 "(state.clear(), another dictionary, a state dict without state); a replay would begin anew for ever, "
-                "also where nobody has emptied anything. Expected state that is there when the step begins. Reset it "
+                "also where nothing was emptied. Expected state that is there when the step begins. Reset it "
                 f"in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or load a state dict that "
                 "was saved with its state",
                 component="optimizer",

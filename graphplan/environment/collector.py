@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NEVER = 20_000_003
-"""More objects than a step makes. Whoever finds it as the threshold may multiply it, and it would still be a C int."""
+"""More objects than a step makes. The product is still a C int if code multiplies the threshold."""
 _HELD: list[tuple[int, int, int]] = []
 """Thresholds to be put back, one for each block that has put the collector off."""
 
@@ -21,7 +21,7 @@ _HELD: list[tuple[int, int, int]] = []
 @contextmanager
 def no_collections() -> Iterator[None]:
     """Put automatic collections off until the block ends. Whether the collector is enabled is left alone, and so are
-    thresholds that somebody sets meanwhile: multiples of what they found are multiples of what was there before.
+    thresholds that are set meanwhile: multiples of what they found are multiples of what was there before.
     """
     first, *others = before = gc.get_threshold()
     if not first or first >= _NEVER:

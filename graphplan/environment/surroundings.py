@@ -1,8 +1,8 @@
 """What is active around a call and has a say in its operators: modes of the caller's, transforms, forward-mode AD.
 
 A recording is of plain tensors and of operators as they were called below all of these: a replay would pass them by, as
-if nobody watched or changed it. Gradient modes, autocast and the default device are no part of this: they are in a
-program's key.
+without a mode that watches or changes it. Gradient modes, autocast and the default device are no part of this: they are
+in a program's key.
 """
 
 from __future__ import annotations

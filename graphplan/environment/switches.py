@@ -101,7 +101,7 @@ def _of_autocast() -> list[Switch]:
 
 
 def default_device() -> torch.device | None:
-    """The default device; None if nobody has set one."""
+    """The default device; None if none was set."""
     return torch.get_default_device() if count_of_modes() else None
 
 

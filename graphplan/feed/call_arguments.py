@@ -232,7 +232,7 @@ def _are_same(one: Contents, other: Contents) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether nobody could tell two values apart but by the identity of containers and literals."""
+    """Whether two values can be told apart only by the identity of containers and literals."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, Tensor):

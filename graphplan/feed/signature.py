@@ -152,7 +152,7 @@ def leaf_key(leaf: Any) -> Hashable:
         if leaf.layout is not torch.strided:
             return (leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad)
         plain = (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
-        # What a subclass does with operators is the subclass's affair, and what somebody hung on it the code's.
+        # What a subclass does with operators is the subclass's affair, and what was hung on it the code's.
         kind, marks = type(leaf), attributes_on(leaf)
         bits = (leaf.is_conj(), leaf.is_neg())
         if kind is Tensor and not marks and not any(bits):

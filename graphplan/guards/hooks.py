@@ -53,7 +53,7 @@ class Hooks:
     def values(self) -> tuple[tuple[str, tuple[tuple[int, Own], ...]], ...]:
         """Hooks under their numbers in torch's count, and as objects: one in the place of another is told apart.
 
-        All are asked only after somebody has registered one, or written one where there was none; that one was removed
+        All are asked only after one was registered, or written one where there was none; that one was removed
         shows where it was.
         """
         registered = hooks_registered()
@@ -75,7 +75,7 @@ class Hooks:
         )
 
     def rows(self) -> list[Row] | None:
-        """After :meth:`values`: what holds while nobody has another hook; None where that does not say enough."""
+        """After :meth:`values`: what holds while no hook is added; None where that does not say enough."""
         if self._on_nodes:
             return None
         owners, names = [owner for _, owner, _ in self._filled], [name for *_, name in self._filled]

@@ -49,7 +49,7 @@ class _Odd:
 
 def frozen(value: Any) -> Any:
     """What can be compared and hashed in the place of ``value``, with what a list (checkpoints bring betas in one), a
-    dictionary or a buffer holds, which somebody may change in place.
+    dictionary or a buffer holds, which may be changed in place.
     """
     if isinstance(value, dict):
         return tuple((frozen(key), frozen(item)) for key, item in value.items())

@@ -17,7 +17,7 @@ from graphplan.trace.changes import is_alike, same_value
 
 class MetadataRows:
     """Compares what such tensors are like with what they were like in the traces. They are not held: the host may put
-    another one there before each step, and as long as it is alike nobody needs to know.
+    another one there before each step, and as long as it is alike that does not matter.
 
     Args:
         known: what they were like, by path.

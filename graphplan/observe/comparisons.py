@@ -21,7 +21,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "in": lambda number, others: number in others,
 }  # fmt: skip
 _NAMING = ("LOAD_ATTR", "LOAD_SUPER_ATTR", "STORE_ATTR", "DELETE_ATTR")
-"""Instructions that name an attribute, but for those that call it: nobody calls a number."""
+"""Instructions that name an attribute, but for those that call it: a number is not called."""
 _LITERALS = (int, float, bool, type(None))
 NUMBERS = (int, float)
 _NAMESPACES = frozenset({"locals", "vars", "eval", "exec", "globals"})

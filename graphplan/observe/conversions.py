@@ -3,7 +3,7 @@ asks each tensor in the list for a number as Python does, by ``t.__float__()`` a
 ``torch.tensor_split`` takes indices from a tensor it looks straight at their memory.
 
 A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
-others while somebody watches. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
+others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
 whether they are in range, where it is told how many there are. And so are ``Tensor.tolist`` and the like: a recording
 of a step whose traces had a profile function is spared that.
 """
@@ -28,7 +28,7 @@ _NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__")
 _OF_LIST = "torch.tensor, as_tensor, new_tensor or the like of a list with tensors in it (torch.stack does without)"
 _OF_INDICES = "torch.tensor_split with indices in a tensor (a list of numbers does without)"
 _PATIENCE = 1.0
-"""Seconds: Ctrl-C may come before the lock is given back, and nobody waits for long."""
+"""Seconds: Ctrl-C may come before the lock is given back, so waits are short."""
 
 
 class Conversions:

@@ -29,7 +29,7 @@ from graphplan.owners.views import Cell, Members
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
-"""Code of functions that are gone when they have been called: nobody could call one again with other variables."""
+"""Code of functions that are gone when they have been called, so that none can be called again with other variables."""
 _LOGS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "log_audio", "log_video", "log_text", "log_table")
 _LIGHTNINGS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
 _WRITERS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -188,7 +188,7 @@ class ExecutedCode:
         return [kind for kind in own if "<locals>" not in kind.__qualname__ or has_met(kind)]
 
     def _members(self, has_met: Callable[[Any], bool]) -> Iterator[tuple[str, Any, Any]]:
-        """Methods of the user's classes that ran, which somebody may replace in the class, and values that the classes
+        """Methods of the user's classes that ran, which may be replaced in the class, and values that the classes
         hold under names that the code uses.
         """
         found = [names_of(code) for code in self._globals]

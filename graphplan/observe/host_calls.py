@@ -37,7 +37,7 @@ STARTERS_IN_C = [
 
 def name_of_start(frame: FrameType) -> str | None:
     """What the user's code, a package that it calls, or a layer of torch's called to come to the start in ``frame``.
-    None for other threads of torch's and Lightning's (compilers, loaders, writers), and where one only serves whoever
+    None for other threads of torch's and Lightning's (compilers, loaders, writers), and where one only serves what
     starts it.
     """
     name, thread = None, frame.f_locals.get("self")

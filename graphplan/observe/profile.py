@@ -266,7 +266,7 @@ class Profile:
             self._note_extension(frame, function)
 
     def _note_extension(self, frame: FrameType, function: Any) -> None:
-        """Note a function of an extension module that the user's code calls: what it keeps, nobody sees."""
+        """Note a function of an extension module that the user's code calls: what it keeps cannot be seen."""
         name = _name_of(function)
         if is_known(name):
             self._known.add(type(function.__self__) if function.__module__ is None else function.__module__)

@@ -116,7 +116,7 @@ def runs_steps(code: CodeType) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Place:
     """What a frame's code tells by where it comes from, and whether it is what calls a step. Asked for each operator of
-    a trace, for each frame around it. Holds ``code``, whose identity is then nobody else's.
+    a trace, for each frame around it. Holds ``code``, whose identity is then its own.
     """
 
     code: CodeType
@@ -169,7 +169,7 @@ def _new_place(code: CodeType) -> _Place:
 
 def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
-    or torchmetrics', the innermost of those; where it has torch's alone, whoever called it is named.
+    or torchmetrics', the innermost of those; where it has torch's alone, the caller's is named.
     """
     frame = innermost = sys._getframe(1)
     found: FrameType | None = None
@@ -214,7 +214,7 @@ def _source(frame: FrameType, component: _Component, by: FrameType | None = None
 
 def _component(frame: FrameType, innermost: FrameType) -> _Component | None:
     """``"optimizer"``, the optimizer's type and whether a scaler steps it, if ``frame``, of a function called ``step``,
-    is that of either and leads to ``innermost`` without passing a closure of somebody else's. None if it is neither's.
+    is that of either and leads to ``innermost`` without passing a closure of other code. None if it is neither's.
 
     Lightning runs forward and backward as a closure inside ``Optimizer.step``; their frames lie in other files than
     the optimizer's own, which is what tells them apart.

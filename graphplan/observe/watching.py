@@ -1,4 +1,4 @@
-"""How somebody hears of the calls that one thread's Python makes.
+"""Watchers of the calls that one thread's Python makes.
 
 A profile function (``sys.setprofile``) hears of every call and every return. Since Python 3.12 there is monitoring
 (:pep:`669`), which need not tell of returns, nor again of a place in the code of which all is known.
@@ -111,7 +111,7 @@ class Watcher(ABC):
 
     @abstractmethod
     def pause(self) -> bool:
-        """Take no notice, until :meth:`resume`; False where somebody else has taken this one's place."""
+        """Take no notice, until :meth:`resume`; False where another watcher has taken this one's place."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -172,7 +172,7 @@ _PAUSE = ProfileFunction.pause.__code__
 
 
 class Monitor(Watcher):
-    """Watches by ``sys.monitoring``, beside whoever else does.
+    """Watches by ``sys.monitoring``, beside other tools.
 
     Whatever an exception in the middle of :meth:`start` or :meth:`stop` leaves undone (Ctrl-C), the next one does.
     """
@@ -185,7 +185,7 @@ class Monitor(Watcher):
         # Neither this is part of what is watched, nor the end.
         self.pause()
         self._outer = _HERE.watcher
-        # Ctrl-C may come before a lock is given back: nobody waits for long.
+        # Ctrl-C may come before a lock is given back, so waits are short.
         is_held = _LOCK.acquire(timeout=_PATIENCE)
         try:
             self._take_turns(self._outer, self)
@@ -263,7 +263,7 @@ class Monitor(Watcher):
         _monitoring.set_events(place, 0)
         for event in cls._callbacks():
             _monitoring.register_callback(place, event, None)
-        # For whoever has this place next.
+        # For the next tool in this place.
         _monitoring.restart_events()
         _monitoring.free_tool_id(place)
 

@@ -67,7 +67,7 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    # Whoever looks at the state of a parameter leaves an empty dictionary.
+    # A look at the state of a parameter leaves an empty dictionary.
     return any(not isinstance(value, dict) or value for value in optimizer.state.values())
 
 

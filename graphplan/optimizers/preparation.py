@@ -4,7 +4,7 @@ On CUDA an optimizer is capturable when its step counter and learning rate live 
 ``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. Where a
 gradient scaler decides about steps, the fused kernels are wanted on CUDA too: only they can skip a step. What is
 changed is reported and stripped from ``state_dict``, so that checkpoints stay those of the unprepared optimizer. A
-graphed step sets the flags only while its Python code runs: whoever reads the groups between two steps, a callback that
+graphed step sets the flags only while its Python code runs: what reads the groups between two steps, a callback that
 stores them for instance, finds the user's own.
 """
 

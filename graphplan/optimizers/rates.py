@@ -1,4 +1,4 @@
-"""Learning rates in device memory while optimizers step, Python numbers for everybody else; also the prepared flags.
+"""Learning rates in device memory while optimizers step, Python numbers for other code; also the prepared flags.
 
 In a trace or a capture they are in device memory for the whole step: that is how a trace sees whether the step's own
 code uses one.

@@ -31,7 +31,7 @@ def is_proxy(value: Any) -> bool:
 
 
 def unseen(value: Any) -> Unseen | None:
-    """What ``value``, which a step's code reads, is, if nobody would see that it changed."""
+    """What ``value``, which a step's code reads, is, if a change of it would go unseen."""
     if isinstance(value, Unseen):
         return value
     if is_proxy(value):
@@ -73,7 +73,7 @@ def elements_of(array: Any) -> tuple[Any, ...]:
 
 
 def size_of(buffer: Any) -> int:
-    """How many bytes there are in a buffer that somebody can write to; -1 for anything else."""
+    """How many bytes there are in a buffer that can be written to; -1 for anything else."""
     size, part = -1, buffer
     while part is not None:
         try:

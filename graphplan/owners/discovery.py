@@ -41,15 +41,15 @@ class Made:
 
 
 class Discovery:
-    """Finds the modules and optimizers that a step uses: whoever watches the interpreter tells of modules, by
+    """Finds the modules and optimizers that a step uses: the watcher of the interpreter tells of modules, by
     :func:`note_called` and :func:`note_made`, and torch's global hook of optimizers. There is such a hook for modules,
     too, but compilers would build it into what they make. What other threads run meanwhile is not the step's.
 
-    ``on_optimizer`` is called with each optimizer before its step runs, so that one that nobody named is prepared in
+    ``on_optimizer`` is called with each optimizer before its step runs, so that one that was not named is prepared in
     time. ``on_first_sight`` is called once with each module and optimizer, before it runs. Neither is called with what
     the step itself has made: ``on_made`` is, with an optimizer before it steps.
 
-    ``is_watched``: whether anybody watches meanwhile. If not, no optimizer is prepared either.
+    ``is_watched``: whether a watcher is there meanwhile. If not, no optimizer is prepared either.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class _Computed:
 
 
 COMPUTED = _Computed()
-"""Stands for whether a tensor asks for gradients that an operator made: nobody can tell it otherwise."""
+"""Stands for whether a tensor asks for gradients that an operator made, whose flag cannot be set."""
 
 
 class _Asking(Setting):

@@ -99,7 +99,7 @@ def is_user_object(value: Any) -> bool:
     if issubclass(kind, LRScheduler):
         return True
     if issubclass(kind, torch.optim.Optimizer):
-        # It is walked as an optimizer where it is an owner, whoever wrote it.
+        # It is walked as an optimizer where it is an owner, a library's too.
         return False
     if is_of_library(kind):
         return False
@@ -125,7 +125,7 @@ def is_loader(value: Any) -> bool:
 
 
 def is_of_no_length(loader: Any) -> bool:
-    """Whether a loader notes that somebody asked for its length, and warns afterwards."""
+    """Whether a loader notes that its length was asked for, and warns afterwards."""
     return isinstance(getattr(loader, "dataset", None), loaded("torch.utils.data", "IterableDataset"))
 
 

@@ -50,7 +50,7 @@ class Snapshot:
         self._copies: list[tuple[Container, Any]] = [(c, _shallow(c, without)) for c in containers]
         self._places = [(space, key, space[key]) for space, key in walk.places]
         if tensors is None:
-            # What a step's code only knows by name may be a whole dataset: whoever needs it names it in ``extra``.
+            # What a step's code only knows by name may be a whole dataset: callers name what they need in ``extra``.
             slots = [t for slot in walk.slots.values() for t in slot.tensors() if id(t) not in walk.found]
             tensors = [*slots, *extra] if values else [*extra]
         each = list({id(t): t for t in tensors}.values())
@@ -121,11 +121,11 @@ class Snapshot:
             set_state(state)
 
     def _write_values(self, changed: Collection[int | None]) -> None:
-        # Memory that nobody has changed may be read-only (a mapped file); some may be gone (FSDP2's).
+        # Memory that was not changed may be read-only (a mapped file); some may be gone (FSDP2's).
         pairs = [pair for pair in self._tensors.values() if not is_freed(pair[0])]
         for live, copy in pairs:
             if (live.shape, live.dtype) != (copy.shape, copy.dtype):
-                # Somebody gave it memory of another kind (``tensor.data = ...``).
+                # It was given memory of another kind (``tensor.data = ...``).
                 live.data = torch.empty_like(copy, device=live.device)
         open_ = [pair for pair in pairs if pair[0].is_cpu and storage_id(pair[0]) not in changed]
         unequal = Unequal([live for live, _ in open_], [copy for _, copy in open_])

@@ -91,7 +91,7 @@ class _Walker(Values):
         self._take_found(known)
 
     def _take_found(self, known: Collection[str]) -> None:
-        """Tensors in slots other than ``known`` may be a whole dataset: nobody copies them."""
+        """Tensors in slots other than ``known`` may be a whole dataset: they are not copied."""
         fresh = [slot for path, slot in self.walk.slots.items() if path not in known and not slot.is_parameter]
         self.walk.found.update(id(tensor) for slot in fresh if slot.param is None for tensor in slot.tensors())
         modules = [part for module in self.walk.modules for part in module._buffers.values()]
@@ -236,7 +236,7 @@ class _Walker(Values):
                     table[path] = replace(place, name=name)
 
     def take_weakly_held(self) -> None:
-        """What weakly referenced objects hold and nobody else: the walk does not go there."""
+        """What weakly referenced objects alone hold: the walk does not go there."""
         for path, thing, scalar in self._weakly_held:
             if id(thing) not in self._seen:
                 self.walk.objects[path] = scalar

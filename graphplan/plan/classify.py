@@ -32,7 +32,7 @@ def classify(
     rates.
 
     Raises:
-        UnownedTensorError: a tensor that nobody feeds or owns is mutated, or is another one in each step.
+        UnownedTensorError: a tensor that is neither fed nor owned is mutated, or is another one in each step.
         HostSyncError: an external on the host in a step that computes elsewhere.
     """
     found = [
@@ -108,13 +108,13 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
     if is_freed(traced.tensor):
         raise UnownedTensorError(
             f"the memory of a {spec} tensor that reaches {traced.operator} at {traced.source} is given back before the "
-            "step ends (storage.resize_(0)), so that nobody can say what is in it; a replay would use it all the "
+            "step ends (storage.resize_(0)), so that its contents are unknown; a replay would use it all the "
             "same. Keep it allocated, or pass on_failure='eager'",
             component=traced.source.component,
         )
     if traced.mutated and not (unchanged and traced.is_buffer_of_collective):
         raise UnownedTensorError(
-            f"a {spec} tensor that nobody owns is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
+            f"a {spec} tensor without an owner is changed by {traced.mutated_by} at {traced.mutated_at}; replays would "
             "change it where nothing can guard or restore it. Name the object that holds it in owners=, or feed it",
             component=traced.source.component,
         )
@@ -128,7 +128,7 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
         )
     if not unchanged:
         raise UnownedTensorError(
-            f"a {spec} tensor that nobody feeds or owns reaches {traced.operator} at {traced.source}, and it is "
+            f"a {spec} tensor that is neither fed nor owned reaches {traced.operator} at {traced.source}, and it is "
             "another tensor in each step; a replay would go on reading the old one. Feed it as an argument of the "
             "step, or name the object that holds it in owners=",
             component=traced.source.component,

@@ -72,7 +72,7 @@ class Plan:
         externals: every tensor that comes from outside, each with one role.
         carries: slots that the step rebinds and whose old value it reads: replays copy the new value into the old
             storage.
-        replaced: those of ``carries`` whose old tensors the step only reads, so that whoever has these finds them
+        replaced: those of ``carries`` whose old tensors the step only reads, so that other holders find them
             unchanged.
         moved: those of ``carries`` whose tensors stay, and get other memory.
         rebinds: slots that the step rebinds without reading what they held.

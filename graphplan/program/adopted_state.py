@@ -28,7 +28,7 @@ def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
 
 
 def _what_became_of(slot: Slot) -> str:
-    """What somebody did to a slot in which there is no tensor any more."""
+    """What was done to a slot in which there is no tensor any more."""
     if slot.param is not None:
         return "was there at capture and is None now"
     try:
@@ -146,7 +146,7 @@ class AdoptedState(AdoptedTensors):
 
     def _kept(self, moved: list[tuple[str, Slot]]) -> str | None:
         """Why nothing can be copied to where old tensors lie: something else has that memory, or them."""
-        # Gradients that somebody keeps get memory of their own before a replay, and what steps replace is overwritten.
+        # Gradients that are kept elsewhere get memory of their own before a replay; what steps replace is overwritten.
         slots = {path: slot for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)}
         left = {path: self._held[path] for path, slot in slots.items() if slot.get() is not self._held[path]}
         staying = {id(held): path for path, held in self._held.items() if path not in slots}
@@ -163,7 +163,7 @@ class AdoptedState(AdoptedTensors):
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
         """Copy what moved into the fixed storage, and have it lie there: values first, since two slots may have
-        swapped. What was there before goes on with memory of its own, since somebody may have kept it.
+        swapped. What was there before goes on with memory of its own, since other code may have kept it.
         """
         with torch.no_grad():
             values = [[tensor.detach().clone() for tensor in slot.tensors()] for _, slot in moved]
@@ -199,17 +199,17 @@ class AdoptedState(AdoptedTensors):
         self._versions = [source._version for source in self._sources.values()]
 
     def _is_home(self, slot: Slot) -> bool:
-        """Whether what somebody put in the slot lies where replays write what a step puts elsewhere."""
+        """Whether what was put in the slot lies where replays write what a step puts elsewhere."""
         homes = {storage_id(alias) for path in self._replaced for alias in self._aliases.get(path, ())}
         return not homes.isdisjoint(map(storage_id, slot.tensors()))
 
     def _stand_in(self, path: str, slot: Slot) -> None:
-        """Put tensors of the program's own in the slot: what somebody put there stays what it is."""
+        """Put tensors of the program's own in the slot: what was put there stays what it is."""
         if places(slot.tensors()) != self._places[path]:
             slot.set(with_leaves(slot.get(), [alias.detach() for alias in self._aliases[path]]))
 
     def _put_in(self, path: str, slot: Slot, *, shared: bool) -> None:
-        """Have what somebody put in the slot lie in the fixed storage; if other tensors share its memory, a tensor in
+        """Have what was put in the slot lie in the fixed storage; if other tensors share its memory, a tensor in
         its place: later writes to that memory are meant for the step.
         """
         now = slot.get()

@@ -167,8 +167,8 @@ class Bindings:
         return list(map(sub, counts, map(is_, map(_get_grad, self._written_params), self._written)))
 
     def settle_grads(self, *, are_kept: bool = True) -> None:
-        """Before a replay: bring gradients that the recording writes back to its memory, and those that somebody keeps
-        out of it, unless it is known that none ``are_kept``.
+        """Before a replay: bring gradients that the recording writes back to its memory, and those that are kept
+        elsewhere out of it, unless it is known that none ``are_kept``.
 
         ``module.to`` moves a gradient to other memory. And an eager step makes new gradients, so that one which the
         caller keeps stays what it was: it gets memory of its own, and another tensor takes its place. Gradients that
@@ -244,7 +244,7 @@ class Bindings:
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``. If there is nothing now (``self.cache.clear()`` before each step), that is
-        where it was, or in what somebody put in the place of the container (``self.cache = {}``).
+        where it was, or in what was put in the place of the container (``self.cache = {}``).
         """
         place = walk.place(path)
         before = self._places.get(path)
@@ -258,7 +258,7 @@ class Bindings:
         return before if any(container is held for held in walk.containers) else None
 
     def lost_place(self) -> str | None:
-        """Something that the step binds, where nobody knows any more where that is."""
+        """Something that the step binds in a place that is no longer known."""
         lost = (path for path, place in self._places.items() if place is None and self._fresh[path] is not None)
         return next(lost, None)
 

@@ -199,7 +199,7 @@ def _joined(plan: Plan, walk: Walk) -> str | None:
 
 
 def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> None:
-    """Bind carried slots to the storage that other programs have for them, where nobody can tell: programs that take
+    """Bind carried slots to the storage that other programs have for them, where that does not show: programs that take
     turns would otherwise move them from one to the other in each turn.
     """
     sharing = walk.by_storage()
@@ -220,8 +220,8 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
 
 
 def _make_homes(plan: Plan, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
-    """Bind carried slots that the step only replaces to tensors of the programs' own: replays write there, and whoever
-    else has what lay in them (the zeros that a hidden state begins with) finds that unchanged.
+    """Bind carried slots that the step only replaces to tensors of the programs' own: replays write there, and other
+    holders of what lay in them (the zeros that a hidden state begins with) find that unchanged.
 
     Raises:
         HostEffectError: if replays would write to what lies in another slot.

@@ -27,7 +27,7 @@ class _Left(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has written to it since."""
+        """Whether it was written to since."""
         return self.tensor._version != self.version
 
     @property
@@ -58,7 +58,7 @@ def settle_companions() -> None:
 
 
 class Companions:
-    """Brings what somebody writes in place to one of several slots (``self.h = self.state[0]``) to the others."""
+    """Brings what is written in place to one of several slots (``self.h = self.state[0]``) to the others."""
 
     def __init__(self, groups: tuple[AliasedSlots, ...]) -> None:
         self._groups = groups
@@ -86,7 +86,7 @@ class Companions:
         ]
 
     def settle(self) -> None:
-        """Look for writes. A tensor that somebody took out of its slot was let go by the others then."""
+        """Look for writes. A tensor that was taken out of its slot was let go by the others then."""
         groups, self._left = self._left, []
         for group in groups:
             written = [left for left in group if left.is_written]
@@ -105,7 +105,7 @@ def _bring(others: list[_Left], written: list[_Left]) -> None:
             if not same_bits(left.overlay.of(memory), left.tensor):
                 raise GuardError(
                     f"{' and '.join(one.path for one in written)} were each written to in place since the last replay; "
-                    "the step binds them to one memory, which replays do not, so that nobody knows which came last. "
+                    "the step binds them to one memory, which replays do not, so that the last one is unknown. "
                     "Write to one of them, or bind the others to copies (.clone())"
                 )
         for left in others:

@@ -105,7 +105,7 @@ class StaticInputs:
                 if lease is not None and source.data_ptr() == static.data_ptr():
                     continue
                 if lease is not None:
-                    # Results that somebody still holds are overwritten.
+                    # Results that callers still hold are overwritten.
                     lease.number += 1
                 target = distinct(static)
                 target.copy_(source if target is static else distinct(source), non_blocking=True)

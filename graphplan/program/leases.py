@@ -1,6 +1,6 @@
-"""Memory that is written again and again, and lent: static outputs, and inputs that somebody fills where they lie.
+"""Memory that is written again and again, and lent: static outputs, and inputs that callers fill where they lie.
 
-A replay with static outputs hands its own memory out. Whoever still uses a result of an earlier replay would find the
+A replay with static outputs hands its own memory out. Code that still uses a result of an earlier replay would find the
 later one's values in it, so results come as tensors that know which replay they are of, and refuse to be used after the
 next one. Views of them know it too. What is fed from lent memory need not be copied: a program that is captured on it
 takes it for its own static input.
@@ -75,7 +75,7 @@ class StaticOutput(Tensor):
             return self._lease.number != self._number
 
     def plain(self) -> Tensor:
-        """The same memory as an ordinary tensor, which nobody watches.
+        """The same memory as an ordinary tensor, which is not watched.
 
         Raises:
             StaleError: if a later replay has overwritten it.

@@ -188,8 +188,8 @@ class Program:
         *,
         is_settled: bool = False,
     ) -> Any:
-        """Copy in, launch, repeat effects, return results. Guards are the caller's affair. ``is_settled``: nobody
-        but the caller keeps a gradient since :meth:`settle`.
+        """Copy in, launch, repeat effects, return results. Guards are the caller's affair. ``is_settled``: the
+        caller alone keeps gradients since :meth:`settle`.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -234,7 +234,7 @@ class Program:
             ) from error
 
     def settle(self) -> None:
-        """Have gradients that somebody keeps out of the way of replays that overwrite them."""
+        """Move gradients that other code keeps out of the way of replays that overwrite them."""
         self._bindings.settle_grads()
 
     def leave(self) -> None:
@@ -329,7 +329,7 @@ class Program:
             FeedError: if something does not fit, or shares memory with what the step changes.
             SurroundingsError: where a mode, a transform or forward-mode AD is active.
             GuardError: if a tensor that the program adopted, or a gradient that it writes, is no longer where it was,
-                or if nobody knows what a slot should hold.
+                or if it is unknown what a slot should hold.
             ClosedError: after :meth:`close`.
         """
         check_surroundings("a program is replayed")

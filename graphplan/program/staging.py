@@ -30,7 +30,7 @@ class Staging:
             }
         self._stream = module.Stream(device)
         for buffer in self._buffers.values():
-            # Whoever is given its memory later has to wait for this stream as well.
+            # Later uses of its memory have to wait for this stream as well.
             buffer.record_stream(self._stream)
         self._filled, self._read = module.Event(), module.Event()
         # What the memory was used for before may still be under way.
@@ -51,7 +51,7 @@ class Staging:
         if not coming:
             return found
         if self._is_taken:
-            # The last call was broken off, and nobody has noted when the buffers were read.
+            # The last call was broken off, and when the buffers were read was not noted.
             synchronize(self._device)
         self._is_taken = True
         with torch.no_grad(), self._module.stream(self._stream):

@@ -1,7 +1,7 @@
 """The three roles of a step's externals, and how one external is described.
 
 An *external* is a tensor that a step reads or writes and that existed before the step began. Its role says who changes
-it between steps: the caller (``input``), nobody but the optimizer (``param``), or the step itself (``state``).
+it between steps: the caller (``input``), the optimizer alone (``param``), or the step itself (``state``).
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _compile(
     found = flags.read()
 
     def on_first_sight(thing: Any) -> None:
-        # What nobody named is copied before its first run; its flags are already prepared, and stay so.
+        # What was not named is copied before its first run; its flags are already prepared, and stay so.
         _, walk = come_to_rest({"": thing})
         snapshots.append(Snapshot(walk, without=LENT, within=True))
 
@@ -146,7 +146,7 @@ def _compile(
             _, walk = managed.discover(lambda: run(device))
         managed.check_kept()
         if managed.take_names(traces[1].ran, walk):
-            # What nobody named until now is put back to here, and from here by undoing the two traces' writes.
+            # What was not named until now is put back to here, and from here by undoing the two traces' writes.
             snapshots.append(Snapshot(managed.walk()))
             begin_again()
             with managed.rates:
@@ -159,7 +159,7 @@ def _compile(
             return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
     finally:
         if restore:
-            # An optimizer that nobody named was copied with its device learning rate in place.
+            # An optimizer that was not named was copied with its device learning rate in place.
             with managed.rates:
                 for snapshot in reversed(snapshots):
                     snapshot.restore()

@@ -254,7 +254,7 @@ class PaddingCheck:
             if draws:
                 raise PaddingError(
                     f"the step draws random numbers: {'; '.join(draws[:3])}. For a padded batch it draws others, and "
-                    "more of them, so that nobody can tell whether padding changes what it leaves; dropout is left out "
+                    "more of them, so that effects of padding do not show in what it leaves; dropout is left out "
                     "of the comparison, other draws cannot be. Expected a step that draws nothing else: draw outside "
                     "of it and feed it the numbers, or pass shapes='exact'"
                 )

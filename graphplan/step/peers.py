@@ -101,7 +101,7 @@ class Peers:
         return {b"yes": True, b"no": False}.get(decided)
 
     def settle(self, question: str, number: int) -> int:
-        """The number that the first rank to ask ``question`` came with; nobody waits."""
+        """The number that the first rank to ask ``question`` came with; nothing waits."""
         return int(self._store.compare_set(f"{self._prefix}/{question}", "", str(number)))
 
 

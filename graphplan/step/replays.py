@@ -218,7 +218,7 @@ def _unknown(program: Program, reason: str, result: Any) -> VerifyError:
 def _disagreement(program: Program, verdict: Verdict) -> VerifyError:
     number = program.replays + 1
     first, *others = verdict.differences
-    # Nobody compared those between two checks.
+    # Those between two checks were not compared.
     past = "; replays since the check before it may have gone wrong unseen" if number > 1 else ", nothing is lost"
     more = f" (and {len(others)} more: {', '.join(d.path for d in others[:4])})" if others else ""
     return VerifyError(

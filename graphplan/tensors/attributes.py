@@ -31,7 +31,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether somebody took the memory from under ``tensor``, as FSDP does with gathered parameters after their use."""
+    """Whether the memory was taken from under ``tensor``, as FSDP does with gathered parameters after their use."""
     return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 

@@ -88,7 +88,7 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
     """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other.
 
-    What lies on the host stays there: on its way to a device it would have everybody wait for that. Nobody waits for
+    What lies on the host stays there: on its way to a device all would wait for that. Nothing waits for
     copies from a device either, in pinned memory on the host: they are good for what is queued on the same stream, and
     for the host once it has waited for that.
     """

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 
 def loaded(module: str, name: str) -> Any:
-    """A class of torch.distributed's, or nothing: before somebody has imported it, nothing can be of it."""
+    """A class of torch.distributed's, or nothing: before it was imported, nothing can be of it."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    # What most are is told without a look at what somebody has imported.
+    # What most are is told without a look at what was imported.
     return type(tensor) not in (Tensor, nn.Parameter) and isinstance(
         tensor, loaded("torch.distributed.tensor", "DTensor")
     )
@@ -36,7 +36,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def is_wrapped(types: Sequence[type]) -> bool:
     """Whether an operator gets tensors that stand for others (by their types): their own dispatch calls operators on
-    those, and whoever watches operators is to see these.
+    those, and what watches operators is to see these.
     """
     if not types:
         return False

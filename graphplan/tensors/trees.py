@@ -171,7 +171,7 @@ def literal_values(thing: Any) -> dict[str, Any] | None:
 
 
 def has_attributes(node: Any) -> bool:
-    """Whether ``node`` is a container that is taken apart and put together again, and attributes that somebody has set
+    """Whether ``node`` is a container that is taken apart and put together again, and attributes that were set
     on it would be lost by that.
     """
     is_rebuilt = type(node) is OrderedDict or (isinstance(node, tuple) and hasattr(node, "_fields"))

@@ -256,7 +256,7 @@ def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tu
 
 def same_value(first: Any, second: Any) -> bool:
     """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those whose
-    comparison is Python code of their class, which nobody should run here, are not, nor those that raise.
+    comparison is Python code of their class, which must not run here, are not, nor those that raise.
     """
     if first is second:
         return True

@@ -32,7 +32,7 @@ def written_positions(name: str) -> tuple[int, ...]:
 
 
 def finish(name: str, out: Any) -> Any:
-    """A collective's results as whoever called it shall get them: where operators run while it is waited for (gloo
+    """A collective's results as its caller gets them: where operators run while it is waited for (gloo
     copies in the end of a reduce_scatter), it has been waited for, and is found done.
     """
     if not name.startswith(_LATE):

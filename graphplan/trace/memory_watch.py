@@ -48,5 +48,5 @@ class MemoryWatch:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the memory is still there, and nobody has written to it."""
+        """Whether the memory is still there, and was not written to."""
         return self._storage.nbytes() == self.nbytes and self._writes[self._storage._cdata] == self._before

@@ -246,7 +246,7 @@ class TraceMode(OperatorMode):
             self.refuse(
                 GeneratorSeekError,
                 f"{schema.name} draws dropout at {source} from a state that cuDNN keeps, which no generator shows and "
-                f"nobody can put back for a check; a replay would draw other numbers than the eager step. "
+                f"cannot be put back for a check; a replay would draw other numbers than the eager step. "
                 f"{_OWN_STATE_FIX}",
                 component=source.component,
             )

@@ -64,7 +64,7 @@ class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
 
     ``graph_elsewhere``: whether another thread than the step's worked with gradients enabled, as autograd's engine does
-    where a derivative is derived again. An activation that is recomputed does not count: nobody adds it to others.
+    where a derivative is derived again. An activation that is recomputed does not count: it is not added to others.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Trace:
         return list({id(generator): generator for generator, _ in self.drawings}.values())
 
     def undo_unowned_writes(self) -> None:
-        """Put back what the step changed in tensors and generators that no snapshot has: those that nobody owns, and
+        """Put back what the step changed in tensors and generators that no snapshot has: those without an owner, and
         tensors that only a name in the code leads to.
         """
         with torch.no_grad():
@@ -120,7 +120,7 @@ class Trace:
             generator.set_state(state)
 
     def moved_since(self, before: Trace) -> str | None:
-        """What ``before``'s step made where nothing was, or somebody moved, made or took away after it; or None."""
+        """What ``before``'s step made where nothing was, or what was moved, made or taken away after it; or None."""
         then, now = (
             {slot.path: storage for storage, slots in trace.entry_slots.items() for slot in slots if slot.param is None}
             for trace in (before, self)

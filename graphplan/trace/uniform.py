@@ -48,7 +48,7 @@ class _Drawn:
 
 
 class UniformDraws:
-    """The numbers that a step has drawn on the host, by operand, as long as nobody writes to them."""
+    """The numbers that a step has drawn on the host, by operand, until they are written to."""
 
     def __init__(self) -> None:
         self._drawn: dict[Operand, _Drawn] = {}
@@ -67,7 +67,7 @@ class UniformDraws:
         return name in _OUTSIDE and operands[0] in self._drawn
 
     def discard(self, operand: Operand) -> None:
-        """Somebody writes there."""
+        """Note a write there."""
         self._drawn.pop(operand, None)
 
     def take(self, name: str, args: Sequence[Any], operands: Sequence[Operand], *, views: bool) -> bool:

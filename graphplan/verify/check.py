@@ -93,7 +93,7 @@ class _Check:
         return walk_owners(self._program.plan.owners())
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
-        """Copies of all that the step may change, also of what only a name leads to, since code that nobody sees may
+        """Copies of all that the step may change, also of what only a name leads to, since code that is not seen may
         write anywhere; and where that is.
         """
         held = tensors_of(walk)
@@ -192,7 +192,7 @@ class _Check:
 
     def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
         """Paths of what lies where the program lends its results: a replay puts new ones there, which are compared as
-        results, and nobody can use what was there before it.
+        results, and what was there before it cannot be used.
         """
         if not self._lent:
             return set()
@@ -263,7 +263,7 @@ def check_replay(
     """
     check = _Check(program, leaves, allow, device, on_any, noise or Noise())
     # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
-    # which are no longer to be told from those that somebody else keeps.
+    # which are no longer to be told from those that other code keeps.
     program.plan.rates.push()
     program.settle()
     start = check.start()

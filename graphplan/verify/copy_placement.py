@@ -36,7 +36,7 @@ def find_room(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on ``device``; None where nobody tells."""
+    """Bytes that can still be allocated on ``device``; None where that is unknown."""
     if devices.is_accelerator(device):
         return devices.free_bytes(device)
     try:

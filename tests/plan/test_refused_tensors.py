@@ -1,4 +1,4 @@
-"""Tensors that nobody feeds or owns, carries that do not fit, and roles without storage: refused by name."""
+"""Tensors that are neither fed nor owned, carries that do not fit, and roles without storage: refused by name."""
 
 from __future__ import annotations
 
@@ -72,7 +72,11 @@ def closure_rig(kind: str, holder: Any = Box) -> Rig:
 def test_unowned_tensors_are_refused(kind: str) -> None:
     """One that is new in each call, one that is written: operator and line are named, and nothing has changed."""
     make = partial(closure_rig, kind)
-    told = r"nobody feeds or owns reaches aten\.add\b" if kind == "fresh" else r"nobody owns is changed by aten\.add_\b"
+    told = (
+        r"is neither fed nor owned reaches aten\.add\b"
+        if kind == "fresh"
+        else r"without an owner is changed by aten\.add_\b"
+    )
     patterns = [
         told,
         r"at test_refused_tensors\.py:\d+ in step_of",

@@ -1,7 +1,7 @@
 """Copies of scalars that Lightning makes at once, made at the step's end, all together.
 
-Lightning copies every value that is logged, and the loss that it hands out: a launch each. Whoever reads the copy does
-so after the step, so that one copy of all of them does as well, at the step's end, wherever the step leaves the
+Lightning copies every value that is logged, and the loss that it hands out: a launch each. The copy is read
+after the step, so that one copy of all of them does as well, at the step's end, wherever the step leaves the
 originals alone until then. A trace sees whether it does: there each is copied where Lightning copies it, and its memory
 watched. A capture, which goes the way that its traces went, makes the late copy of what was never seen changed. Eager
 steps copy at once.

@@ -1,6 +1,6 @@
 """Lightning's loop over training batches, without what a run does not use.
 
-Around each step Lightning opens profiler contexts, looks up and calls hooks that nobody has overridden, asks the data
+Around each step Lightning opens profiler contexts, looks up and calls hooks that are not overridden, asks the data
 module about transfers and inspects ``training_step``'s signature: more time than a small replay takes. The *loop seam*
 stands in for ``advance`` and does the rest in the same order, batch after batch. Where something is due that only
 Lightning's loop does (validation, the end of the epoch, a stop), or where anything has changed that decides about it,
@@ -333,7 +333,7 @@ class LoopSeam:
 
     @recovering(lambda self, results: _stock(self._connector.on_batch_end))
     def _end(self, results: Any) -> None:
-        """What the logger connector does when a batch ends; a lazy one when somebody asks it."""
+        """What the logger connector does when a batch ends; a lazy one when it is asked."""
         if isinstance(self._connector, LazyConnector):
             self._connector.postpone(results, self._sums.whole(results))
             results.batch = results.batch_size = None
