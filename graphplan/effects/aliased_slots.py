@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-from graphplan.effects.kinds import AliasedSlots
 from graphplan.specs.roles import Overlay
 from graphplan.trace.changes import Place
 from graphplan.trace.records import Trace
+
+AliasedSlots = tuple[tuple[str, Overlay], ...]
+"""Slots by path that overlap in one memory, and where each lies there."""
 
 
 def find_together(first: Trace, second: Trace, paths: Iterable[str]) -> tuple[AliasedSlots, ...]:

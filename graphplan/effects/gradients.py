@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.errors import HostEffectError
 from graphplan.trace.records import Trace
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.effects.inspected_tensors import changed_metadata
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.trace.changes import ABSENT, same_value

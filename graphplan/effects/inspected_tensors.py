@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from graphplan.effects.allowed import is_allowed
 from graphplan.effects.appended_lists import Grown
-from graphplan.effects.finding import is_allowed
 from graphplan.errors import HostScalarError
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import GONE, THERE, difference, is_there

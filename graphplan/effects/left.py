@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from graphplan.effects.finding import describe, is_allowed
+from graphplan.effects.allowed import describe, is_allowed
 from graphplan.errors import HostEffectError
 from graphplan.owners.flags import is_assignable
 from graphplan.trace.changes import ABSENT, same_value

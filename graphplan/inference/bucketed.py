@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import default_generators
 from graphplan.errors import HostEffectError, PaddingError, SkipReason
 from graphplan.feed.call_arguments import CallArguments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,20 +10,17 @@ import torch
 from torch import Tensor
 
 from graphplan.effects.aliased_slots import find_together
-from graphplan.effects.finding import (
-    find_appends,
-    find_assignments,
-    find_counters,
-    find_reads,
-    find_rebindings,
-    find_replaced,
-)
+from graphplan.effects.appends import Append
+from graphplan.effects.assignments import Assignment
+from graphplan.effects.counters import Counter
 from graphplan.effects.gradients import check_gradients
 from graphplan.effects.host import check_draws, check_threads
 from graphplan.effects.host_changes import joined_slots
 from graphplan.effects.inspected_tensors import find_inspected
 from graphplan.effects.left import find_left
 from graphplan.effects.made import check_made_state
+from graphplan.effects.reads import find_reads
+from graphplan.effects.rebindings import find_rebindings, find_replaced
 from graphplan.errors import FeedError, OutputError
 from graphplan.feed.signature import Feed, FeedSpec, on_one_line, shared_leaf
 from graphplan.owners.slots import Walk
@@ -75,8 +72,8 @@ def build_plan(
     walk = walk or walk_owners(owners())
     check_made_state(first, second, walk, allow)
     # A list that changes its length is told as such, not as the numbers that it holds.
-    appends = find_appends(first, second, allow)
-    counters = find_counters(first, second, walk, allow)
+    appends = Append.find(first, second, allow)
+    counters = Counter.find(first, second, walk, allow)
     left = find_left(first, second, allow)
     carries, rebinds = find_rebindings(first, second, allow)
     externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
@@ -99,13 +96,13 @@ def build_plan(
         together=find_together(first, second, (*carries, *rebinds)),
         counters=counters,
         appends=appends,
-        assignments=find_assignments(first, second, walk, counters, allow),
+        assignments=Assignment.find(first, second, walk, counters, allow),
         left=frozen(left),
         outputs=outputs,
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
         launches=second.launches,
-        operators=frozen(Counter(op.name for op in second.operators if op.launches)),
+        operators=frozen(collections.Counter(op.name for op in second.operators if op.launches)),
         footprint=first.footprint.merge(second.footprint),
         device_constants=tuple(second.device_constants),
         generators=tuple(second.generators),

@@ -8,7 +8,7 @@ from functools import cache, partial
 from types import CodeType
 from typing import Any
 
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.observe.comparisons import NUMBERS, Attribute, Comparison, comparisons_in
 from graphplan.owners.slots import Namespace, Scalar, Walk
 from graphplan.owners.views import Numbers, attributes_of

@@ -10,8 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from graphplan.effects.aliased_slots import AliasedSlots
+from graphplan.effects.appends import Append
+from graphplan.effects.assignments import Assignment
+from graphplan.effects.counters import Counter
 from graphplan.effects.host_changes import Holder
-from graphplan.effects.kinds import AliasedSlots, Append, Assignment, Counter
 from graphplan.feed.signature import Feed, FeedSpec
 from graphplan.owners.slots import Walk
 from graphplan.specs.paths import Of, names

@@ -20,6 +20,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.compare.tensors import Addresses, geometry
+from graphplan.effects.appends import Append
+from graphplan.effects.assignments import Assignment
+from graphplan.effects.counters import Counter
 from graphplan.errors import GradientError, GuardError
 from graphplan.owners.slots import Slot, Walk, tensor_leaves
 from graphplan.plan.plan import Plan
@@ -99,7 +102,7 @@ class Bindings:
         self.targets = {storage_id(tensor) for into in self._into.values() for tensor in into}
         self._fresh: dict[str, Any] = {}
         self._places: dict[str, Slot | None] = {}
-        self._appended: dict[str, list[Any]] = {}
+        self._appended: dict[Append, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
         self._companions = Companions(plan.together)
@@ -116,8 +119,7 @@ class Bindings:
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
         for append in self._plan.appends:
-            items = list(after.lists[append.path])[-append.count :]
-            self._appended[append.path] = [_own(item, outside) for item in items]
+            self._appended[append] = append.record(after, lambda item: _own(item, outside))
         sources = {path: _own(value, self.targets) for path, value in new.items()}
         for path, targets in self._memory_of.items():
             for target, source in zip(targets, tensor_leaves(sources[path]), strict=True):
@@ -234,13 +236,10 @@ class Bindings:
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
         self._companions.follow(walk)
-        self._counters = [
-            (walk.scalars[c.path].container, walk.scalars[c.path].key, c.delta)
-            for c in self._plan.counters
-            if c.path in walk.scalars
-        ]
-        places = ((walk.place(assignment.path), assignment.value) for assignment in self._plan.assignments)
-        self._assignments = [(place.container, place.key, value) for place, value in places if place is not None]
+        effects: list[Counter | Assignment] = [*self._plan.counters, *self._plan.assignments]
+        found = [effect.repeating(walk) for effect in effects]
+        self._repeats = [repeat for repeat in found if repeat is not None]
+        self._appends = [append.repeating(walk, items, _clone) for append, items in self._appended.items()]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``. If there is nothing now (``self.cache.clear()`` before each step), that is
@@ -268,9 +267,9 @@ class Bindings:
 
     def replace_recorded(self) -> None:
         """After the recorded pass has run: give owners copies of what a replay will overwrite."""
-        for path, items in self._appended.items():
+        for append, items in self._appended.items():
             for number, item in enumerate(items, -len(items)):
-                self._walk.lists[path][number] = _clone(item)
+                self._walk.lists[append.path][number] = _clone(item)
         self._set_fresh()
 
     def _set_fresh(self) -> None:
@@ -291,14 +290,12 @@ class Bindings:
                 param.grad = grad
         for draw in self._draws:
             draw()
-        for container, key, delta in self._counters:
-            container[key] += delta
-        for container, key, value in self._assignments:
-            container[key] = value
+        for repeat in self._repeats:
+            repeat()
         if self._fresh:
             self._set_fresh()
-        for path, items in self._appended.items():
-            self._walk.lists[path].extend(_clone(item) for item in items)
+        for append in self._appends:
+            append()
 
     def note_companions(self) -> None:
         """After a replay: note what it left in slots that eager steps bind to one memory."""

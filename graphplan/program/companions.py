@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphplan.effects.kinds import AliasedSlots
+from graphplan.effects.aliased_slots import AliasedSlots
 from graphplan.errors import GuardError
 from graphplan.owners.slots import Slot, Walk
 from graphplan.specs.roles import Overlay

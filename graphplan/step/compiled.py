@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import is_accelerator
 from graphplan.errors import CaptureError
 from graphplan.owners.slots import Walk

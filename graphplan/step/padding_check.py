@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import default_generators
 from graphplan.errors import HostEffectError, PaddingError
 from graphplan.feed.call_arguments import CallArguments

@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from graphplan.backends.backend import is_out_of_memory
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.effects.host import check_threads
 from graphplan.effects.host_changes import host_changes
 from graphplan.errors import GraphPlanError, LearningRateError, RefusalError

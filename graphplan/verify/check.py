@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.backend import first_line
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.errors import PeerError
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot, host_generators

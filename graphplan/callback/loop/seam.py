@@ -36,7 +36,7 @@ from graphplan.callback.trainer_state import (
     trainer_numbers,
     unwatch,
 )
-from graphplan.effects.finding import is_allowed
+from graphplan.effects.allowed import is_allowed
 from graphplan.errors import FeedError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments, hands_over
 from graphplan.feed.signature import with_new_containers

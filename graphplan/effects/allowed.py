@@ -1,0 +1,38 @@
+"""Which effects replays may leave out, and how changes are described."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import translate
+from functools import lru_cache
+from reprlib import Repr
+from typing import Any
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+
+
+def is_allowed(path: str, allow: Iterable[str]) -> bool:
+    """Whether ``path`` was declared harmless, by its name or by a pattern such as ``model.stats.*``; what lies
+    within an allowed path is allowed too.
+    """
+    patterns = tuple(allow)
+    return bool(patterns) and _expression(patterns).match(path) is not None
+
+
+@lru_cache(maxsize=64)
+def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches every allowed path: a check asks for hundreds."""
+    ways = [way for pattern in patterns for way in (translate(pattern), re.escape(pattern) + r"(?:[.\[]|\Z)")]
+    return re.compile("|".join(f"(?:{way})" for way in ways))
+
+
+def describe(pair: tuple[Any, Any] | None) -> str:
+    """A change, from its first value to its second."""
+    return "unchanged" if pair is None else f"{shorten(pair[0])} to {shorten(pair[1])}"
+
+
+def shorten(value: Any) -> str:
+    """``repr(value)``, no longer than a message can take."""
+    return _SHORT.repr(value)

@@ -1,0 +1,139 @@
+"""Python numbers that a step counts up."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from graphplan.effects.allowed import describe, is_allowed
+from graphplan.errors import HostEffectError, HostScalarError
+from graphplan.owners.group_counts import GroupCounts
+from graphplan.owners.slots import Scalar, Walk
+from graphplan.trace.records import Trace
+
+_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")
+_DUPLICATES = ("COPY", "DUP_TOP_TWO")
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A Python number that grows by the same ``delta`` in every step; replays add it."""
+
+    path: str
+    delta: int | float
+
+    @classmethod
+    def find(cls, first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> tuple[Counter, ...]:
+        """Numbers that grew by the same amount in both traces.
+
+        Raises:
+            HostEffectError: for any other changed Python value that ``allow`` does not name.
+            HostScalarError: for a counter that user code also reads.
+        """
+        counters = []
+        for path in {**first.changes.scalars, **second.changes.scalars}:
+            if is_allowed(path, allow):
+                continue
+            old, new = first.changes.scalars.get(path), second.changes.scalars.get(path)
+            _check_stage(path, old, new)
+            delta = _constant_delta(old, new)
+            scalar = walk.scalars.get(path)
+            component = "optimizer" if scalar and isinstance(scalar.owner, (Optimizer, GroupCounts)) else "step"
+            is_item = scalar is not None and _is_item_of_optimizer(scalar)
+            if delta is not None and scalar is not None and _is_read(scalar, second):
+                raise HostScalarError(
+                    f"the step's code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
+                    "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, "
+                    f"or, if the step's results do not depend on it, pass allow=({path!r},)",
+                    component=component,
+                    path=path,
+                )
+            # Of an item, no name tells whether it is raised or set; two traces do.
+            is_item_set = first is not second and old == new
+            is_set = is_item_set if is_item else scalar is not None and scalar.key in second.reads.assigned
+            if delta is None or is_set:
+                raise HostEffectError(
+                    f"the step changes {path} in Python ({describe(old)}, then {describe(new)}), and a replay runs no "
+                    "Python. Expected a number that `+=` raises by the same amount each time, or a list that grows. "
+                    "Keep it in a tensor, update it outside the step, or, if replays may leave it alone, pass "
+                    f"allow=({path!r},)",
+                    component=component,
+                    path=path,
+                )
+            counters.append(cls(path, delta))
+        return tuple(counters)
+
+    def repeating(self, walk: Walk) -> Callable[[], None] | None:
+        """What a replay does where the number is in ``walk``; None where it is not there."""
+        scalar = walk.scalars.get(self.path)
+        if scalar is None:
+            return None
+        container, key, delta = scalar.container, scalar.key, self.delta
+
+        def count() -> None:
+            container[key] += delta
+
+        return count
+
+
+def _check_stage(path: str, old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> None:
+    """Refuse a step that has one half of a gradient scaler's work.
+
+    Raises:
+        HostEffectError: naming the calls that belong together.
+    """
+    if any(isinstance(value, OptState) for value in (*(old or ()), *(new or ()))):
+        raise HostEffectError(
+            f"the step changes {path} ({describe(new)}): part of the gradient scaler's work lies outside the step, and "
+            "a replay does not tell the scaler how far it came. Expected unscale_, step and update all in one step, "
+            "or all outside: move them together"
+        )
+
+
+def _constant_delta(old: tuple[Any, Any] | None, new: tuple[Any, Any] | None) -> int | float | None:
+    if old is None or new is None:
+        return None
+    values = (*old, *new)
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return None
+    delta: int | float = old[1] - old[0]
+    repeats = old[0] + delta == old[1] and new[0] + delta == new[1]
+    return delta if repeats else None
+
+
+def _is_item_of_optimizer(scalar: Scalar) -> bool:
+    """Whether ``scalar`` is an item of an optimizer's state or of a parameter group, which code has by its key."""
+    if isinstance(scalar.owner, GroupCounts):
+        return True
+    if not isinstance(scalar.owner, Optimizer) or scalar.container is vars(scalar.owner):
+        return False
+    return isinstance(scalar.container, Mapping) and isinstance(scalar.key, str)
+
+
+def _is_read(scalar: Scalar, trace: Trace) -> bool:
+    """Whether code of the trace uses the number."""
+    if not _is_item_of_optimizer(scalar):
+        return trace.reads.uses(scalar)
+    return any(_uses_item(code, scalar.key) for code, _ in trace.reads.codes)
+
+
+def _uses_item(code: CodeType, key: str) -> bool:
+    """Whether ``code`` has the literal ``key`` for anything but ``items[key] += 1``, ``items[key] = 0``, and ``key in
+    items``.
+    """
+    if key not in code.co_consts:
+        return False
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
+    for index, step in enumerate(steps):
+        if step.opname == "LOAD_CONST" and step.argval == key:
+            following = [after.opname for after in steps[index + 1 : index + 3]]
+            is_stored = following[:1] == ["STORE_SUBSCR"] or following[:1][0] in _DUPLICATES
+            if not is_stored and following[1:] != ["CONTAINS_OP"]:
+                return True
+    return False

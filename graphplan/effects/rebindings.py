@@ -1,0 +1,81 @@
+"""Slots that a step binds to other tensors: carried from step to step, or made anew in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from graphplan.effects.allowed import is_allowed
+from graphplan.errors import CarryError, HostEffectError
+from graphplan.specs.paths import Of, names
+from graphplan.trace.changes import Rebinding
+from graphplan.trace.records import Trace
+
+
+def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """``(carries, rebinds)``: rebound slots whose old value the step reads or whose tensors stay and get other memory,
+    and the others.
+
+    Raises:
+        CarryError: if a carried slot changes shape or dtype.
+        HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
+    """
+    carries, rebinds = [], []
+    used = _used(second)
+    for path in {**first.changes.rebindings, **second.changes.rebindings}:
+        # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
+        if is_allowed(path, allow) or path in second.changes.flags:
+            continue
+        one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
+        if two is None or (one is None and not names(path, Of.GRADIENT)):
+            raise HostEffectError(
+                f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it on "
+                "every call, or update it in place"
+            )
+        dropped = names(path, Of.GRADIENT) and two.after is None
+        if two.joined is not None:
+            raise HostEffectError(
+                f"the step gives {path} other memory ({path}.data = ...), and before or after that it shares memory "
+                f"with {two.joined}; a replay leaves tensors in the memory that they have, so that what one of them "
+                f"gets would show in the other, or not. Give each memory of its own, or update it in place: "
+                f"{path}.data.copy_(...)"
+            )
+        is_read = any(place[0] in used for place in two.before or ())
+        if two.moved or (is_read and not dropped):
+            _check_carry(two)
+            carries.append(path)
+        elif two.after is not None or two.before is not None:
+            rebinds.append(path)
+    return tuple(carries), tuple(rebinds)
+
+
+def find_replaced(carries: Iterable[str], trace: Trace) -> frozenset[str]:
+    """Those of ``carries`` whose old tensors the step leaves as they are."""
+    written = {storage for storage, external in trace.externals.items() if external.mutated}
+    rebindings = {path: trace.changes.rebindings[path] for path in carries}
+    return frozenset(
+        path
+        for path, rebinding in rebindings.items()
+        if rebinding.plain and not rebinding.moved and written.isdisjoint(place[0] for place in rebinding.before or ())
+    )
+
+
+def _used(trace: Trace) -> set[int | None]:
+    """Storages of what is used: by an operator, as what a slot is bound to, or as a result."""
+    bound = {place[0] for rebinding in trace.changes.rebindings.values() for place in rebinding.after or ()}
+    return bound | trace.externals.keys() | trace.output_storages
+
+
+def _check_carry(rebinding: Rebinding) -> None:
+    before, after = rebinding.before or (), rebinding.after or ()
+    old, new = [(p[2], p[4]) for p in before], [(p[2], p[4]) for p in after]
+    if old != new:
+        raise CarryError(
+            f"the step rebinds {rebinding.path} from {_shapes(old)} to {_shapes(new)}; a replay copies the new value "
+            "into the old storage, so shape and dtype must stay. Give it its final shape before the first step, and "
+            "cast the new value"
+        )
+
+
+def _shapes(specs: list[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in specs) or "no tensor"
