@@ -245,7 +245,7 @@ class _Effects:
         self._allow = allow
         self._room = room
         self._start = Snapshot(self._walk(), device=room)
-        generators = (*default_generators(), *(program.plan.generators if program is not None else ()))
+        generators = (*default_generators(), *(program.plan.handles.generators if program is not None else ()))
         self._states = [(generator, generator.get_state()) for generator in generators]
         self._left: dict[str, Tensor] = {}
         self.has_drawn = False

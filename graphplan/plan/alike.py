@@ -16,10 +16,11 @@ from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
 _SAME = (
-    "form", "carries", "replaced", "moved", "rebinds", "together", "counters", "appends", "entry_grads", "generators",
-    "twins", "shared", "joined", "device", "output_structure", "communicates",
+    "form", "carries", "replaced", "moved", "rebinds", "together", "counters", "appends", "entry_grads", "twins",
+    "shared", "joined", "device", "output_structure", "communicates",
 )  # fmt: skip
-_AS_MANY = ("outputs", "host_reads", "host_draws", "device_constants")
+_AS_MANY = ("outputs", "host_reads")
+_HANDLES_AS_MANY = ("host_draws", "device_constants")
 
 
 def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: Any) -> Plan | None:
@@ -40,13 +41,17 @@ def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: 
     if like is None:
         return None
     # Fed memory that two traces have in common is kept alive, and a trace has all of it in common with itself.
-    return plan if like.keep_alive else replace(plan, keep_alive=())
+    if like.handles.keep_alive:
+        return plan
+    return replace(plan, handles=replace(plan.handles, keep_alive=()))
 
 
 def _is_alike(plan: Plan, known: Plan) -> bool:
     return (
         all(getattr(plan, name) == getattr(known, name) for name in _SAME)
+        and plan.handles.generators == known.handles.generators
         and all(len(getattr(plan, name)) == len(getattr(known, name)) for name in _AS_MANY)
+        and all(len(getattr(plan.handles, name)) == len(getattr(known.handles, name)) for name in _HANDLES_AS_MANY)
         and _outline(plan) == _outline(known)
         and same_value(_values(plan), _values(known))
     )

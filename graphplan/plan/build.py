@@ -28,7 +28,7 @@ from graphplan.owners.walk import walk_owners
 from graphplan.plan.classify import classify
 from graphplan.plan.compared_numbers import find_comparisons
 from graphplan.plan.difference import check_difference, check_marks, form_of
-from graphplan.plan.plan import DRAWS, Output, Plan, Rates, frozen
+from graphplan.plan.plan import DRAWS, Handles, Output, Plan, Rates, frozen
 from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import External, Role
 from graphplan.tensors.trees import has_attributes
@@ -104,8 +104,6 @@ def build_plan(
         launches=second.launches,
         operators=frozen(collections.Counter(op.name for op in second.operators if op.launches)),
         footprint=first.footprint.merge(second.footprint),
-        device_constants=tuple(second.device_constants),
-        generators=tuple(second.generators),
         states=second.states,
         device=second.device,
         reads=reads,
@@ -117,15 +115,19 @@ def build_plan(
         joined=tuple(joined_slots(second, second.externals)),
         host_facts=tuple(_host_facts(second)),
         host_reads=tuple(second.host_reads),
-        host_draws=tuple(second.host_draws),
-        keep_alive=tuple(_shared_storages(first, second)),
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         last_operators=_last_operators(second),
-        rates=rates,
-        owners=owners,
-        function=function,
+        handles=Handles(
+            function=function,
+            owners=owners,
+            rates=rates,
+            generators=tuple(second.generators),
+            device_constants=tuple(second.device_constants),
+            host_draws=tuple(second.host_draws),
+            keep_alive=tuple(_shared_storages(first, second)),
+        ),
     )
 
 

@@ -65,6 +65,29 @@ class Rates(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class Handles:
+    """What a plan's programs work with; everything else in a plan is facts.
+
+    Attributes:
+        function: returns the step.
+        owners: returns the step's owners by name.
+        rates: device learning rates of the step's optimizers.
+        generators: generators other than torch's default ones that the step draws from.
+        device_constants: tensors that the step makes from Python values on the device, in order.
+        host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
+        keep_alive: fed tensors whose memory the step may also read by another name.
+    """
+
+    function: Callable[[], Callable[..., Any]]
+    owners: Callable[[], Mapping[str, Any]]
+    rates: Rates
+    generators: tuple[torch.Generator, ...]
+    device_constants: tuple[Tensor, ...]
+    host_draws: tuple[Callable[[], Any], ...]
+    keep_alive: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
 
@@ -90,12 +113,9 @@ class Plan:
             that is missing here may have any gradient, since the step drops it unread.
         host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
         host_reads: reads of tensors on the host that refuse no step: of what it only asserts, and of constants.
-        host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
         launches: operators that one eager step launches.
         operators: how often it launches each, by name.
         footprint: bytes of what one eager step makes, on the device where it computes.
-        device_constants: tensors that the step makes from Python values on the device, in order.
-        generators: generators other than torch's default ones that the step draws from.
         states: the states of default generators that the step saves and puts back, as activation checkpointing does.
         reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
             only.
@@ -111,7 +131,8 @@ class Plan:
         communicates: whether collectives are among the step's operators.
         rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
         may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
-            apart in :func:`graphplan.plan.is_reordered`.
+            apart in :func:`graphplan.plan.difference.is_reordered`.
+        handles: what programs of the plan work with.
     """
 
     name: str
@@ -133,8 +154,6 @@ class Plan:
     launches: int
     operators: Mapping[str, int]
     footprint: Footprint
-    device_constants: tuple[Tensor, ...]
-    generators: tuple[torch.Generator, ...]
     states: SavedStates
     reads: tuple[str, ...]
     values: Mapping[str, Any]
@@ -146,15 +165,11 @@ class Plan:
     device: torch.device
     host_facts: tuple[str, ...]
     host_reads: tuple[Any, ...]
-    host_draws: tuple[Callable[[], Any], ...]
-    keep_alive: tuple[Tensor, ...]
     last_operators: tuple[str, ...]
     communicates: bool
     rounding: float
     may_reorder: bool
-    rates: Rates
-    owners: Callable[[], Mapping[str, Any]]
-    function: Callable[[], Callable[..., Any]]
+    handles: Handles
 
     def by_role(self, role: Role) -> tuple[External, ...]:
         """Externals of one role."""

@@ -74,14 +74,14 @@ class _Body:
     def __call__(self) -> None:
         token = _IS_RECORDED.set(True)
         try:
-            result = call_step(self._plan.function(), self._fed.args, self._fed.kwargs)
+            result = call_step(self._plan.handles.function(), self._fed.args, self._fed.kwargs)
         finally:
             _IS_RECORDED.reset(token)
         self._sharding.settle()
         change = self._fed.change()
         if change is not None:
             raise HostEffectError(change)
-        self.after = walk_owners(self._plan.owners())
+        self.after = walk_owners(self._plan.handles.owners())
         with torch.no_grad():
             writes = self._bindings.targets
             self.outputs = Outputs(self._plan, result, clone_from=lambda t: storage_id(t) in writes, lent=self._lent)
@@ -112,7 +112,7 @@ def capture_program(
             put back here.
     """
     check_policy(plan, policy)
-    sharding, walk = come_to_rest(plan.owners())
+    sharding, walk = come_to_rest(plan.handles.owners())
     changed = outdated(plan, walk)
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
@@ -131,7 +131,7 @@ def capture_program(
     found = {path: value for path, value in flags.read().items() if path in plan.left}
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
-    bindings = Bindings(plan, walk, bound, () if backend.executes else plan.host_draws)
+    bindings = Bindings(plan, walk, bound, () if backend.executes else plan.handles.host_draws)
     body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
     recording = _record(backend, body, copied)
     assert body.after is not None
@@ -147,7 +147,7 @@ def capture_program(
         copied=copied,
         bindings=bindings,
         outputs=body.outputs,
-        walk=walk_owners(plan.owners()),
+        walk=walk_owners(plan.handles.owners()),
         values=values,
         feed=feed,
     )

@@ -69,6 +69,7 @@ class Program:
         # Without the leaves: a program must not keep a batch alive.
         self._rebuild = Feed([], feed.structure, feed.key).rebuild
         self.policy = policy
+        self._push_rates = plan.handles.rates.push
         self._recording: Recording | None = recording
         self.is_open = True
         self._inputs = inputs
@@ -198,7 +199,7 @@ class Program:
         if self._recording is None:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
         back = self._copied.load(given or {}) if self._copied.externals or given else ()
-        self.plan.rates.push()
+        self._push_rates()
         self._bindings.settle_grads(are_kept=not is_settled)
         self._adopted.refresh()
         self._inputs.load(leaves)
@@ -286,7 +287,7 @@ class Program:
         worn = self._inputs.dress(leaves)
         stands_for = {id(worn[index]): leaves[index] for index in self._inputs.by_leaf}
         args, kwargs = self._rebuild(worn)
-        result = call_step(self.plan.function(), args, kwargs)
+        result = call_step(self.plan.handles.function(), args, kwargs)
         self._give_back(leaves)
         return map_result(lambda tensor: stands_for.get(id(tensor), tensor.detach()), result)
 
@@ -355,11 +356,11 @@ class Program:
         """
         if self._is_spoiled:
             return "something that an eager step keeps lies in memory that replays write"
-        walk = walk_owners(self.plan.owners())
+        walk = walk_owners(self.plan.handles.owners())
         reason = self._bindings.lost_memory() or self._adopted.follow(walk)
         if reason is not None:
             return reason
-        self.plan.rates.attach(walk.optimizers.values())
+        self.plan.handles.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
         self._bindings.follow(walk)
         lost = self._bindings.lost_place()

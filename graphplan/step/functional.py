@@ -268,8 +268,11 @@ def make_backend(name: str, plan: Plan) -> Backend:
     resolved = resolve_backend(name, plan.device)
     if resolved == "eager":
         raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
+    handles = plan.handles
     backend: Backend = (
-        TapeBackend() if resolved == "tape" else CUDAGraphBackend(plan.device, plan.generators, plan.device_constants)
+        TapeBackend()
+        if resolved == "tape"
+        else CUDAGraphBackend(plan.device, handles.generators, handles.device_constants)
     )
     backend.reads = plan.host_reads
     backend.states = plan.states
@@ -314,14 +317,14 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)
-    refuse_graphs_within(walk_owners(plan.owners()), plan.function(), plan.device)
+    refuse_graphs_within(walk_owners(plan.handles.owners()), plan.handles.function(), plan.device)
     recorder = make_backend(backend, plan)
     with ExitStack() as made:
-        made.callback(Snapshot(walk_owners(plan.owners()), values=False).restore)
+        made.callback(Snapshot(walk_owners(plan.handles.owners()), values=False).restore)
         _make_missing_state(plan, flat, recorder)
         snapshot = _snapshot(plan, flat)
         try:
-            with plan.rates:
+            with plan.handles.rates:
                 policy = policy or Policy.train()
                 program = capture_program(plan, flat, policy=policy, backend=recorder, buffers=Buffers())
         finally:
@@ -331,24 +334,24 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
 
 
 def _snapshot(plan: Plan, feed: Feed) -> Snapshot:
-    walk = walk_owners(plan.owners())
+    walk = walk_owners(plan.handles.owners())
     extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())]
-    return Snapshot(walk, extra=extra, generators=plan.generators)
+    return Snapshot(walk, extra=extra, generators=plan.handles.generators)
 
 
 def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
     """Make what the plan's step creates lazily, and warm the step up."""
-    walk = walk_owners(plan.owners())
+    walk = walk_owners(plan.handles.owners())
     missing = [external.path for external in plan.externals if external.path and external.path not in walk.slots]
     snapshot = _snapshot(plan, feed)
     args, kwargs = feed.rebuild(feed.leaves)
 
     def step() -> None:
-        with plan.rates, presenting_capture():
-            backend.run(lambda: call_step(plan.function(), args, kwargs))
+        with plan.handles.rates, presenting_capture():
+            backend.run(lambda: call_step(plan.handles.function(), args, kwargs))
 
     try:
-        make = create_state(missing, lambda: walk_owners(plan.owners()), step)
+        make = create_state(missing, lambda: walk_owners(plan.handles.owners()), step)
     finally:
         snapshot.restore()
     make()

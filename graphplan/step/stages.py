@@ -153,7 +153,7 @@ class Stages:
         """A trace or a capture as a transaction; see :class:`Traces` for the exception."""
         backend = self._runner.backend
         with ExitStack() as undo:
-            generators = line.plan.generators if line.plan is not None else ()
+            generators = line.plan.handles.generators if line.plan is not None else ()
             changed = line.plan.changed_tensors(walk) if line.plan is not None else []
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
             snapshot = Snapshot(walk, extra=extra, generators=generators, device=self._room.for_copies(walk, backend))
@@ -235,8 +235,8 @@ class Stages:
         backend.reads = plan.host_reads
         backend.states = plan.states
         if isinstance(backend, CUDAGraphBackend):
-            backend.generators = list(plan.generators)
-            backend.constants = list(plan.device_constants)
+            backend.generators = list(plan.handles.generators)
+            backend.constants = list(plan.handles.device_constants)
             backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
         return capture_program(
             plan,

@@ -90,7 +90,7 @@ class _Check:
         self._lent = [(lease, lease.number) for lease in program.lent]
 
     def walk(self) -> Walk:
-        return walk_owners(self._program.plan.owners())
+        return walk_owners(self._program.plan.handles.owners())
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
         """Copies of all that the step may change, also of what only a name leads to, since code that is not seen may
@@ -103,7 +103,7 @@ class _Check:
         # What the step has nothing to do with may be a whole dataset, unless a module holds it.
         others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
         every = [*tensors.values(), *others]
-        generators = self._program.plan.generators
+        generators = self._program.plan.handles.generators
         return Snapshot(walk, tensors=every, generators=generators, device=self._device), tensors
 
     def undo(self, snapshot: Snapshot) -> None:
@@ -185,7 +185,7 @@ class _Check:
             walk,
             result,
             {path: tensor for path, tensor in self._extra.items() if path not in gone},
-            self._program.plan.generators,
+            self._program.plan.handles.generators,
             lambda path: path in left_out or self.is_allowed(path),
         )
         return {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in found.items()}
@@ -264,7 +264,7 @@ def check_replay(
     check = _Check(program, leaves, allow, device, on_any, noise or Noise())
     # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
     # which are no longer to be told from those that other code keeps.
-    program.plan.rates.push()
+    program.plan.handles.rates.push()
     program.settle()
     start = check.start()
     hosts = host_generators()
