@@ -226,8 +226,8 @@ def test_commands_exist(page: Path) -> None:
             assert module is not None, text
             assert knows_options(sources_of(module), words[3:]) == [], text
         else:
-            assert words[0] in ("bash", "torchrun", "srun"), text
-            assert words[0] != "bash" or (ROOT / words[1]).exists(), text
+            assert words[0] in ("bash", "python", "torchrun", "srun"), text
+            assert words[0] not in ("bash", "python") or (ROOT / words[1]).exists(), text
 
 
 # Options.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.test_layers import imported_modules
 
@@ -40,6 +41,18 @@ EXAMPLES = {
     "text": Example(("lightning", "transformers"), r"loss: 2\.\d+ nats per byte"),
     "vision": Example(("timm", "lightning", "sklearn"), r"accuracy: 0\.[5-9]\d+"),
 }  # fmt: skip
+
+
+def shown(name: str) -> list[str]:
+    """The lines that the gallery shows of what an example prints."""
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^python recipes/examples/{name}\.py\n```\n\n```text\n(.*?)^```$", text, re.M | re.S)
+    return masked(block)
+
+
+def masked(text: str) -> list[str]:
+    """The lines of ``text`` without their numbers."""
+    return [re.sub(r"\d+(?:\.\d+)?", "#", line).rstrip() for line in text.splitlines()]
 
 
 def require(needs: tuple[str, ...]) -> None:
@@ -74,6 +87,9 @@ def test_an_example_runs_and_replays(name: str, tmp_path: Path) -> None:
     assert len(counts) == example.reports, done.stdout
     # Warm-up, traces and captures of a few shapes; in the service, padded calls that are compared, too.
     assert all(some >= 0.75 * all_ > 0 for some, all_ in counts), done.stdout
+    if not torch.cuda.is_available():
+        lines = iter(masked(done.stdout))
+        assert [line for line in shown(name) if line not in lines] == [], done.stdout
 
 
 def test_every_example_is_run_here_and_short() -> None:
