@@ -17,7 +17,7 @@ from tests.test_layers import imported_modules
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "examples"
-REPLAYED = re.compile(r"graphplan: \d+ plans?; (\d+) of (\d+) steps replayed")
+REPLAYED = re.compile(r"graphplan: \d+ plans?; (\d+) of (\d+) (?:steps|calls of .*?) replayed")
 
 
 class Example(NamedTuple):
