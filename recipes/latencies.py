@@ -23,6 +23,13 @@ def device_of(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tu
     return args, torch.device(args.device)
 
 
+def print_limits(device: torch.device, shows: str, costs: str) -> None:
+    """On a CPU, say what the run shows (``shows``), and why replays are no faster (the tape, and ``costs``)."""
+    if device.type == "cpu":
+        print(f"on a CPU this shows {shows}.")
+        print(f"It cannot show a gain: the tape replays operators one by one, and {costs}. Times need a CUDA device.")
+
+
 def print_latencies(rows: Mapping[str, Sequence[float]]) -> None:
     """Median, 90th and 99th percentile in microseconds of each row's seconds."""
     print(f"{'µs per call':<24}{'p50':>10}{'p90':>10}{'p99':>10}{'calls':>8}")

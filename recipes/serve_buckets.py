@@ -2,6 +2,9 @@
 
     python -m recipes.serve_buckets --backend tape
 
+A CPU shows that requests of any number share a few programs and get the texts of eager steps. It cannot show a gain,
+and may lose time: the tape replays operators one by one, on padded batches. The gain is that of a CUDA graph.
+
 Requests come and go, so that each step has a batch of another size. It is padded to a capture size; the padding writes
 to a slot that nobody reads. The same requests are served twice, eagerly and replayed, and compared.
 """
@@ -21,7 +24,7 @@ from graphplan import LaunchCounter, graphed
 from recipes.comparison import now
 from recipes.datasets import decode, encode, read_stdlib
 from recipes.decoder import Decoder
-from recipes.latencies import device_of, print_latencies, require_close
+from recipes.latencies import device_of, print_latencies, print_limits, require_close
 
 Model = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -116,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=48)
     parser.add_argument("--slots", type=int, default=16)
     args, device = device_of(parser, argv)
+    print_limits(device, "that few programs serve any batch, with eager's texts", "padding is computed, too")
     eager_model = build(device, args.slots)
     eager = serve(eager_model, eager_model, make_requests(args.requests, eager_model.length), device)
 

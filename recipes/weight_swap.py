@@ -2,6 +2,9 @@
 
     python -m recipes.weight_swap --backend tape
 
+A CPU shows that one program serves both sets, bit by bit as eager calls do. It cannot show a gain, and loses time: the
+weights are copied before each call, and the tape replays operators one by one. The gain is that of a CUDA graph.
+
 With ``copy_roles=("input", "param")`` a program reads its weights from memory of its own, and each replay says which
 ones to put there: an average of the weights, a customer's adapter, the version of last week.
 """
@@ -19,7 +22,7 @@ from torch.nn import functional as F
 from graphplan import graphed
 from recipes.comparison import now
 from recipes.datasets import digits_splits
-from recipes.latencies import device_of, print_latencies, require_close
+from recipes.latencies import device_of, print_latencies, print_limits, require_close
 from recipes.networks import DigitsMLP
 from recipes.schedules import adamw
 
@@ -49,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     args, device = device_of(parser, argv)
+    print_limits(device, "that one program serves several sets of weights", "the weights are copied for each call")
     training, validation = digits_splits()
     images, labels = (tensor.to(device) for tensor in validation.tensors)
     models = {"fresh": DigitsMLP().to(device), "trained": DigitsMLP().to(device)}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
@@ -31,7 +32,7 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 NO_OPTION = "\N{EN DASH}"
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+each_page = pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
 
 
 class Block(NamedTuple):
@@ -90,6 +91,18 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert [name for name in named if not any((place / name).exists() for place in places)] == [
         name for name in named if name in made_by_commands
     ]
+
+
+def test_templates_of_issues_ask_for_what_a_report_needs() -> None:
+    asked = {"bug": ("graphplan env", "report()"), "model": ("graphplan env", "report()", "graphplan check")}
+    files = {path.stem: path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+    assert set(files) == set(asked)
+    for name, needed in asked.items():
+        form = yaml.safe_load(files[name].read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+        fields = [part["attributes"] for part in form["body"] if part.get("validations", {}).get("required")]
+        text = " ".join(f"{field['label']} {field.get('description', '')}" for field in fields)
+        assert [words for words in needed if words not in text] == [], name
 
 
 # Python blocks.
@@ -226,8 +239,8 @@ def test_commands_exist(page: Path) -> None:
             assert module is not None, text
             assert knows_options(sources_of(module), words[3:]) == [], text
         else:
-            assert words[0] in ("bash", "torchrun", "srun"), text
-            assert words[0] != "bash" or (ROOT / words[1]).exists(), text
+            assert words[0] in ("bash", "python", "torchrun", "srun"), text
+            assert words[0] not in ("bash", "python") or (ROOT / words[1]).exists(), text
 
 
 # Options.

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "graphplan"
 ROOMS = (
     "errors", "environment", "tensors", "specs", "compare", "owners", "feed", "observe", "trace", "backends",
     "optimizers", "effects", "plan", "guards", "program", "verify", "report", "step", "inference", "callback",
-    "check", "__main__",
+    "check", "integrations", "__main__",
 )  # fmt: skip
 LAYERS = {room: number for number, room in enumerate(ROOMS)}
 # Rooms that not every higher layer may import: a report is for those who show it to people.
@@ -61,7 +61,7 @@ def may_import(room: str, other: str) -> bool:
 def test_every_module_is_in_the_table() -> None:
     assert FILES
     assert {room_of(file) for file in FILES} - {"__init__"} == set(LAYERS)
-    assert len(LAYERS) <= 22
+    assert len(LAYERS) <= 23
 
 
 def test_imports_point_down() -> None:
@@ -92,6 +92,12 @@ def test_only_the_callback_and_the_check_of_a_fit_import_lightning() -> None:
     assert set(found) <= {"callback", "check"}
 
 
+def test_only_integrations_import_other_training_loops() -> None:
+    loops = {"transformers", "accelerate", "peft"}
+    found = {room_of(file) for file in FILES for _, name in imported_modules(file) if name.split(".")[0] in loops}
+    assert found == {"integrations"}
+
+
 @pytest.mark.parametrize(
     ("room", "other", "allowed"),
     [
@@ -119,7 +125,7 @@ def test_imports_are_found_wherever_they_stand(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_framework() -> None:
-    frameworks = {"lightning", "pytorch_lightning", "hydra", "omegaconf"}
+    frameworks = {"lightning", "pytorch_lightning", "hydra", "omegaconf", "transformers", "accelerate"}
     code = f"import sys, graphplan; print(sorted({frameworks} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr

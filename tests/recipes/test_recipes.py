@@ -205,6 +205,8 @@ def test_serving_equals_eager(
 ) -> None:
     main([*arguments, "--device", "cpu", "--backend", "tape"])
     printed = capsys.readouterr().out
+    # First what the times below can show.
+    assert re.match(r"on a CPU this shows that .*\.\nIt cannot show a gain: .* Times need a CUDA device\.\n", printed)
     assert re.search(expected, printed), printed
     assert re.search(r"equal to eager: (bitwise|within rounding), ", printed)
     assert re.search(r", replayed +\d+ +\d+ +\d+ +\d+\n", printed)

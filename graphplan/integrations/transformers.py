@@ -1,0 +1,133 @@
+"""Graphed steps in the ``Trainer`` of transformers: its loop stays, one step of it becomes a replay."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from accelerate.utils import DistributedType
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from graphplan.step.graphed_step import GraphedStep, graph_step
+
+_ALLOWED = ("*_dataloader_references_ref*", "*accelerator._dataloaders*")
+"""What accelerate asks its loaders for. The loop decides by it whether the optimizer steps, not the step."""
+
+
+@dataclass
+class _Hidden:
+    state: Any = None
+    in_step: bool = False
+    was_read: bool = False
+    stood_down: bool = False
+
+
+_HIDDEN: WeakKeyDictionary[GraphPlanTrainer, _Hidden] = WeakKeyDictionary()
+"""What the loop changes around each step, out of sight of the walk over the trainer."""
+
+
+class GraphPlanTrainer(Trainer):
+    """A ``Trainer`` whose steps are replays: forward, backward, clipping and the optimizer's step.
+
+    ``class Mine(GraphPlanTrainer, SFTTrainer)`` replays those of another trainer. What cannot be replayed runs as in
+    ``Trainer``, and a warning or the report says why.
+
+    Attributes:
+        graph_options: options of :func:`graphplan.graph_step`; ``on_failure`` is ``"eager"`` unless they say otherwise.
+        graph_optimizer: whether clipping and the optimizer's step are to be part of a replay.
+        graphed: the step of the latest ``train()``, with ``stats`` and ``report()``; None before its first step.
+    """
+
+    graph_options: Mapping[str, Any] = {}
+    graph_optimizer: bool = True
+    graphed: GraphedStep | None = None
+    _grad_norm: tuple[Any] | None = None  # In a tuple, if the training step has taken the optimizer's step, too.
+
+    @property
+    def state(self) -> Any:
+        """The ``TrainerState``. It changes with each step, so that a step that reads it is not replayed."""
+        hidden = _HIDDEN.setdefault(self, _Hidden())
+        hidden.was_read |= hidden.in_step
+        return hidden.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        _HIDDEN.setdefault(self, _Hidden()).state = state
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train by replays. Optimizers are stock again at the end."""
+        self.graphed, _HIDDEN[self].stood_down = None, False
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._end()
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Train on one batch; return its loss."""
+        hidden, self._grad_norm = _HIDDEN[self], None
+        if self.graphed is None and not hidden.stood_down:
+            self._begin(model)
+        if self.graphed is None or hidden.stood_down:
+            return super().training_step(model, inputs, num_items_in_batch)
+        inputs = self._prepare_inputs(inputs)
+        updates = self._with_optimizer and self.accelerator.sync_gradients
+        # An evaluation leaves the model in its own mode, for which there would be another program.
+        model.train()
+        hidden.in_step, hidden.was_read = True, False
+        try:
+            loss, *norm = self.graphed(model, inputs, num_items_in_batch, updates)
+        finally:
+            hidden.in_step = False
+        if hidden.was_read:
+            self._stand_down("the step reads trainer.state, which changes with each step; expected one that does not")
+        if updates:
+            self._grad_norm = tuple(norm)
+            # The loop's own optimizer.step() does nothing unless gradients are to be synchronized.
+            self.accelerator.gradient_state._set_sync_gradients(False)
+        return loss
+
+    def _begin(self, model: Any) -> None:
+        if self.args.n_gpu > 1 or self.accelerator.distributed_type != DistributedType.NO:
+            self._stand_down("it is on several devices; expected one process with one device")
+            return
+        hooks = {type(callback).on_pre_optimizer_step for callback in self.callback_handler.callbacks}
+        is_watched = bool(hooks - {TrainerCallback.on_pre_optimizer_step})
+        is_left = is_watched or self.accelerator.scaler is not None or not hasattr(Trainer, "_clip_grad_norm")
+        self._with_optimizer = self.graph_optimizer and not is_left
+        options = {"on_failure": "eager", **self.graph_options}
+        options["allow"] = (*_ALLOWED, *options.get("allow", ()))
+        self.graphed = graph_step(self._step, owners={"model": model, "optimizer": self.optimizer}, **options)
+        if not self._with_optimizer:
+            why = "graph_optimizer=False, a gradient scaler, a callback's on_pre_optimizer_step, or transformers < 5.6"
+            self.graphed.stats.note(f"forward and backward alone are replayed: {why}")
+
+    def _end(self) -> None:
+        if self.graphed is not None:
+            self.graphed.close()
+
+    def _step(self, model: Any, inputs: Any, num_items: Any, updates: bool) -> tuple[Any, ...]:
+        loss = super().training_step(model, copy(inputs), num_items)
+        if not updates:
+            return (loss,)
+        norm = super()._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        norm = super()._get_grad_norm(model, norm)
+        self.optimizer.step()
+        return loss, norm
+
+    def _stand_down(self, why: str) -> None:
+        _HIDDEN[self].stood_down = True
+        warnings.warn(f"graphplan runs this training eagerly: {why}", UserWarning, stacklevel=3)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs if _HIDDEN[self].in_step else super()._prepare_inputs(inputs)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return super()._clip_grad_norm(model) if self._grad_norm is None else self._grad_norm[0]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return super()._get_grad_norm(model, grad_norm) if self._grad_norm is None else self._grad_norm[0]

@@ -1,0 +1,105 @@
+"""The programs that people copy: each is run as a user runs it, replays its steps, and learns something."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.test_layers import imported_modules
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes" / "examples"
+REPLAYED = re.compile(r"graphplan: \d+ plans?; (\d+) of (\d+) (?:steps|calls of .*?) replayed")
+
+
+class Example(NamedTuple):
+    """The libraries that an example needs besides torch, what it prints of its result, and how many reports."""
+
+    needs: tuple[str, ...]
+    result: str
+    reports: int = 1
+
+
+EXAMPLES = {
+    "diffusion": Example(("sklearn",), r"error of the averaged denoiser: 1\.\d+, at the end 0\.[2-5]\d"),
+    "forecasting": Example(("lightning",), r"levels, squared: error 2\.\d+, naive 3\.\d+"),
+    "gan": Example(("lightning", "sklearn"), r"generator: [01]\.\d+, critic: [01]\.\d+"),
+    "graphs": Example(("torch_geometric",), r"right of the other members: 0\.[6-9]"),
+    "lora": Example(("transformers", "accelerate", "peft"), r"5632 parameters trained on json\.decoder: mean loss", 2),
+    "rl": Example(("gymnasium",), r"update 11: a game has (\d\d\d|[4-9]\d) steps"),
+    "service": Example(("fastapi", "httpx", "sklearn"), r"all digits right in 1[12]\d\nlatency .* p99 \d+\.\d ms"),
+    "sweep": Example(("hydra", "sklearn"), r"lr 0\.01, width 64: loss 0\.\d+", 4),
+    "tabular": Example(("sklearn",), r"accuracy: 0\.9\d+"),
+    "text": Example(("lightning", "transformers"), r"loss: 2\.\d+ nats per byte"),
+    "vision": Example(("timm", "lightning", "sklearn"), r"accuracy: 0\.[5-9]\d+"),
+}  # fmt: skip
+
+
+def shown(name: str) -> list[str]:
+    """The lines that the gallery shows of what an example prints."""
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^python recipes/examples/{name}\.py\n```\n\n```text\n(.*?)^```$", text, re.M | re.S)
+    return masked(block)
+
+
+def masked(text: str) -> list[str]:
+    """The lines of ``text`` without their numbers."""
+    return [re.sub(r"\d+(?:\.\d+)?", "#", line).rstrip() for line in text.splitlines()]
+
+
+def require(needs: tuple[str, ...]) -> None:
+    """Skip the test unless the libraries can be imported."""
+    for name in needs:
+        try:
+            import_module(name)
+        except (ImportError, RuntimeError) as error:  # torchvision's operators, where its build is not for this torch
+            pytest.skip(f"{name} cannot be imported: {error}; the extras zoo and dev of pyproject.toml have it")
+
+
+def replayed(printed: str) -> list[tuple[int, int]]:
+    """Replayed steps and all steps, of each report once."""
+    found = [(int(some), int(all_)) for some, all_ in REPLAYED.findall(printed)]
+    # A Trainer prints the first line at the end of its fit, and the program the whole report.
+    return found[1:] if len(found) == 2 and found[0] == found[1] else found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs_and_replays(name: str, tmp_path: Path) -> None:
+    example = EXAMPLES[name]
+    require(example.needs)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py")], capture_output=True, text=True, check=False, cwd=tmp_path,
+        timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(example.result, done.stdout), done.stdout
+    counts = replayed(done.stdout)
+    assert len(counts) == example.reports, done.stdout
+    # Warm-up, traces and captures of a few shapes; in the service, padded calls that are compared, too.
+    assert all(some >= 0.75 * all_ > 0 for some, all_ in counts), done.stdout
+    if not torch.cuda.is_available():
+        lines = iter(masked(done.stdout))
+        assert [line for line in shown(name) if line not in lines] == [], done.stdout
+
+
+def test_every_example_is_run_here_and_short() -> None:
+    files = sorted(file for file in FOLDER.glob("*.py") if file.name != "__init__.py")
+    assert [file.stem for file in files] == sorted(EXAMPLES)
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 60, file.name
+        assert f"python recipes/examples/{file.name}" in text, file.name
+        # It is copied alone.
+        modules = {module.split(".")[0] for _, module in imported_modules(file)}
+        assert "graphplan" in modules, file.name
+        assert modules.isdisjoint({"recipes", "tests"}), file.name
