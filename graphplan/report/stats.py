@@ -89,6 +89,8 @@ class Stats:
     bytes_estimated: int = 0
     laps: deque[float] = field(default_factory=lambda: deque(maxlen=LAPS))
     measured: dict[str, float] = field(default_factory=dict)
+    follow: bool = True
+    """Whether a call follows the one before, as steps of a loop do; requests of a service come when they come."""
     last_end: float = 0.0
     last_kind: str = ""
     changes: list[tuple[str, int, float, int]] = field(default_factory=list)
@@ -172,10 +174,12 @@ class Stats:
     def step_us(self, kind: str) -> float | None:
         """Microseconds of a step, ``"eager"`` without graphplan or ``"replayed"``, from end to end; None if that is not
         known. Eager steps are those that the speed gate timed, before anything was prepared: those on the way to a
-        program take longer.
+        program take longer. Where calls do not ``follow`` each other, a replay's time is that of the call on the host.
         """
         if kind in self.measured:
             return self.measured[kind] * 1e6
+        if kind == "replayed" and not self.follow:
+            return self.mean_us("steady")
         return median(self.laps) * 1e6 if kind == "replayed" and self.laps else None
 
     def gain(self) -> Gain | None:
@@ -218,6 +222,7 @@ class Stats:
         for text, count in other.reasons.items():
             _tally(self.reasons, text, count)
         self.measured |= other.measured
+        self.follow &= other.follow
         self.laps += other.laps
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]

@@ -43,7 +43,8 @@ def summary(stats: Stats, *, plans: int, part: str = "", updates: int | None = N
     if before is not None and after is not None:
         parts.append(f"step {before:.0f} -> {after:.0f} µs")
     elif after is not None:
-        parts.append(f"step {after:.0f} µs where replayed")
+        where = "where replayed" if stats.follow else "on the host where replayed"
+        parts.append(f"{'step' if stats.follow else 'call'} {after:.0f} µs {where}")
     gain = stats.gain()
     if gain is not None:
         parts.append(f"saved {gain.saved:.1f} s and spent {gain.spent:.1f} s on it: net {gain.net:+.1f} s")

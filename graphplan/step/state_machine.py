@@ -87,6 +87,7 @@ class StateMachine:
         self.compiled = CompiledModules(named, compiles and not is_eager and options.compile)
         self.buffers = Buffers()
         self.runner = Runner(fn, self.managed, options.backend, backends or Backends())
+        self.runner.stats.follow = options.mode == "train"
         self.stats = self.runner.stats
         self.refusals = Refusals(options.on_failure, self.stats, peers)
         self.programs: Programs = Programs(options, self.stats)

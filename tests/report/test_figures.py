@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import pickle
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from rich.console import Console
 
-from graphplan import GraphPlanCallback, OptionError, graph_step
+from graphplan import GraphPlanCallback, OptionError, graph_step, graphed
 from graphplan.environment import logs
 from graphplan.errors import SkipReason
 from graphplan.report.stats import Stats, Stretch
@@ -79,6 +80,16 @@ def test_one_long_step_between_two_replays_is_no_steps_time() -> None:
     stats = made("rrrrr")
     stats.count_replay(99.0, 100.0, 0, first=False)
     assert stats.step_us("replayed") == 1e6
+
+
+def test_calls_that_come_when_they_come() -> None:
+    """Requests of a service: the time between two of them is not that of a call."""
+    fast = graphed(torch.nn.Linear(4, 2), verify="off")
+    with torch.no_grad():
+        for _ in range(6):
+            fast(torch.randn(3, 4))
+    assert re.search(r"call \d+ µs on the host where replayed", fast.report().splitlines()[0])
+    assert fast.stats.step_us("replayed") == fast.stats.mean_us("steady")
 
 
 def test_nothing_is_said_of_eager_time_that_was_not_measured() -> None:
