@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 from torch.optim import RMSprop
 
@@ -157,3 +160,15 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay(tmp_path: Path) 
     text, options = "fewer than 16 replays each", {"max_recaptures": 1, "warmup_steps": 1}
     trainer, module = run_until(RecaptureError, text, partial(sharpened, 4, 1), tmp_path / "ended", tape(**options))
     assert_nothing_installed(trainer, module)
+
+
+def test_options_from_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LightningCLI reads their names, types and defaults off the signature."""
+    options = ["--trainer.callbacks=graphplan.GraphPlanCallback", "--trainer.callbacks.max_graphs=3"]
+    quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
+    cli = LightningCLI(BoringModel, run=False, args=[*quiet, *options])
+    (callback,) = (each for each in cli.trainer.callbacks if isinstance(each, GraphPlanCallback))
+    assert callback.options == replace(GraphPlanCallback().options, max_graphs=3)
+    with pytest.raises(SystemExit):
+        LightningCLI(BoringModel, run=False, args=[*quiet, *options, "--trainer.callbacks.max_graphs=many"])
+    assert "max_graphs='many'" in capsys.readouterr().err
