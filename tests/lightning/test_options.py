@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -162,13 +163,22 @@ def test_captures_that_do_not_pay_raise_before_the_first_replay(tmp_path: Path) 
     assert_nothing_installed(trainer, module)
 
 
-def test_options_from_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_options_from_a_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """LightningCLI reads their names, types and defaults off the signature."""
+    monkeypatch.setattr(sys, "argv", ["train.py"])
     options = ["--trainer.callbacks=graphplan.GraphPlanCallback", "--trainer.callbacks.max_graphs=3"]
     quiet = ["--trainer.accelerator=cpu", "--trainer.logger=false", f"--trainer.default_root_dir={tmp_path}"]
-    cli = LightningCLI(BoringModel, run=False, args=[*quiet, *options])
+    cli = LightningCLI(BoringModel, run=False, seed_everything_default=0, args=[*quiet, *options])
     (callback,) = (each for each in cli.trainer.callbacks if isinstance(each, GraphPlanCallback))
     assert callback.options == replace(GraphPlanCallback().options, max_graphs=3)
     with pytest.raises(SystemExit):
-        LightningCLI(BoringModel, run=False, args=[*quiet, *options, "--trainer.callbacks.max_graphs=many"])
+        LightningCLI(
+            BoringModel,
+            run=False,
+            seed_everything_default=0,
+            args=[*quiet, *options, "--trainer.callbacks.max_graphs=many"],
+        )
     assert "max_graphs='many'" in capsys.readouterr().err
