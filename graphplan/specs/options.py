@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_type_hints
 
 from graphplan.errors import GraphPlanError
 
@@ -70,7 +70,9 @@ def _taking(function: Callable[..., Any], options: Any, default: Any = inspect.P
             raise error.briefly()  # noqa: B904
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    call.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+    # Types, where the signature has their names: these mean nothing in the function's own module.
+    types = {**get_type_hints(options), **get_type_hints(function)}
+    call.__annotations__ = {name: types[name] for name in (*signature.parameters, "return") if name in types}
     call.__doc__ = function.__doc__ and with_arguments(function.__doc__, options)
     return call
 

@@ -181,4 +181,4 @@ def test_options_from_a_command_line(
             seed_everything_default=0,
             args=[*quiet, *options, "--trainer.callbacks.max_graphs=many"],
         )
-    assert "max_graphs='many'" in capsys.readouterr().err
+    assert "key='max_graphs', val='many'" in capsys.readouterr().err
