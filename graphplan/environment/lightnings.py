@@ -59,12 +59,17 @@ def installed_callback_class() -> Any:
 
     Raises:
         ImportError: if Lightning is installed under neither name.
+        ModuleNotFoundError: if something that an installed Lightning needs is missing.
     """
+    errors = []
     for name in NAMES:
         try:
             return callback_class(name)
         except ModuleNotFoundError as error:
-            missing = error
+            errors.append(error)
+    missing = errors[0]
+    if not f"{NAMES[0]}.".startswith(f"{missing.name}."):
+        raise missing
     raise ImportError(
         f'GraphPlanCallback is for Lightning, and {missing.name} is not installed: pip install "graphplan[lightning]"'
     ) from missing

@@ -14,7 +14,7 @@ import torch
 
 from graphplan import GraphPlanCallback, NotCapturedError, OptionError
 from graphplan.check import fit as checked
-from graphplan.environment.lightnings import callback_class, installed_callback_class, name_of
+from graphplan.environment.lightnings import callback_class, name_of
 
 pl = pytest.importorskip("pytorch_lightning")
 if pl.__name__ != "pytorch_lightning":
@@ -134,15 +134,6 @@ def test_which_package_a_trainer_is_of() -> None:
 
 def test_only_the_older_package_is_installed() -> None:
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=200)
-
-
-def test_neither_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    monkeypatch.setattr("graphplan.environment.lightnings.callback_class", missing)
-    with pytest.raises(ImportError, match=r'is not installed: pip install "graphplan\[lightning\]"'):
-        installed_callback_class()
 
 
 def test_a_check_of_its_modules() -> None:
