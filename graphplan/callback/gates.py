@@ -18,6 +18,8 @@ from graphplan.callback.callback_options import Components
 from graphplan.callback.hooks import END, START, hands_out_batch, has_hook
 from graphplan.callback.lightning_code import LOOP_METHODS, is_known
 
+_PARALLEL: Any = getattr(strategies, "ModelParallelStrategy", ())
+"""Lightning has it since 2.4."""
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STOCK_HOOKS = frozenset((START, *_TRANSFERS))
 """Hooks of the module that Lightning's own loop calls for each batch, and the loop seam never."""
@@ -38,8 +40,7 @@ def _closed_strategy(strategy: Any) -> str | None:
     name = type(strategy).__name__
     if isinstance(strategy, SingleDeviceStrategy):
         return None
-    # Lightning has it since 2.4.
-    if isinstance(strategy, getattr(strategies, "ModelParallelStrategy", ())):
+    if isinstance(strategy, _PARALLEL):
         if strategy.device_mesh["tensor_parallel"].size() == 1:
             return None
         return f"the {name} has tensor parallelism, which is not captured: use tensor_parallel_size=1"

@@ -33,7 +33,7 @@ STEPS_PER_EPOCH = 10
 TRUSTED: dict[str, Any] = {"weights_only": False} if "weights_only" in signature(L.Trainer.fit).parameters else {}
 """Checkpoints of one's own hold more than tensors. Lightning asks since 2.6."""
 SUMS_IN_STEP = is_known("logs")
-"""Whether means of an epoch are summed in the step, where the last batch's own kernel for its sum takes a second trace."""
+"""Whether an epoch's means are summed in the step. The ragged batch, summed by other kernels, has two traces then."""
 FUSED_ADAMW = partial(AdamW, lr=3e-3, fused=True)
 
 
