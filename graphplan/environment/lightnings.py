@@ -55,8 +55,8 @@ def blank_callback(name: str) -> Any:
 
 
 def installed_callback_class() -> Any:
-    """``GraphPlanCallback``, which becomes that of its Trainer's package. Where only one of both is imported, it is that
-    one's from the beginning: before 2.6, Trainers take no other.
+    """``GraphPlanCallback``, which becomes that of its Trainer's package. Where only one of both is imported, it is
+    that one's from the beginning: before 2.6, Trainers take no other.
 
     Raises:
         ImportError: if Lightning is installed under neither name.

@@ -30,6 +30,7 @@ from recipes.benchmarks.tables import markdown_table
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "recipes" / "results" / "matrix.json"
+FOLDER = ROOT / "build" / "matrix"
 NEWEST = "newest"
 COLUMNS = ("Python", "PyTorch", "Lightning", "loop over batches", "guards", "passed", "failed", "skipped", "")
 _LIBRARIES = ("pytest", "pytest-xdist", "hypothesis", "jsonargparse", "numpy", "psutil", "rich", "scikit-learn")
@@ -152,9 +153,9 @@ def _install(one: Combination, folder: Path, pip: Sequence[str]) -> Path:
     return python
 
 
-def _around(folder: Path) -> dict[str, str]:
-    """The environment variables of what runs in a combination. C++ is built for its own release of PyTorch."""
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+def _around() -> dict[str, str]:
+    """The environment variables of what runs in a combination. Guards are built once for each Python and PyTorch."""
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(FOLDER / "extensions")}
     return {**os.environ, **own}
 
 
@@ -163,17 +164,16 @@ def _test(python: Path, folder: Path, tests: Sequence[str], told: Told) -> Row:
     report = folder / "report.xml"
     ignored = [word for warning in _OTHERS_WARNINGS for word in ("-W", warning)]
     command = [str(python), "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", f"--junitxml={report}", *ignored]
-    process = subprocess.Popen(
-        [*command, *tests], cwd=ROOT, env=_around(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
     last: list[str] = []
-    for line in process.stdout:
-        last = [*last[-20:], line]
-        percent = _PERCENT.search(line)
-        if percent is not None:
-            told("tests", int(percent[1]))
-    if process.wait() not in (0, 1) or not report.exists():
+    with subprocess.Popen(
+        [*command, *tests], cwd=ROOT, env=_around(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        for line in process.stdout or ():
+            last = [*last[-20:], line]
+            percent = _PERCENT.search(line)
+            if percent is not None:
+                told("tests", int(percent[1]))
+    if process.returncode not in (0, 1) or not report.exists():
         raise NotRunError("pytest: " + "".join(last).strip()[-500:])
     return _counts(ElementTree.parse(report))
 
@@ -195,15 +195,15 @@ def _counts(report: Any) -> Row:
 def run(one: Combination, tests: Sequence[str], pip: Sequence[str], told: Told, *, keep: bool = False) -> Row:
     """Make a combination's environment, run the tests in it, and say how they ended, or why they were not run."""
     row: Row = {**one._asdict(), "date": date.today().isoformat()}
-    folder, start = ROOT / "build" / "matrix" / one.name, monotonic()
+    folder, start = FOLDER / one.name, monotonic()
     try:
         told("installs", 0)
         python = _install(one, folder, pip)
         told("builds the guards", 0)
         # Without a compiler the guards are Python.
-        built = [str(python), "-m", "graphplan.compare"]
-        subprocess.run(built, cwd=ROOT, env=_around(folder), capture_output=True, check=False)
-        facts = json.loads(_called([str(python), "-W", "ignore", "-c", _FACTS], _around(folder), "import graphplan"))
+        code = "from graphplan.compare.building import build, find; find() or build()"
+        subprocess.run([str(python), "-c", code], cwd=ROOT, env=_around(), capture_output=True, check=False)
+        facts = json.loads(_called([str(python), "-W", "ignore", "-c", _FACTS], _around(), "import graphplan"))
         row["found"] = facts
         told("tests", 0)
         row |= _test(python, folder, _chosen(one, tests), told)

@@ -39,7 +39,7 @@ if hasattr(optim, "Muon"):
     MAKERS["Muon"] = optim.Muon
 ON_DEVICE = {"Adam", "Adam amsgrad", "AdamW", "SGD", "SGD nesterov", "SGD dampened", "Adagrad"}
 """Those with a fused CPU kernel: they take the learning rate from a tensor."""
-CONSTANT = {"RMSprop", "Muon", "Adadelta", "Rprop"}
+CONSTANT = {"RMSprop", "Muon", "Adadelta", "Rprop"} & MAKERS.keys()
 """Those whose CPU step has no Python number that changes, as long as the learning rate stays."""
 
 

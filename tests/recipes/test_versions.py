@@ -39,14 +39,15 @@ def _silent(stage: str, percent: float) -> None:
 
 
 @pytest.fixture
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This environment in place of a new one."""
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This environment in place of a new one, and files in a folder of the test's."""
 
     def install(one: Combination, folder: Path, pip: Any) -> Path:
         folder.mkdir(parents=True)
         return Path(sys.executable)
 
     monkeypatch.setattr(versions, "_install", install)
+    monkeypatch.setattr(versions, "FOLDER", tmp_path / "matrix")
 
 
 @pytest.mark.usefixtures("_installed")
@@ -62,7 +63,7 @@ def test_a_combination_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert row["found"]["guards"] is False
     assert row["found"]["loop"] is True
     assert list(dict.fromkeys(stages)) == ["installs", "builds the guards", "tests"]
-    assert not (ROOT / "build" / "matrix" / HERE.name).exists()
+    assert not (tmp_path / "matrix" / HERE.name).exists()
     write([row], tmp_path / "result.json")
     assert json.loads((tmp_path / "result.json").read_text())["rows"] == [row]
     assert "| loop seam | Python | 1 | 1 | 1 | " in (tmp_path / "result.md").read_text()
@@ -73,13 +74,15 @@ def test_tests_that_cannot_be_run() -> None:
     assert re.search(r"^pytest: .*not found", run(HERE, ["tests/no_such_test.py"], (), _silent)["reason"], re.DOTALL)
 
 
-def test_a_python_that_is_not_there() -> None:
+def test_a_python_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
     row = run(HERE._replace(python="2.9"), [], (), _silent)
     assert row["reason"] == "no python2.9 with venv and ensurepip on the PATH"
     assert cells(row)[-1] == f"not run: {row['reason']}"
 
 
-def test_a_release_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "FOLDER", tmp_path)
     monkeypatch.setattr(versions, "_interpreter", lambda version: sys.executable)
     row = run(HERE._replace(torch="0.0.7"), [], ("--no-index",), _silent)
     assert re.match(r"pip install: ERROR: .*torch==0\.0\.7", row["reason"])
@@ -113,3 +116,19 @@ def test_the_table_is_that_of_the_result(tmp_path: Path) -> None:
     assert (tmp_path / "matrix.md").read_text() == RESULT.with_suffix(".md").read_text()
     assert {Combination(row["python"], row["torch"], row["lightning"]) for row in rows} >= set(COMBINATIONS)
     assert all(len(cells(row)) == len(COLUMNS) for row in rows)
+
+
+def test_the_lowest_bounds_were_run() -> None:
+    """Nothing failed in any row that was run, and the lower bounds of the project are among them."""
+    project = (ROOT / "pyproject.toml").read_text()
+    found = [row for row in json.loads(RESULT.read_text())["rows"] if "passed" in row]
+    assert [row["failed"] for row in found] == [[]] * len(found)
+    for key, bound in {
+        "torch": re.findall(r'"torch>=([\d.]+)"', project),
+        "lightning": re.findall(r'"lightning>=([\d.]+)"', project),
+        "python": re.findall(r'requires-python = ">=([\d.]+)"', project),
+    }.items():
+        run = {
+            ".".join((row["python"] if key == "python" else row["found"].get(key, "")).split(".")[:2]) for row in found
+        }
+        assert bound and bound[0] in run, f"{key}>={bound}: {sorted(run)}"
