@@ -38,6 +38,7 @@ _OTHERS_WARNINGS = (
     "ignore::DeprecationWarning",
     "ignore::FutureWarning",
     "ignore:pkg_resources is deprecated:UserWarning",
+    "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning",
 )
 """What releases say of each other: the tests' settings make errors of them for the releases that they name."""
 _NEEDS_PKG_RESOURCES = ("2.2.", "2.3.")
