@@ -7,6 +7,7 @@
 #   make test ARGS="-k carries"                a part of the tests
 #   make test-core                             the tests that notice most faults, in a minute
 #   make test-gpu TORCH=torch                  the tests that need a GPU
+#   make matrix ARGS="--only torch2.8.0"       a part of the tests in other versions of Python, torch and Lightning
 #   make setup PYTHON=python3.12               another Python (3.10 or newer)
 
 VENV := .venv
@@ -25,8 +26,13 @@ CORE := $(addprefix tests/,step/test_equality.py step/test_step_forms.py step/te
 	sources/test_parameter_groups.py effects/test_carries.py effects/test_host_effects.py \
 	trace/test_data_reads.py trace/test_refused_host.py program/test_programs.py verify/test_compare.py \
 	optimizers/test_optimizers.py inference/test_graphed.py lightning/test_digits_equality.py)
+# What other releases of Python, torch and Lightning may break.
+VERSIONS := $(addprefix tests/,step/test_step_forms.py effects/test_carries.py trace/test_data_reads.py \
+	trace/test_refused_host.py program/test_programs.py verify/test_compare.py optimizers/test_optimizers.py \
+	inference/test_graphed.py lightning/test_digits_equality.py lightning/test_callback.py \
+	lightning/test_pytorch_lightning.py)
 
-.PHONY: train test test-core test-gpu soak lightning-suite setup lint format docs clean FORCE
+.PHONY: train test test-core test-gpu soak matrix lightning-suite setup lint format docs clean FORCE
 
 train: setup  ## Train the digits model through Lightning with the callback.
 	$(BIN)/python train.py $(ARGS)
@@ -42,6 +48,9 @@ test-gpu: setup  ## What needs a CUDA device or runs on both, in one process.
 
 soak: setup  ## A thousand random runs, other ones each time, and a long one: five minutes on two idle cores.
 	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/properties/test_properties.py tests/properties/test_soak.py $(ARGS)
+
+matrix: setup  ## A part of the tests in other versions, each in an environment of its own; see recipes/results/matrix.md.
+	$(BIN)/python -m recipes.benchmarks.versions --tests $(VERSIONS) $(ARGS)
 
 lightning-suite: setup  ## Lightning's own tests of loops and callbacks, with the callback in every fit.
 	@test -n "$(SOURCES)" || { echo "name a checkout of Lightning's repository with SOURCES=..." >&2; exit 1; }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,22 @@ def test_importing_the_package_imports_no_framework() -> None:
     code = f"import sys, graphplan; print(sorted({frameworks} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hidden", "error", "message"),
+    [
+        (("lightning", "pytorch_lightning"), ImportError, 'is not installed: pip install "graphplan[lightning]"'),
+        (("torchmetrics",), ModuleNotFoundError, "torchmetrics"),
+    ],
+)
+def test_the_callback_without_lightning(hidden: tuple[str, ...], error: type[Exception], message: str) -> None:
+    """It says what to install; where something that Lightning needs is missing, it says that instead."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({hidden})); from graphplan import GraphPlanCallback"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.match(rf"{error.__name__}: .*{re.escape(message)}", last), done.stderr
 
 
 def test_only_backends_use_cuda_by_name() -> None:

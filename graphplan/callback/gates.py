@@ -5,25 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import lightning
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, strategies
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.progress import _BatchProgress
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    DeepSpeedStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from graphplan.callback.callback_options import Components
 from graphplan.callback.hooks import END, START, hands_out_batch, has_hook
 from graphplan.callback.lightning_code import LOOP_METHODS, is_known
 
+_PARALLEL: Any = getattr(strategies, "ModelParallelStrategy", ())
+"""Lightning has it since 2.4."""
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STOCK_HOOKS = frozenset((START, *_TRANSFERS))
 """Hooks of the module that Lightning's own loop calls for each batch, and the loop seam never."""
@@ -44,7 +40,7 @@ def _closed_strategy(strategy: Any) -> str | None:
     name = type(strategy).__name__
     if isinstance(strategy, SingleDeviceStrategy):
         return None
-    if isinstance(strategy, ModelParallelStrategy):
+    if isinstance(strategy, _PARALLEL):
         if strategy.device_mesh["tensor_parallel"].size() == 1:
             return None
         return f"the {name} has tensor parallelism, which is not captured: use tensor_parallel_size=1"
@@ -116,11 +112,11 @@ def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
 def closed_loop(trainer: Any, module: LightningModule) -> str | None:
     """Why a run needs Lightning's own loop over batches; None if nothing speaks against the loop seam."""
     loop: Any = trainer.fit_loop.epoch_loop
+    if not is_known("loop"):
+        return f"the code of Lightning {lightning.__version__}'s loop is none of those that are known here"
     for name in LOOP_METHODS:
         if getattr(type(loop), name) is not getattr(_TrainingEpochLoop, name) or name in vars(loop):
             return f"the training loop's {name} is not Lightning's own"
-    if not is_known("loop"):
-        return f"the code of Lightning {lightning.__version__}'s loop is none of those that are known here"
     if type(loop.batch_progress) is not _BatchProgress:
         return f"progress is kept by a {type(loop.batch_progress).__name__}"
     if type(trainer.profiler) is not PassThroughProfiler:

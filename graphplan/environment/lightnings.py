@@ -55,16 +55,22 @@ def blank_callback(name: str) -> Any:
 
 
 def installed_callback_class() -> Any:
-    """``GraphPlanCallback``, which becomes that of its Trainer's package.
+    """``GraphPlanCallback``, which becomes that of its Trainer's package. Where only one of both is imported, it is
+    that one's from the beginning: before 2.6, Trainers take no other.
 
     Raises:
         ImportError: if Lightning is installed under neither name.
+        ModuleNotFoundError: if something that an installed Lightning needs is missing.
     """
-    for name in NAMES:
+    errors, names = [], sorted(NAMES, key=lambda name: sys.modules.get(name) is None)
+    for name in names:
         try:
             return callback_class(name)
         except ModuleNotFoundError as error:
-            missing = error
+            errors.append(error)
+    missing = errors[0]
+    if not f"{names[0]}.".startswith(f"{missing.name}."):
+        raise missing
     raise ImportError(
         f'GraphPlanCallback is for Lightning, and {missing.name} is not installed: pip install "graphplan[lightning]"'
     ) from missing

@@ -66,16 +66,17 @@ def plain_table(columns: tuple[str, ...], cells: Lines, *, left: int = 2) -> str
     return "\n".join([texts[0], "-" * len(texts[0]), *texts[1:]])
 
 
-def _markdown(columns: tuple[str, ...], cells: Lines, *, left: int = 2) -> str:
+def markdown_table(columns: tuple[str, ...], cells: Lines, *, left: int = 2) -> str:
+    """A table in Markdown, its first columns flush left."""
     rule = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join("| " + " | ".join(line) + " |" for line in [list(columns), rule, *cells]) + "\n"
 
 
 def markdown(result: Row, *, with_bars: bool) -> str:
     """The tables as markdown."""
-    text = _markdown(COLUMNS, [cells(row) for row in result["rows"]])
+    text = markdown_table(COLUMNS, [cells(row) for row in result["rows"]])
     if with_bars:
-        text += "\n" + _markdown(BAR_COLUMNS, [bar_cells(bar) for bar in result["bars"]], left=3)
+        text += "\n" + markdown_table(BAR_COLUMNS, [bar_cells(bar) for bar in result["bars"]], left=3)
     return text
 
 

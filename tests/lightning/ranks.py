@@ -42,7 +42,7 @@ from graphplan import GraphPlanCallback, NotCapturedError, RefusalError, SkipRea
 from graphplan.step import peers
 from graphplan.verify import check, schedule
 from tests.facts import assert_same, flatten
-from tests.lightning.parts import LitDigits, Observer, digits, ignore_lightning_warnings, with_step
+from tests.lightning.parts import TRUSTED, LitDigits, Observer, digits, ignore_lightning_warnings, with_step
 from tests.sharded import evaluate, sharded_rig
 from tests.twins import Rig, assert_equals_eager, assert_same_runs, build, drive, managed
 
@@ -112,7 +112,7 @@ def fit(
     train, validation = digits()
     torch.manual_seed(1)
     loaders = load(train), DataLoader(validation, 10)
-    trainer.fit(module, *loaders, ckpt_path=resume, weights_only=False if resume else None)
+    trainer.fit(module, *loaders, ckpt_path=resume, **(TRUSTED if resume else {}))
     for part in module.modules():
         # After an evaluation stock FSDP2 keeps the root's parameters gathered, and graphplan does not.
         if isinstance(part, FSDPModule):

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, Subset
 
 from tests.facts import assert_same, flatten
-from tests.lightning.parts import Fit, LitDigits, Observer, digits, tape, trainer_of, with_step
+from tests.lightning.parts import TRUSTED, Fit, LitDigits, Observer, digits, tape, trainer_of, with_step
 from tests.twins import keep
 
 BATCH, EPOCHS = 24, 3
@@ -145,7 +145,7 @@ class Side:
         fit = Fit(module, trainer, watcher, callback, self.folder / part)
         with self.listening():
             first(fit)
-        self.go_on(fit, *self.data(), ckpt_path=resume, weights_only=False)
+        self.go_on(fit, *self.data(), ckpt_path=resume, **TRUSTED)
         self.seen.append(self.row.seen(own))
         return fit
 

@@ -8,12 +8,14 @@ import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.optim.lr_scheduler import ConstantLR
@@ -31,6 +33,7 @@ from tests.crossing import each
 from tests.facts import assert_same, flatten
 from tests.lightning.endings import assert_nothing_installed, run_until
 from tests.lightning.parts import (
+    SUMS_IN_STEP,
     LitDigits,
     Observer,
     assert_fit_equals_eager,
@@ -96,8 +99,10 @@ def test_an_interrupted_fit(error: type[BaseException], at: int, tmp_path: Path)
     callback = tape()
     trainer = trainer_of(tmp_path, [Interrupting(error, at), callback])
     module = LitDigits()
-    # Lightning turns Ctrl-C into an exit with status 1.
-    with pytest.raises((error, SystemExit), match=r"from a callback|^1$"):
+    # Lightning turns Ctrl-C into an exit with status 1, or before 2.4 into the fit's early end.
+    is_an_end = error is KeyboardInterrupt and "exit(1)" not in getsource(call._call_and_handle_interrupt)
+    warned = pytest.warns(UserWarning, match="Detected KeyboardInterrupt")
+    with warned if is_an_end else pytest.raises((error, SystemExit), match=r"from a callback|^1$"):
         ignore_lightning_warnings()
         trainer.fit(module, *loaders())
     assert_nothing_installed(trainer, module)
@@ -297,5 +302,5 @@ def test_one_callback_serves_two_trainers(tmp_path: Path) -> None:
     fit(LitDigits, tmp_path / "first", callback)
     other = partial(LitDigits, schedule=lambda optimizer: per_step(ConstantLR(optimizer)))
     found = fit(other, tmp_path / "second", callback)
-    assert (callback.stats.captured, callback.stats.replayed) == (1, FULL)
+    assert (callback.stats.captured, callback.stats.replayed) == (1 if SUMS_IN_STEP else 2, FULL)
     assert_nothing_installed(found.trainer, found.module)

@@ -33,11 +33,13 @@ MAKERS: dict[str, Callable[..., Any]] = {
     "ASGD": optim.ASGD,
     "Rprop": optim.Rprop,
     "Adafactor": optim.Adafactor,
-    "Muon": optim.Muon,
 }
+if hasattr(optim, "Muon"):
+    # Since PyTorch 2.9.
+    MAKERS["Muon"] = optim.Muon
 ON_DEVICE = {"Adam", "Adam amsgrad", "AdamW", "SGD", "SGD nesterov", "SGD dampened", "Adagrad"}
 """Those with a fused CPU kernel: they take the learning rate from a tensor."""
-CONSTANT = {"RMSprop", "Muon", "Adadelta", "Rprop"}
+CONSTANT = {"RMSprop", "Muon", "Adadelta", "Rprop"} & MAKERS.keys()
 """Those whose CPU step has no Python number that changes, as long as the learning rate stays."""
 
 
