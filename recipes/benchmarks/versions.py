@@ -94,8 +94,8 @@ COMBINATIONS = (
     Combination("3.12", "2.9.1", "2.5.6"),
     Combination("3.13", "2.10.0", NEWEST),
     Combination("3.12", "2.11.0", NEWEST),
-    Combination("3.10", "2.12.1", NEWEST),
     Combination("3.11", NEWEST, NEWEST),
+    Combination("3.13", "2.15.0", NEWEST),
     Combination("3.14", NEWEST, NEWEST),
 )
 """Each release of Lightning with one of PyTorch, each of PyTorch with one of Lightning, each Python at least once."""
@@ -130,8 +130,10 @@ def _called(command: Sequence[str], environment: dict[str, str], what: str) -> s
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        told = [line for line in lines if line.startswith("ERROR")] or lines
-        raise NotRunError(f"{what}: {told[0] if told else 'no word'}")
+        # pip's first error says what, and then lists all releases; the others say that it failed.
+        told = [line.partition(" (from versions")[0] for line in lines if line.startswith("ERROR")]
+        limits = [line.strip() for line in lines if "(constraint)" in line]
+        raise NotRunError(" ".join([f"{what}:", (told or lines[-1:] or ["no word"])[0], *limits]))
     return done.stdout
 
 
@@ -147,7 +149,7 @@ def _install(one: Combination, folder: Path, pip: Sequence[str]) -> Path:
     limits = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(free)]
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join(limits) + "\n")
-    install = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check", *pip]
+    install = [str(python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check", *pip]
     # The project itself is among it: its own bounds hold.
     wanted = ["--constraint", str(constraints), *one.requirements, "--editable", str(ROOT)]
     _called([*install, *wanted], dict(os.environ), "pip install")

@@ -17,6 +17,8 @@ from recipes.benchmarks.versions import (
     NEWEST,
     RESULT,
     Combination,
+    NotRunError,
+    _called,
     _chosen,
     cells,
     main,
@@ -48,12 +50,12 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(versions, "_install", install)
     monkeypatch.setattr(versions, "FOLDER", tmp_path / "matrix")
+    monkeypatch.setenv("CXX", "false")
 
 
 @pytest.mark.usefixtures("_installed")
-def test_a_combination_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_combination_is_run(tmp_path: Path) -> None:
     """Counts, names of what failed, and what was found installed."""
-    monkeypatch.setenv("CXX", "false")
     file = tmp_path / "test_three.py"
     file.write_text(TESTS)
     stages: list[str] = []
@@ -71,7 +73,7 @@ def test_a_combination_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("_installed")
 def test_tests_that_cannot_be_run() -> None:
-    assert re.search(r"^pytest: .*not found", run(HERE, ["tests/no_such_test.py"], (), _silent)["reason"], re.DOTALL)
+    assert re.search(r"^pytest: .*no tests ran", run(HERE, ["tests/no_such_test.py"], (), _silent)["reason"], re.DOTALL)
 
 
 def test_a_python_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,11 +83,20 @@ def test_a_python_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert cells(row)[-1] == f"not run: {row['reason']}"
 
 
-def test_a_release_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "FOLDER", tmp_path)
-    monkeypatch.setattr(versions, "_interpreter", lambda version: sys.executable)
-    row = run(HERE._replace(torch="0.0.7"), [], ("--no-index",), _silent)
-    assert re.match(r"pip install: ERROR: .*torch==0\.0\.7", row["reason"])
+@pytest.mark.parametrize(
+    ("printed", "reason"),
+    [
+        ("a word\\nERROR: no torch==0.0.7 (from versions: 1, 2)\\nERROR: in short", "ERROR: no torch==0.0.7"),
+        ("ERROR: no\\n  asked for\\n  asked for (constraint) 1", "ERROR: no asked for (constraint) 1"),
+        ("a word", "a word"),
+        ("", "no word"),
+    ],
+)
+def test_a_release_that_is_not_there(printed: str, reason: str) -> None:
+    """The row has pip's first error, or whatever it said last."""
+    command = [sys.executable, "-c", f"print('{printed}'); raise SystemExit(1)"]
+    with pytest.raises(NotRunError, match=rf"^pip install: {re.escape(reason)}$"):
+        _called(command, {}, "pip install")
 
 
 def test_names_of_combinations(capsys: pytest.CaptureFixture[str]) -> None:
