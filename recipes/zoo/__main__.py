@@ -18,18 +18,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from datetime import date
 from fnmatch import fnmatch
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
 
 import torch
 
+from graphplan.report.progress import bar
 from recipes.zoo.clock import BLOCK, Turns
 from recipes.zoo.registry import Entry, load_entries
 from recipes.zoo.table import Row, markdown, summary
@@ -136,24 +135,6 @@ def run_process(command: Sequence[str], environment: Mapping[str, str], turns: T
         turns.dismiss(process.pid)
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[Row], None]]:
-    """Show what is done: a bar where rich is installed and somebody looks, else a line for each entry."""
-    if sys.stderr.isatty() and find_spec("rich"):
-        from rich.progress import Progress
-
-        with Progress() as bar:
-            task = bar.add_task("zoo", total=total)
-
-            def shown(row: Row) -> None:
-                bar.console.print(summary(row), highlight=False, markup=False)
-                bar.advance(task)
-
-            yield shown
-    else:
-        yield lambda row: print(summary(row), flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the chosen entries; return the exit status."""
     args = parse(argv)
@@ -175,10 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = {entry.name for entry in entries}
     earlier = json.loads(args.merge.read_text())["rows"] if args.merge else []
     rows: list[Row] = [row for row in earlier if row["name"] not in names]
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as pool, progress(len(entries)) as show:
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(args.workers) as pool, bar("zoo", len(entries)) as begin:
         for future in as_completed([pool.submit(job, entry) for entry in entries]):
             rows.append(future.result())
-            show(rows[-1])
+            print(summary(rows[-1]), flush=True)
+            begin(f"{rows[-1]['name']} is done")
             if args.json is not None:
                 write(args, _sorted(rows))
     print(markdown(_sorted(rows)))
