@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
 
 from graphplan.errors import OptionError
 from graphplan.feed.call_arguments import hands_over
@@ -14,22 +11,18 @@ from graphplan.inference.shared_pool import Pool
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.step.buckets import check_shapes
-from graphplan.step.options import UNPADDED, CommonOptions, Options
+from graphplan.step.options import UNPADDED, Options, PlainOptions
 
 SHAPES = ("exact", "eager", "bucket")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(CommonOptions):
+class ServeOptions(PlainOptions):
     """What :func:`graphplan.graphed` takes beside the function.
 
     Args:
-        owners: objects whose tensors the function uses, by name or as a sequence. The module or ``self`` is one, and
-            modules that run are found.
         static_roles: roles that keep fixed addresses; with ``"state"`` the function may change what it owns.
         copy_roles: roles that are copied in; with ``"param"``, :meth:`Graphed.replay` takes other weights.
-        device: where to move fed tensors; without it they must be where the function computes.
-        mask: the argument that gets a boolean tensor which is true for what is not padding.
         outputs: ``"clone"``, or ``"static"``: results are the program's own memory, and raise when they are used
             after its next replay. Fed to another graphed function they are not copied, if it was captured on them.
         enable_if: asked before each call; if it says no, the call is eager.
@@ -40,11 +33,8 @@ class ServeOptions(CommonOptions):
         OptionError, PolicyError, BackendError: for values that make no sense.
     """
 
-    owners: Mapping[str, Any] | Sequence[Any] | None = None
     static_roles: Iterable[Role | str] = ("input", "param")
     copy_roles: Iterable[Role | str] = ("input",)
-    device: str | torch.device | None = None
-    mask: str | None = None
     outputs: str = "clone"
     enable_if: Callable[[], bool] | None = None
     capture_after: int = 1

@@ -123,8 +123,24 @@ class CommonOptions:
 
     def shared(self) -> dict[str, Any]:
         """The options that a step underneath has, too, by name."""
-        names = {each.name for each in fields(Options)}
+        names = {each.name for each in fields(Options)} - {"owners"}
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainOptions(CommonOptions):
+    """What :func:`graphplan.graph_step` and :func:`graphplan.graphed` take; a Trainer decides about it itself.
+
+    Args:
+        owners: objects whose tensors the function uses, by name or as a sequence. The module or ``self`` that is
+            graphed is one, and modules and optimizers that run are found without being named.
+        device: where to move fed tensors; without it they must be where the function computes.
+        mask: the argument that gets a boolean tensor which is true for what is not padding.
+    """
+
+    owners: Mapping[str, Any] | Sequence[Any] | None = None
+    device: str | torch.device | None = None
+    mask: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,28 +179,21 @@ class TrainingOptions(CommonOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions(TrainingOptions):
+class StepOptions(TrainingOptions, PlainOptions):
     """What :func:`graphplan.graph_step` takes beside the step.
 
     Args:
         mode: ``"train"`` or ``"inference"``: which default policy holds.
         policy: which roles are static and which are copied in; overrides ``mode``.
-        device: where to move fed tensors; without it they must be where the step computes.
-        mask: the argument that gets a boolean tensor which is true for what is not padding.
-        owners: objects whose tensors make up the step's state, by name or as a sequence. Modules and optimizers that
-            the step uses are found without being named.
     """
 
     mode: str = "train"
     policy: Policy | None = None
-    device: str | torch.device | None = None
-    mask: str | None = None
-    owners: Mapping[str, Any] | Sequence[Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TrainingOptions):
-    """The options of a step, whichever way they were given.
+class Options(StepOptions):
+    """The options of a step, whichever way they were given; its owners are told apart from them.
 
     ``autograd``: whether calls whose results shall have gradients flow through them are eager, instead of detached.
 
@@ -192,10 +201,6 @@ class Options(TrainingOptions):
         OptionError, PolicyError, BackendError: for values that make no sense.
     """
 
-    mode: str = "train"
-    policy: Policy | None = None
-    device: str | torch.device | None = None
-    mask: str | None = None
     outputs: str = "clone"
     autograd: bool = False
 
