@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
-from types import BuiltinFunctionType, CodeType, FrameType, MethodDescriptorType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +48,8 @@ _BUILT_IN = frozenset(
     thing for thing in vars(builtins).values() if isinstance(thing, BuiltinFunctionType | type) and thing is not print
 )
 """Python's own functions, and classes for their methods: what they do is in no tensor's memory."""
+_IN_PYTHON = frozenset({FunctionType, MethodType, type})
+"""What is no function in C: Python code is heard of as it starts."""
 _LOCK = Lock()
 _PATIENCE = 1.0
 """Seconds, of which beginning to watch takes some millionths."""
@@ -292,23 +294,25 @@ class Monitor(Watcher):
 
     @classmethod
     def _calls(cls, code: CodeType, offset: int, function: Any, first: Any) -> object:
+        # Python calls this some ten times for each operator of a traced step.
         if code.co_filename.startswith(_SILENT) and code.co_name != _RUN:
             return _monitoring.DISABLE
-        watcher = _HERE.watcher
-        if type(watcher) is not Monitor or watcher.is_paused:
-            return None
+        kind = type(function)
+        if kind is MethodDescriptorType:
+            is_built_in = function.__objclass__ in _BUILT_IN
+        else:
+            is_built_in = kind in _IN_PYTHON or not issubclass(kind, BuiltinFunctionType) or function in _BUILT_IN
         # One place in the code may call one function now and another one later: all of them are looked at.
-        if type(function) is MethodDescriptorType:
-            if function.__objclass__ in _BUILT_IN:
-                return None
-            try:
-                function = function.__get__(first, type(first))
-            except TypeError:
-                # The call itself is about to fail with it.
-                return None
-        elif not issubclass(type(function), BuiltinFunctionType) or function in _BUILT_IN:
+        watcher = _HERE.watcher
+        if is_built_in or type(watcher) is not Monitor or watcher.is_paused:
             return None
         if function.__name__ in watcher._names or id(code) in watcher._codes:
+            if kind is MethodDescriptorType:
+                try:
+                    function = function.__get__(first, type(first))
+                except TypeError:
+                    # The call itself is about to fail with it.
+                    return None
             watcher._hears(sys._getframe(1), function)
         return None
 

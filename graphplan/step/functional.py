@@ -123,12 +123,12 @@ def _compile(
     traces: list[Trace] = []
 
     def run(device: torch.device | None) -> tuple[Any, Walk]:
-        drawn = [generator for before in traces for generator in before.generators]
+        before = traces[-1] if traces else None
         traces.append(Trace())
         rates = lambda: managed.rates.storages  # noqa: E731
         # Containers of its own: what the step does to them is not to last.
         fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
-        return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates, drawn=drawn)
+        return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates, before=before)
 
     def begin_again() -> None:
         # A program begins with the flags that are there now. What optimizers count with goes on.

@@ -136,11 +136,11 @@ class Traces:
     ) -> tuple[Any, Walk]:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
         managed, fn, device = self._managed, self._runner.fn, self._runner.device
-        drawn = [generator for before in line.traces for generator in before.generators]
+        before = line.traces[-1] if line.traces else None
 
         def body() -> tuple[Any, Walk]:
             rates = lambda: managed.rates.storages  # noqa: E731
-            return trace(fn, feed, fed, owners=managed.owners, device=device, record=facts, rates=rates, drawn=drawn)
+            return trace(fn, feed, fed, owners=managed.owners, device=device, record=facts, rates=rates, before=before)
 
         try:
             with uncompiled():

@@ -6,7 +6,7 @@ Longer than most rooms: each operator is looked at once, and everything that is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -78,11 +78,21 @@ def watch_memory(tensor: Tensor) -> MemoryWatch | None:
 
 
 class TraceMode(OperatorMode):
-    """Fills a :class:`Trace` with operators and externals, and notes the first violation."""
+    """Fills a :class:`Trace` with operators and externals, and notes the first violation. ``before`` is the
+    step's trace before this one.
+    """
 
-    def __init__(self, trace: Trace, watch: RateWatch, drawn: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        watch: RateWatch,
+        before: Trace | None = None,
+    ) -> None:
         super().__init__()
         self._trace = trace
+        self._before: Sequence[Operator] = before.operators if before is not None else ()
+        self._source: Source | None = None
+        """Where the operator at hand comes from, if that was looked for."""
         self._watch = watch
         self._operands: dict[int | None, Operand] = {}
         """Of each storage, those that the step made and the others numbered apart."""
@@ -99,7 +109,7 @@ class TraceMode(OperatorMode):
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
         self.writes: Counter[int | None] = Counter()
         """How often each storage was written to."""
-        for generator in drawn:
+        for generator in before.generators if before is not None else ():
             self._watch_generator(generator)
 
     def refuse(
@@ -116,13 +126,15 @@ class TraceMode(OperatorMode):
         schema, trace = schema_of(func), self._trace
         if schema.is_ignored or is_imagined():
             return aside.run(func, args, kwargs)
-        name, source = schema.name, find_source()
+        name = schema.name
+        self._source = None
         constant = self._lift(args) if name in LIFTS else None
         tensors, scalars = tensors_and_others(schema, args, kwargs)
-        operands, offsets = self._take_operands(tensors, name, source)
-        written = written_tensors(schema, args, kwargs)
+        operands, offsets = self._take_operands(tensors, name)
+        source = self._source_of(name, operands)
         # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
         stay_fixed = not schema.is_random and self._fixed.issuperset(operands)
+        written = written_tensors(schema, args, kwargs) if schema.may_write else ()
         for tensor in written:
             self._mark_written(tensor, schema, source)
         if schema.is_random or schema.own_state is not None:
@@ -133,23 +145,25 @@ class TraceMode(OperatorMode):
         if schema.is_random:
             self.take_states()
         made = tensors_in(out)
-        self._watch.check(name, tensors, made, source)
+        if self._watch.has_met_rates:
+            self._watch.check(name, tensors, made, source)
         if schema.may_synchronize:
             self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
         is_fresh = False
         for tensor in made:
             trace.dtypes.add(tensor.dtype)
             is_fresh |= self._birth(tensor)
-        for tensor in (*tensors, *made):
             if tensor.is_nested:
                 self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
         if stay_fixed:
             self._fixed.update(operands)
         computes = not (written or schema.is_random or schema.allocates)
-        if self._draws.decides(name, operands):
-            self._by_chance.update(map(self._internal_operand, made))
-        is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
-        if constant is not None or is_certain or (computes and self._fixed.issuperset(operands)):
+        is_certain = False
+        if self._draws.drawn:
+            if self._draws.decides(name, operands):
+                self._by_chance.update(map(self._internal_operand, made))
+            is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
+        if constant is not None or is_certain or (computes and stay_fixed):
             self._fixed.update(map(self._internal_operand, made))
         if name in UNIFORM:
             self._draws.add(self._internal_operand(out), func, args, kwargs, out)
@@ -169,22 +183,32 @@ class TraceMode(OperatorMode):
         if self._trace.device is not None and self._trace.device.type != "cpu":
             self._trace.host_draws = self._draws.repeats()
 
-    def _take_operands(
-        self, tensors: list[Tensor], name: str, source: Source
-    ) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
+    def _source_of(self, name: str, operands: tuple[Operand, ...]) -> Source:
+        """Where an operator comes from. To look for it takes a fifth of a trace, and the operator of the trace before
+        with the same place, name and operands came from there, too.
+        """
+        position = len(self._trace.operators)
+        if position < len(self._before):
+            before = self._before[position]
+            if before.name == name and before.operands == operands:
+                return before.source
+        return self._source or find_source()
+
+    def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
         operands, offsets = [], []
         known = self._operands
         for tensor in tensors:
-            operand = known.get(storage_id(tensor)) or self._meet(tensor, name, source)
+            operand = known.get(storage_id(tensor)) or self._meet(tensor, name)
             operands.append(operand)
             if operand[0] == "external":
                 offsets.append(int(tensor.storage_offset()) if tensor.layout is torch.strided else 0)
         return tuple(operands), tuple(offsets)
 
-    def _meet(self, tensor: Tensor, name: str, source: Source) -> Operand:
+    def _meet(self, tensor: Tensor, name: str) -> Operand:
         """The operand of a storage that turns up for the first time."""
         storage = storage_id(tensor)
+        source = self._source = self._source or find_source()
         if storage is None:
             self.refuse(
                 CaptureError,
@@ -193,6 +217,8 @@ class TraceMode(OperatorMode):
                 component=source.component,
             )
             return ("sparse", 0)
+        if tensor.is_nested:
+            self._refuse_nested("gets", name, source)
         if storage in self._trace.gathered:
             self._birth(tensor)
         else:

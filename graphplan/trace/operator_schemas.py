@@ -120,6 +120,11 @@ class Schema:
     may_synchronize: bool
     """Whether the host may have to wait for what the operator reads or makes."""
 
+    @property
+    def may_write(self) -> bool:
+        """Whether it writes to what it is given."""
+        return bool(self.written or self.hidden)
+
     def draws_from_own_state(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether the operator is given a state of its own to draw from, and draws: torch hands one on for a share of 0
         as well.

@@ -37,9 +37,14 @@ class RateWatch:
         if storage in self._rates():
             self._seen.add(storage)
 
+    @property
+    def has_met_rates(self) -> bool:
+        """Whether any learning rate has turned up."""
+        return bool(self._seen)
+
     def check(self, name: str, operands: Sequence[Tensor], results: Iterable[Tensor], source: Source) -> None:
         """Look at an operator that has run."""
-        if not self._seen or source.component == "optimizer" or self._seen.isdisjoint(map(storage_id, operands)):
+        if source.component == "optimizer" or self._seen.isdisjoint(map(storage_id, operands)):
             return
         if name in _COPIES:
             self._seen |= set(map(storage_id, results))

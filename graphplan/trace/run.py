@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -48,11 +48,11 @@ def trace(
     device: torch.device | None,
     record: Trace,
     rates: Callable[[], Collection[int]] = tuple,
-    drawn: Iterable[torch.Generator] = (),
+    before: Trace | None = None,
 ) -> tuple[Any, Walk]:
     """Run ``fn`` on ``feed`` for real, whose containers are ``fed``; return its result, and what a walk over the owners
     finds then. The facts are in ``record``, so that a step that was broken off can be undone. ``rates`` has the
-    storages of learning rates that only optimizers may use, ``drawn`` the generators that the trace before drew from.
+    storages of learning rates that only optimizers may use, ``before`` is the step's trace before this one.
 
     The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
     first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
@@ -64,7 +64,7 @@ def trace(
     recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})
     _note_entry(record, feed, recorder, sharding)
     watch = RateWatch(record, rates)
-    result = _run(fn, feed, fed, TraceMode(record, watch, drawn), record, sharding)
+    result = _run(fn, feed, fed, TraceMode(record, watch, before), record, sharding)
     named, record.output_structure = flatten_result(result)
     leaves = [leaf for _, leaf in named]
     record.output_storages = {storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}

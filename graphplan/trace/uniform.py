@@ -51,7 +51,7 @@ class UniformDraws:
     """The numbers that a step has drawn on the host, by operand, until they are written to."""
 
     def __init__(self) -> None:
-        self._drawn: dict[Operand, _Drawn] = {}
+        self.drawn: dict[Operand, _Drawn] = {}
 
     def add(self, operand: Operand, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
         """Note a new draw, of one of :data:`UNIFORM`."""
@@ -60,32 +60,32 @@ class UniformDraws:
         # What is left out stands for defaults, which may be others by the time of a replay.
         given = {**kwargs, "dtype": out.dtype, "device": out.device, "layout": out.layout, "pin_memory": False}
         memory = StorageWeakRef(out.untyped_storage())
-        self._drawn[operand] = _Drawn(out.dtype, partial(func, *args, **given), memory)
+        self.drawn[operand] = _Drawn(out.dtype, partial(func, *args, **given), memory)
 
     def decides(self, name: str, operands: Sequence[Operand]) -> bool:
         """Return True if an operator compares what was drawn."""
-        return name in _OUTSIDE and operands[0] in self._drawn
+        return name in _OUTSIDE and operands[0] in self.drawn
 
     def discard(self, operand: Operand) -> None:
         """Note a write there."""
-        self._drawn.pop(operand, None)
+        self.drawn.pop(operand, None)
 
     def take(self, name: str, args: Sequence[Any], operands: Sequence[Operand], *, views: bool) -> bool:
         """Note an operator that is given ``operands``, and whether it makes nothing but ``views`` of them. True if it
         compares what was drawn, and the result is certain.
         """
-        if self._drawn.keys().isdisjoint(operands):
+        if self.drawn.keys().isdisjoint(operands):
             return False
-        drawn = self._drawn.get(operands[0])
+        drawn = self.drawn.get(operands[0])
         # A view may see the same memory otherwise.
         is_seen = drawn is not None and name in _OUTSIDE and args[0].dtype is drawn.dtype and not args[0].is_neg()
         if drawn is not None and is_seen and is_certain(name, args[1], drawn.dtype):
             return True
         for operand in operands:
-            if operand in self._drawn and not views:
-                self._drawn[operand].is_void = False
+            if operand in self.drawn and not views:
+                self.drawn[operand].is_void = False
         return False
 
     def repeats(self) -> list[Callable[[], Any]]:
         """After the step: what draws those numbers again, in order, that only certain results came of."""
-        return [drawn.repeat for drawn in self._drawn.values() if drawn.is_void and drawn.memory.expired()]
+        return [drawn.repeat for drawn in self.drawn.values() if drawn.is_void and drawn.memory.expired()]
