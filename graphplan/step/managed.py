@@ -207,9 +207,10 @@ class Managed:
         profile.ran.leave_out(fed)
         are_named = _NAMES in self.owners
         has_grown = self.take_names(profile.ran, walk)
-        self.kept = discovery.kept(self.walk() if has_grown else walk, result)
+        walk = self.walk() if has_grown or not are_named else walk
+        self.kept = discovery.kept(walk, result)
         self.is_settled &= not (self.kept or discovery.steps_own)
-        return result, walk if are_named and not has_grown else None
+        return result, walk
 
     def check_kept(self) -> None:
         """Raise HostEffectError if the code that ran last made a module or an optimizer, and left it behind."""
@@ -309,10 +310,16 @@ class Managed:
         if self._fingerprint is not None:
             self.refresh()
 
+    def walk_before(self) -> Walk:
+        """What a walk finds in this call before the step runs: there is one walk for all who ask."""
+        if self._walked is None:
+            self._walked = self.walk()
+        return self._walked
+
     def walk_of_call(self) -> Walk:
-        """The walk of the last :meth:`refresh` in this call, once, since code runs then; or :meth:`walk`."""
-        walk, self._walked = self._walked, None
-        return self.walk() if walk is None else walk
+        """:meth:`walk_before` for the last time in a call: the step runs next."""
+        walk, self._walked = self.walk_before(), None
+        return walk
 
     def end_call(self) -> None:
         """Forget the walk, which holds what the owners held."""
@@ -323,7 +330,7 @@ class Managed:
         """What FSDP2 does with the modules that it shards."""
         if self._sharding is None:
             try:
-                self._sharding = Sharding(self.walk().modules)
+                self._sharding = Sharding(self.walk_before().modules)
             except FaultError as error:
                 # A step that is refused asks, too.
                 self.refusal = error

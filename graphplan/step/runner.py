@@ -181,7 +181,7 @@ class Runner:
         """Choose device and backend once the owners' and the feed's tensors show where the step computes."""
         if self._backend is not None:
             return
-        device = find_device(self._managed.walk(), feed)
+        device = find_device(self._managed.walk_before(), feed)
         name = resolve_backend(self._asked, device)
         check_feed(feed, device)
         self.device = device

@@ -135,7 +135,7 @@ class Timing:
         if not self.opens or self._options.mode != "train":
             return False
         self.opens = False
-        device = self._options.feed_device or find_device(self._managed.walk(), feed)
+        device = self._options.feed_device or find_device(self._managed.walk_before(), feed)
         if not self._options.is_gated(device):
             return False
         self._time_eager_calls(Gate(self._options.least_speedup(device), Clock(device), peers=self._peers))
