@@ -1,9 +1,9 @@
 """Where the compiled guards are, how they come there, and how they are loaded.
 
-They are built for one torch, one Python and one version of their source, into the folder that torch keeps built
-extensions in. Importing graphplan loads what is there. The first capture of a process that found nothing has another
-process build them, for the processes that come after it: building takes half a minute, and needs what only an installed
-torch has, so that an installer could not do it.
+They are built for one torch, one Python and one version of their source: into a wheel that is made where torch is
+installed, else into the folder that torch keeps built extensions in. Importing graphplan loads what is there. The first
+capture of a process that found nothing has another process build them, for the processes that come after it: building
+takes half a minute, and needs what only an installed torch has, which an isolated build of a wheel lacks.
 """
 
 from __future__ import annotations
@@ -43,23 +43,39 @@ _WANTED = "GRAPHPLAN_NATIVE"
 """Environment variable: 0 leaves the compiled guards out, ``found`` uses them but does not have them built."""
 
 
-def _folder() -> Path:
-    """Where they are, or would be."""
+def _key() -> str:
+    """What they are built for, as a name."""
     facts = f"{torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag} {platform.machine()}"
     sources = [source.read_bytes() for source in _SOURCES]
     digest = hashlib.sha256(b"".join([facts.encode(), *sources])).hexdigest()[:16]
+    return f"{_NAME}-{digest}"
+
+
+def _folder() -> Path:
+    """Where they are built."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
-    return Path(root) / f"{_NAME}-{digest}"
+    return Path(root) / _key()
 
 
 def find() -> Path | None:
-    """The built library for this torch and this Python, if there is one."""
-    try:
-        path = _folder() / f"{_NAME}.so"
-        return path if path.is_file() else None
-    except (OSError, RuntimeError):
-        # No home, or none that may be read.
-        return None
+    """The built library for this torch and this Python, if there is one: a wheel's, or one that was built later."""
+    # There may be no home, or none that may be read.
+    with suppress(OSError, RuntimeError):
+        installed = Path(__file__).with_name(f"{_key()}.so")
+        return next((path for path in (installed, _folder() / f"{_NAME}.so") if path.is_file()), None)
+    return None
+
+
+def can_build() -> bool:
+    """Whether there is a compiler for them."""
+    return os.name == "posix" and bool(_compiler())
+
+
+def build_into(package: Path) -> None:
+    """Put them among the modules of a wheel, which then is for this torch and this Python."""
+    target = package / f"{_key()}.so"
+    # What was built before is as good.
+    shutil.copyfile(find() or build(), target)
 
 
 def _compiler() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -444,6 +445,45 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", COMPILER))
     assert native.build() == native.find() == folder / "graphplan_guards.so"
     assert [path.name for path in folder.iterdir()] == ["graphplan_guards.so"]
+
+
+def build_wheel(folder: Path, **environment: str) -> tuple[Path, str]:
+    """Build a wheel where torch is installed, from a copy of what it is made of, and unpack it."""
+    pytest.importorskip("setuptools", minversion="77")
+    copy = folder / "copy"
+    shutil.copytree(ROOT / "graphplan", copy / "graphplan", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps", "-w", str(folder), "."]
+    done = subprocess.run(
+        command, cwd=copy, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    (wheel,) = folder.glob("*.whl")
+    shutil.unpack_archive(wheel, folder / "installed", "zip")
+    return wheel, done.stdout + done.stderr
+
+
+@needs_build
+def test_a_wheel_that_is_built_where_torch_is_has_them(tmp_path: Path) -> None:
+    wheel, _ = build_wheel(tmp_path)
+    assert sys.implementation.cache_tag.replace("cpython-", "cp") in wheel.name
+    elsewhere = {
+        **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(tmp_path / "none"),
+        "PYTHONPATH": str(tmp_path / "installed"),
+    }
+    code = "from graphplan.compare import building; print(building.find()); building.load().Checks([])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=elsewhere, capture_output=True, text=True, check=True
+    )
+    assert Path(found.stdout.strip()).parent == tmp_path / "installed/graphplan/compare"
+
+
+def test_a_wheel_goes_without_them_where_the_compiler_fails(tmp_path: Path, folder: Path) -> None:
+    _, said = build_wheel(tmp_path / "wheel", CXX=script(tmp_path / "compiler", FAILING))
+    assert "the wheel goes without compiled guards: the guards could not be built: no such header" in said
+    installed = tmp_path / "wheel/installed/graphplan/compare"
+    assert (installed / "guards.cpp").is_file() and not list(installed.glob("*.so"))
 
 
 def wait_for(done: Callable[[], bool]) -> None:
