@@ -32,7 +32,7 @@ from typing import Any
 
 from graphplan.report.progress import bar
 from recipes.benchmarks.bars import bars
-from recipes.benchmarks.catalogue import CONTENDERS, PEER, SETS, WAYS, Contender
+from recipes.benchmarks.catalogue import CONTENDERS, CPU_SECONDS, PEER, SETS, WAYS, Contender
 from recipes.benchmarks.tables import draw, markdown, show
 
 Row = dict[str, Any]
@@ -230,6 +230,14 @@ def in_order(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (workloads.index(row["workload"]), places.get(row["contender"], last)))
 
 
+def expected_time(args: argparse.Namespace, count: int) -> str:
+    """How long ``count`` processes take, in words."""
+    said = f"{count} processes, one after the other"
+    if args.cpu:
+        return f"{said}: about {max(round(count * CPU_SECONDS / 60), 1)} min on two cores"
+    return f"{said}; all of --set {args.set} takes about {SETS[args.set].minutes} min on an H200"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     from recipes.benchmarks.devices import require_cuda
@@ -243,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     left = [pair for pair in processes(args) if not _made(pair) <= had]
     if left:
         require_cuda(parser(), cpu=args.cpu)
+        print(expected_time(args, len(left)), file=sys.stderr, flush=True)
     for path in filter(None, (args.json, args.markdown, args.chart)):
         path.parent.mkdir(parents=True, exist_ok=True)
     with bar("benchmark", len(left)) as begin:

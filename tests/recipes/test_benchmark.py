@@ -13,7 +13,7 @@ import pytest
 
 from recipes.benchmarks import __main__ as benchmark
 from recipes.benchmarks.bars import GPU_BARS, bars
-from recipes.benchmarks.catalogue import CONTENDERS, SETS, Contender
+from recipes.benchmarks.catalogue import CONTENDERS, CPU_SECONDS, SETS, Contender
 from recipes.benchmarks.contenders import measure
 from recipes.benchmarks.measuring import Job
 from recipes.benchmarks.tables import BAR_COLUMNS, COLUMNS
@@ -85,7 +85,8 @@ def test_result_of_the_loops(tmp_path: Path) -> None:
 def test_a_tool_that_is_not_installed_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     """It has a row that says so."""
     assert benchmark.main(["--cpu", "--workloads", "mlp2", "--contenders", "tensordict"]) == 0
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    assert said.startswith("1 processes, one after the other: about 1 min on two cores\n")
     assert "mlp2, tensordict CudaGraphModule: tensordict is not installed" in printed
     assert printed.splitlines()[-1].split()[-2:] == ["not", "installed"]
 
@@ -226,6 +227,13 @@ def test_sets_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert ("gpt2", "floor+compile") in everything
     assert not any(Contender(name).wraps_model for workload, name in everything if workload in ("sac", "pinn"))
     assert "pinn: torch.compile, reduce-overhead is left out" in capsys.readouterr().err
+
+
+def test_how_long_it_takes_is_said_beforehand() -> None:
+    said = benchmark.expected_time(benchmark.parse(["--cpu"]), 2 * 60 // CPU_SECONDS)
+    assert said.endswith(" processes, one after the other: about 2 min on two cores")
+    said = benchmark.expected_time(benchmark.parse(["--set", "rivals"]), 3)
+    assert said == "3 processes, one after the other; all of --set rivals takes about 9 min on an H200"
 
 
 def test_unknown_names_are_refused() -> None:
