@@ -1,4 +1,4 @@
-"""What a step has the host do that no replay does or could repeat: random draws, work for other threads."""
+"""What a step does that no replay does or could repeat: random draws, work for other threads, state made anew."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from graphplan.effects.allowed import is_allowed
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.source import find_load
+from graphplan.owners.slots import Walk
 from graphplan.trace.records import Trace
 
 
@@ -43,3 +44,51 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
                 component=source.component,
                 path=name,
             )
+
+
+def check_gradients(first: Trace, second: Trace, allow: Iterable[str]) -> None:
+    """Refuse a step that leaves a tensor with a ``.grad``, where that is no parameter and was not fed.
+
+    Raises:
+        HostEffectError: naming the tensor.
+    """
+    for path in [*first.gradients, *second.gradients]:
+        if not is_allowed(path, allow):
+            raise HostEffectError(
+                f"the step leaves a gradient at {path}.grad, of a tensor that it makes anew in each call; a replay "
+                "leaves a copy of the tensor, whose .grad is None. Expected gradients at parameters and at what is fed "
+                f"alone. Keep or return the gradient itself ({path}.grad once backward is over, what a hook of the "
+                "tensor gets, torch.autograd.grad), or, if it is not needed, leave retain_grad() out, and detached "
+                "tensors behind"
+            )
+
+
+def check_made_state(first: Trace, second: Trace, walk: Walk, allow: Iterable[str]) -> None:
+    """Refuse a step that found an optimizer without state twice, and made it. ``walk`` is over the owners after the
+    second trace.
+
+    A recording has the values that state begins with among its constants: it would begin anew in each replay, whatever
+    state there is by then, and leave none where eager steps do.
+
+    Raises:
+        HostEffectError: naming the state.
+    """
+    made = [path for path in _made(first) if path in _made(second) and not is_allowed(path, allow)]
+    for name in walk.optimizers:
+        own = [path for path in made if path.startswith(f"{name}.state[")]
+        if own:
+            more = f" (and {len(own) - 1} more)" if own[1:] else ""
+            raise HostEffectError(
+                f"the step makes {own[0]}{more} in each call, since {name}.state is emptied before it "
+                "(state.clear(), another dictionary, a state dict without state); a replay would begin anew for ever, "
+                "also where nothing was emptied. Expected state that is there when the step begins. Reset it "
+                f"in place (for s in {name}.state.values(): for t in s.values(): t.zero_()), or load a state dict that "
+                "was saved with its state",
+                component="optimizer",
+            )
+
+
+def _made(trace: Trace) -> list[str]:
+    """Slots that held no tensor before the step, and hold one after it."""
+    changes = trace.changes.rebindings.items()
+    return [path for path, change in changes if change.before is None and change.after is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from graphplan.effects.allowed import is_allowed
@@ -17,8 +17,8 @@ from graphplan.trace.records import Trace
 
 
 def find_inspected(
-    first: Trace, second: Trace, walk: Walk, reads: Iterable[str], allow: Iterable[str], *, loose: bool
-) -> Mapping[str, Any]:
+    first: Trace, second: Trace, walk: Walk, reads: Iterable[str], allow: Iterable[str], grown: Grown, *, loose: bool
+) -> dict[str, Any]:
     """What tensors are like of which the step's code may have read no more than that, by path. ``reads`` are the paths
     of Python values that are compared anyway. ``loose``: of a tensor that was another kind of one before each of the
     steps, it only matters that it is there. Code also names what a branch uses that no step takes; if results depend on
@@ -27,7 +27,6 @@ def find_inspected(
     Raises:
         HostScalarError: for what was another kind of thing before each of the steps.
     """
-    grown = Grown(first, second, walk)
     lists = _loose_lists(walk, reads)
     found = {}
     for path, scalar in _untouched(first, second, walk):

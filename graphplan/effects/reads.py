@@ -3,77 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from io import IOBase
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from graphplan.effects.allowed import is_allowed
 from graphplan.effects.appended_lists import Grown
+from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.counters import Counter
+from graphplan.effects.inspected_tensors import find_inspected
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.comparisons import Comparison, come_out_alike
 from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
-from graphplan.trace.changes import same_value, told_apart
+from graphplan.owners.tensor_metadata import difference
+from graphplan.trace.changes import is_alike, same_value, told_apart
 from graphplan.trace.records import Trace
 
 
-def find_reads(
-    first: Trace,
-    second: Trace,
-    walk: Walk,
-    counters: Iterable[Counter],
-    allow: Iterable[str],
-    comparisons: Mapping[str, tuple[Comparison, ...]],
-) -> tuple[str, ...]:
-    """Paths of Python values that the step's code may have read and does not itself change; of those with
-    ``comparisons`` it only reads how these come out.
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What the step's code may have read of its owners and does not itself change: a replay is good for that only.
 
-    Raises:
-        HostScalarError: for one that changes between two steps: each replay would have a stale value; and
-            for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
+    Attributes:
+        values: Python values by path, as they were before each traced step.
+        comparisons: by path, those of ``values`` that are numbers which the code only compares, each with its
+            comparisons: a replay is good while these come out as they did.
+        traits: what tensors are like with which no operator works, but of which the code may tell that, by path.
     """
-    own = {counter.path for counter in counters}
-    paths: list[str] = []
-    stale: dict[str, Scalar] = {}
-    for trace in (first, second):
-        trace.reads.unfold(trace.entry_scalars.values())
-    grown = Grown(first, second, walk)
-    for path, scalar in {**walk.scalars, **walk.objects}.items():
-        if path in own or is_allowed(path, allow):
-            continue
-        if path in grown.lengths:
-            look = grown.look(grown.lengths[path])
-            if look is not None and not is_allowed(grown.lengths[path], allow):
-                raise HostScalarError(
-                    f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
-                    f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, if "
-                    f"the step's results do not depend on it, pass allow=({path!r},)",
-                    path=path,
-                )
-            continue
-        if grown.hides(path, scalar):
-            continue
-        sure = any(trace.reads.covers(scalar) for trace in (first, second))
-        if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
-            continue
-        if path not in first.entry_scalars or path not in second.entry_scalars:
-            continue
-        old, new = first.entry_scalars[path], second.entry_scalars[path]
-        if sure:
-            _check_comparable(path, new)
-        if (path in walk.objects or not sure) and not same_value(old, new):
-            # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
-            # value that perhaps was not read.
-            continue
-        is_steady = same_value(old, new) or come_out_alike(comparisons.get(path), old, new)
-        if is_steady:
-            paths.append(path)
-        else:
-            stale[path] = scalar
-    if stale:
-        _refuse_stale(stale, first, second)
-    return tuple(paths)
+
+    values: Mapping[str, Any]
+    comparisons: Mapping[str, tuple[Comparison, ...]]
+    traits: Mapping[str, Any]
+
+    @classmethod
+    def find(
+        cls, first: Trace, second: Trace, walk: Walk, counters: Iterable[Counter], allow: Iterable[str], *, loose: bool
+    ) -> Reads:
+        """What both traces read. ``loose``: see :func:`find_inspected`.
+
+        Raises:
+            HostScalarError: for what changes between two steps: each replay would have a stale value; and
+                for what is not compared before each replay (a long buffer, list or cache, weak dictionaries).
+        """
+        own = {counter.path for counter in counters}
+        found = cls({}, find_comparisons(first, second, walk, allow), {})
+        values: dict[str, Any] = {}
+        stale: dict[str, Scalar] = {}
+        for trace in (first, second):
+            trace.reads.unfold(trace.entry_scalars.values())
+        grown = Grown(first, second, walk)
+        for path, scalar in {**walk.scalars, **walk.objects}.items():
+            if path in own or is_allowed(path, allow):
+                continue
+            if path in grown.lengths:
+                _check_length(path, grown, allow)
+                continue
+            if grown.hides(path, scalar):
+                continue
+            sure = any(trace.reads.covers(scalar) for trace in (first, second))
+            if not sure and not any(trace.reads.may_cover(scalar) for trace in (first, second)):
+                continue
+            if path not in first.entry_scalars or path not in second.entry_scalars:
+                continue
+            old, new = first.entry_scalars[path], second.entry_scalars[path]
+            if sure:
+                _check_comparable(path, new)
+            if (path in walk.objects or not sure) and not same_value(old, new):
+                # An object that is another one each time, or a container that grows, says nothing by itself; nor does a
+                # value that perhaps was not read.
+                continue
+            if found.allow(path, old, new):
+                values[path] = new
+            else:
+                stale[path] = scalar
+        if stale:
+            _refuse_stale(stale, first, second)
+        comparisons = {path: made for path, made in found.comparisons.items() if path in values}
+        traits = find_inspected(first, second, walk, values, allow, grown, loose=loose)
+        return cls(*map(MappingProxyType, (values, comparisons, traits)))
+
+    def allow(self, path: str, old: Any, new: Any) -> bool:
+        """Whether the step is the same with either of two values."""
+        return same_value(old, new) or come_out_alike(self.comparisons.get(path), old, new)
+
+    def changed_traits(self, walk: Walk, when: str = "") -> str | None:
+        """The first tensor that is not what it was, described. ``walk`` knows where it lies now."""
+        for path, old in self.traits.items():
+            new = walk.traits(path)
+            if not is_alike(old, new):
+                what, was, now = difference(path, old, new)
+                return f"{what} was {was}{when} and is {now}"
+        return None
+
+
+def _check_length(path: str, grown: Grown, allow: Iterable[str]) -> None:
+    """Refuse the length of a list that the step makes longer, where the step's code asks for it."""
+    look = grown.look(grown.lengths[path])
+    if look is not None and not is_allowed(grown.lengths[path], allow):
+        raise HostScalarError(
+            f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
+            f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, if "
+            f"the step's results do not depend on it, pass allow=({path!r},)",
+            path=path,
+        )
 
 
 def _check_comparable(path: str, value: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from graphplan.effects.aliased_slots import AliasedSlots, find_together
 from graphplan.effects.allowed import is_allowed
 from graphplan.errors import CarryError, HostEffectError
 from graphplan.specs.paths import Of, names
@@ -12,52 +14,78 @@ from graphplan.trace.changes import Rebinding
 from graphplan.trace.records import Trace
 
 
-def find_rebindings(first: Trace, second: Trace, allow: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """``(carries, rebinds)``: rebound slots whose old value the step reads or whose tensors stay and get other memory,
-    and the others.
+@dataclass(frozen=True, slots=True)
+class Rebindings:
+    """The slots that every step binds to other tensors, by path.
 
-    Raises:
-        CarryError: if a carried slot changes shape or dtype.
-        HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
+    Attributes:
+        carries: those whose old value the step reads: replays copy the new value into the old storage.
+        replaced: those of ``carries`` whose old tensors the step only reads, so that other holders find them
+            unchanged.
+        moved: those of ``carries`` whose tensors stay, and get other memory.
+        fresh: slots that the step rebinds without reading what they held.
+        together: slots among these that overlap in memory after the step.
     """
-    carries, rebinds = [], []
-    used = _used(second)
-    for path in {**first.changes.rebindings, **second.changes.rebindings}:
-        # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
-        if is_allowed(path, allow) or path in second.changes.flags:
-            continue
-        one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
-        if two is None or (one is None and not names(path, Of.GRADIENT)):
-            raise HostEffectError(
-                f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it on "
-                "every call, or update it in place"
-            )
-        dropped = names(path, Of.GRADIENT) and two.after is None
-        if two.joined is not None:
-            raise HostEffectError(
-                f"the step gives {path} other memory ({path}.data = ...), and before or after that it shares memory "
-                f"with {two.joined}; a replay leaves tensors in the memory that they have, so that what one of them "
-                f"gets would show in the other, or not. Give each memory of its own, or update it in place: "
-                f"{path}.data.copy_(...)"
-            )
-        is_read = any(place[0] in used for place in two.before or ())
-        if two.moved or (is_read and not dropped):
-            _check_carry(two)
-            carries.append(path)
-        elif two.after is not None or two.before is not None:
-            rebinds.append(path)
-    return tuple(carries), tuple(rebinds)
+
+    carries: tuple[str, ...]
+    replaced: frozenset[str]
+    moved: frozenset[str]
+    fresh: tuple[str, ...]
+    together: tuple[AliasedSlots, ...]
+
+    @classmethod
+    def find(cls, first: Trace, second: Trace, allow: Iterable[str]) -> Rebindings:
+        """Slots that both traces rebind alike.
+
+        Raises:
+            CarryError: if a carried slot changes shape or dtype.
+            HostEffectError: if only one of the steps rebinds a slot, or shares memory that replays could not.
+        """
+        carries, fresh = [], []
+        used = _used(second)
+        for path in {**first.changes.rebindings, **second.changes.rebindings}:
+            # A number in the place of a tensor, as of a device learning rate, is a flag that the step leaves.
+            if is_allowed(path, allow) or path in second.changes.flags:
+                continue
+            one, two = first.changes.rebindings.get(path), second.changes.rebindings.get(path)
+            if two is None or (one is None and not names(path, Of.GRADIENT)):
+                raise HostEffectError(
+                    f"the step rebinds {path} on one call and not on the next, which a replay cannot repeat: rebind it "
+                    "on every call, or update it in place"
+                )
+            dropped = names(path, Of.GRADIENT) and two.after is None
+            if two.joined is not None:
+                raise HostEffectError(
+                    f"the step gives {path} other memory ({path}.data = ...), and before or after that it shares "
+                    f"memory with {two.joined}; a replay leaves tensors in the memory that they have, so that what one "
+                    "of them gets would show in the other, or not. Give each memory of its own, or update it in place: "
+                    f"{path}.data.copy_(...)"
+                )
+            is_read = any(place[0] in used for place in two.before or ())
+            if two.moved or (is_read and not dropped):
+                _check_carry(two)
+                carries.append(path)
+            elif two.after is not None or two.before is not None:
+                fresh.append(path)
+        written = {storage for storage, external in second.externals.items() if external.mutated}
+        return cls(
+            tuple(carries),
+            frozenset(path for path in carries if _is_replaced(second.changes.rebindings[path], written)),
+            frozenset(path for path, rebinding in second.changes.rebindings.items() if rebinding.moved),
+            tuple(fresh),
+            find_together(first, second, (*carries, *fresh)),
+        )
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of them."""
+        return (*self.carries, *self.fresh)
 
 
-def find_replaced(carries: Iterable[str], trace: Trace) -> frozenset[str]:
-    """Those of ``carries`` whose old tensors the step leaves as they are."""
-    written = {storage for storage, external in trace.externals.items() if external.mutated}
-    rebindings = {path: trace.changes.rebindings[path] for path in carries}
-    return frozenset(
-        path
-        for path, rebinding in rebindings.items()
-        if rebinding.plain and not rebinding.moved and written.isdisjoint(place[0] for place in rebinding.before or ())
-    )
+def _is_replaced(rebinding: Rebinding, written: set[int]) -> bool:
+    """Whether the step leaves the old tensors as they are, where ``written`` are the storages that it writes to."""
+    kept = written.isdisjoint(place[0] for place in rebinding.before or ())
+    return rebinding.plain and not rebinding.moved and kept
 
 
 def _used(trace: Trace) -> set[int | None]:

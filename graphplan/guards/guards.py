@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from graphplan.compare.comparing import Checks, Row, contents_of, row_of
+from graphplan.effects.reads import Reads
 from graphplan.guards.metadata_rows import MetadataRows
-from graphplan.observe.comparisons import Comparison, come_out_alike
+from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
 from graphplan.owners.views import Inherited, Members, Numbers, attributes_of, home, present
 from graphplan.plan.plan import Plan
@@ -57,10 +58,10 @@ class Guards:
         slots = [slot for slot in slots if slot.param is None]
         self._links = walk.links
         self._missing = _missing_parts(walk)
-        read = [(path, value) for path in plan.reads if (value := walk.value(path)) is not None]
-        self._comparisons = plan.comparisons
+        read = [(path, value) for path in plan.reads.values if (value := walk.value(path)) is not None]
+        self._reads = plan.reads
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
-        self._shown = MetadataRows(plan.traits, walk)
+        self._shown = MetadataRows(plan.reads.traits, walk)
         holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
         links = _used_links(walk, plan, *holders)
         self._shared = _with_other_names(links)
@@ -90,7 +91,7 @@ class Guards:
             *rows_of_structure,
             ("same_attributes", self._grad_params, ["grad"] * len(self._grads), self._grads),
             *self._rows_of_tensors(slots, list(extra)),
-            *([("same_results", [self._shown.hold], [True])] if plan.traits else []),
+            *([("same_results", [self._shown.hold], [True])] if plan.reads.traits else []),
         ]
         self._checks = Checks(self.rows)
         self._structure = Checks([*_rows_of_places(structure), *rows_of_structure])
@@ -98,8 +99,8 @@ class Guards:
     def _rows_of_values(self, read: _Scalars, known: Mapping[str, Any]) -> list[Row]:
         """Python values that the step's code reads; ``known``: what they were."""
         # What an object shows as attributes is looked up there, without a detour.
-        compared = [pair for pair in read if pair[0] in self._comparisons]
-        read = [pair for pair in read if pair[0] not in self._comparisons]
+        compared = [pair for pair in read if pair[0] in self._reads.comparisons]
+        read = [pair for pair in read if pair[0] not in self._reads.comparisons]
         shown = [pair for pair in read if type(pair[1].container) is Numbers]
         items = [pair for pair in read if type(pair[1].container) is not Numbers]
         groups = (shown, items, compared)
@@ -109,7 +110,7 @@ class Guards:
         return [
             ("equal_attributes", [v.container.thing for _, v in shown], keys[0], self._values[0], same_value),
             ("equal_items", [_readable(v.container) for _, v in items], keys[1], self._values[1], same_value),
-            _row_of_comparisons(compared, self._values[2], self._comparisons),
+            _row_of_comparisons(compared, self._values[2], self._reads),
         ]
 
     def _rows_of_tensors(self, slots: Sequence[Slot], extra: list[Tensor]) -> list[Row]:
@@ -171,9 +172,9 @@ class Guards:
             if place is None:
                 return f"{label} was {old!r} and is gone"
             new = place.get()
-            if not (same_value(old, new) or come_out_alike(self._comparisons.get(label), old, new)):
+            if not self._reads.allow(label, old, new):
                 return f"{label} was {old!r} and is {new!r}"
-        return self._shown.changed(walk)
+        return self._reads.changed_traits(walk)
 
 
 class _Shards:
@@ -190,11 +191,11 @@ class _Shards:
         return not any(map(is_not, map(local, self._sharded), self._shards))
 
 
-def _row_of_comparisons(compared: _Scalars, known: list[Any], comparisons: Mapping[str, tuple[Comparison, ...]]) -> Row:
+def _row_of_comparisons(compared: _Scalars, known: list[Any], reads: Reads) -> Row:
     """A comparison that holds while those that code makes with some numbers come out as they did for the ``known``
     ones, which are then those of now.
     """
-    made = [comparisons[path] for path, _ in compared]
+    made = [reads.comparisons[path] for path, _ in compared]
 
     def hold() -> bool:
         now = [value.get() for _, value in compared]
@@ -230,7 +231,7 @@ def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Plac
     Others may come and go: a scheduler's list of rates is another one after each step.
     """
     used = {id(home(container)) for group in containers for container in group}
-    paths = [*plan.carries, *plan.rebinds, *(c.path for c in plan.counters), *(a.path for a in plan.assignments)]
+    paths = [*plan.rebindings.paths, *(c.path for c in plan.counters), *(a.path for a in plan.assignments)]
     used |= {id(place.container) for path in paths if (place := walk.place(path)) is not None}
     used |= {id(walk.lists[append.path]) for append in plan.appends if append.path in walk.lists}
     kept: list[Place] = []

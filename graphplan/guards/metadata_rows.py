@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphplan.compare.comparing import facts_of
 from graphplan.owners.slots import Slot, Walk
-from graphplan.owners.tensor_metadata import THERE, TensorMetadata, difference, is_there, metadata_of
+from graphplan.owners.tensor_metadata import THERE, TensorMetadata, is_there, metadata_of
 from graphplan.owners.views import present
 from graphplan.trace.changes import is_alike, same_value
 
@@ -83,15 +83,6 @@ class MetadataRows:
     def gradients_are_there(self) -> bool:
         """Whether the gradients are there of which that is all that the code may tell."""
         return all(param.grad is not None for param in (*self._params, *self._loose_params))
-
-    def changed(self, walk: Walk) -> str | None:
-        """The first tensor that is not what it was, described. ``walk`` knows where it lies now."""
-        for path, old in self._known.items():
-            new = walk.traits(path)
-            if not is_alike(old, new):
-                what, was, now = difference(path, old, new)
-                return f"{what} was {was} and is {now}"
-        return None
 
 
 def _places(slots: Sequence[Slot]) -> tuple[list[Any], list[Any]]:

@@ -16,8 +16,8 @@ from graphplan.trace.changes import same_value
 from graphplan.trace.records import Trace
 
 _SAME = (
-    "form", "carries", "replaced", "moved", "rebinds", "together", "counters", "appends", "entry_grads", "twins",
-    "shared", "joined", "device", "output_structure", "communicates",
+    "form", "rebindings", "counters", "appends", "entry_grads", "twins", "shared", "joined", "device",
+    "output_structure", "communicates",
 )  # fmt: skip
 _AS_MANY = ("outputs", "host_reads")
 _HANDLES_AS_MANY = ("host_draws", "device_constants")

@@ -9,28 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.effects.aliased_slots import find_together
 from graphplan.effects.appends import Append
 from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
-from graphplan.effects.gradients import check_gradients
-from graphplan.effects.host import check_draws, check_threads
+from graphplan.effects.host import check_draws, check_gradients, check_made_state, check_threads
 from graphplan.effects.host_changes import joined_slots
-from graphplan.effects.inspected_tensors import find_inspected
 from graphplan.effects.left import find_left
-from graphplan.effects.made import check_made_state
-from graphplan.effects.reads import find_reads
-from graphplan.effects.rebindings import find_rebindings, find_replaced
-from graphplan.errors import FeedError, OutputError
-from graphplan.feed.signature import Feed, FeedSpec, on_one_line, shared_leaf
+from graphplan.effects.reads import Reads
+from graphplan.effects.rebindings import Rebindings
+from graphplan.errors import OutputError
+from graphplan.feed.signature import Feed, FeedSpec, on_one_line
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.classify import classify
-from graphplan.plan.compared_numbers import find_comparisons
 from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Handles, Output, Plan, Rates, frozen
 from graphplan.specs.paths import Of, Path, names
-from graphplan.specs.roles import External, Role
+from graphplan.specs.roles import External
 from graphplan.tensors.trees import has_attributes
 from graphplan.trace.changes import place_of, same_value
 from graphplan.trace.collectives import is_collective
@@ -63,7 +58,7 @@ def build_plan(
     loose: bool = False,
 ) -> Plan:
     """Compile two traces of consecutive real steps. ``feed`` is the second one's, and ``walk`` was at its end, if there
-    is one. ``loose``: see :func:`find_inspected`.
+    is one. ``loose``: see :meth:`Reads.find`.
 
     Raises:
         RefusalError: a subclass for every way in which a replay could differ from the step.
@@ -75,41 +70,29 @@ def build_plan(
     appends = Append.find(first, second, allow)
     counters = Counter.find(first, second, walk, allow)
     left = find_left(first, second, allow)
-    carries, rebinds = find_rebindings(first, second, allow)
-    externals = classify(first, second, feed, walk, carries=carries, shadows=rates.storages)
-    _check_shared(feed, externals)
+    rebindings = Rebindings.find(first, second, allow)
+    externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
     assert second.device is not None
-    # What a result shows is told as such, not as a value that was read.
-    moved = {path for path, rebinding in second.changes.rebindings.items() if rebinding.moved}
-    outputs = tuple(_outputs(first, second, {*carries, *rebinds} - moved))
-    comparisons = find_comparisons(first, second, walk, allow)
-    reads = find_reads(first, second, walk, counters, allow, comparisons)
+    kept = _shared(first, second)
     return Plan(
         name=_name_of(function()),
         form=form_of(second),
         feed=FeedSpec(feed),
         externals=externals,
-        carries=carries,
-        replaced=find_replaced(carries, second),
-        moved=frozenset(moved),
-        rebinds=rebinds,
-        together=find_together(first, second, (*carries, *rebinds)),
+        rebindings=rebindings,
         counters=counters,
         appends=appends,
         assignments=Assignment.find(first, second, walk, counters, allow),
         left=frozen(left),
-        outputs=outputs,
+        # What a result shows is told as such, not as a value that was read.
+        outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
         entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
-        launches=second.launches,
         operators=frozen(collections.Counter(op.name for op in second.operators if op.launches)),
         footprint=first.footprint.merge(second.footprint),
         states=second.states,
         device=second.device,
-        reads=reads,
-        values=frozen({path: second.entry_scalars[path] for path in reads}),
-        comparisons=frozen({path: comparisons[path] for path in reads if path in comparisons}),
-        traits=frozen(find_inspected(first, second, walk, reads, allow, loose=loose)),
+        reads=Reads.find(first, second, walk, counters, allow, loose=loose),
         twins=_twins(second, externals, rates.storages),
         shared=_shared_with_owners(second, externals),
         joined=tuple(joined_slots(second, second.externals)),
@@ -119,15 +102,7 @@ def build_plan(
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         last_operators=_last_operators(second),
-        handles=Handles(
-            function=function,
-            owners=owners,
-            rates=rates,
-            generators=tuple(second.generators),
-            device_constants=tuple(second.device_constants),
-            host_draws=tuple(second.host_draws),
-            keep_alive=tuple(_shared_storages(first, second)),
-        ),
+        handles=Handles(function, owners, rates, second.generators, second.device_constants, second.host_draws, kept),
     )
 
 
@@ -193,17 +168,6 @@ def _marks(old: Any, new: OutputTensor, name: str) -> tuple[tuple[str, Any], ...
             "tensor"
         )
     return new.marks
-
-
-def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
-    written = [e.leaf for e in externals if e.role is Role.INPUT and e.mutated and e.leaf is not None]
-    shared = shared_leaf(feed, written)
-    if shared is not None:
-        names = feed.names()
-        raise FeedError(
-            f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
-            "each, so that the change would not show in the other. Clone one of them before the call"
-        )
 
 
 def _twins(trace: Trace, externals: Sequence[External], shadows: Collection[int]) -> frozenset[str]:
@@ -274,7 +238,7 @@ def _grad_places(parameter: Tensor) -> list[Any]:
     return [] if parameter.grad is None else [place_of(parameter.grad)]
 
 
-def _shared_storages(first: Trace, second: Trace) -> list[Tensor]:
+def _shared(first: Trace, second: Trace) -> list[Tensor]:
     """Leaves that are views of one storage in both traces: the step may also read that storage by another name."""
     shared = set(first.leaf_storages.values()) & set(second.leaf_storages.values())
     return [second.externals[storage].tensor for storage in shared if storage in second.externals]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from graphplan.errors import HostSyncError, UnownedTensorError
-from graphplan.feed.signature import Feed
+from graphplan.errors import FeedError, HostSyncError, UnownedTensorError
+from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.owners.slots import Slot, Walk, is_optimizer_state
 from graphplan.specs.roles import External, Role, TensorSpec
 from graphplan.tensors.attributes import is_freed
@@ -34,6 +34,7 @@ def classify(
     Raises:
         UnownedTensorError: a tensor that is neither fed nor owned is mutated, or is another one in each step.
         HostSyncError: an external on the host in a step that computes elsewhere.
+        FeedError: an input that the step changes shares memory with another.
     """
     found = [
         _input(index, name, feed, second) for index, name in enumerate(feed.names()) if index in second.leaf_storages
@@ -57,6 +58,7 @@ def classify(
     named = {external.path for external in found}
     found += [_passed_on(walk.slots[path]) for path in carries if path not in named]
     _check_devices(found, second.device)
+    _check_shared(feed, found)
     return tuple(sorted(found, key=lambda external: list(Role).index(external.role)))
 
 
@@ -148,3 +150,14 @@ def _check_devices(externals: Sequence[External], device: torch.device | None) -
                 f"{external.where}); a graph would keep the value it had at capture. Move it to {device}",
                 component="optimizer" if is_optimizer_state(external.name) else "step",
             )
+
+
+def _check_shared(feed: Feed, externals: Sequence[External]) -> None:
+    written = [e.leaf for e in externals if e.role is Role.INPUT and e.mutated and e.leaf is not None]
+    shared = shared_leaf(feed, written)
+    if shared is not None:
+        names = feed.names()
+        raise FeedError(
+            f"the step changes {names[shared[0]]}, which shares memory with {names[shared[1]]}; a replay has a copy of "
+            "each, so that the change would not show in the other. Clone one of them before the call"
+        )

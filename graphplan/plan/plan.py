@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphplan.effects.aliased_slots import AliasedSlots
 from graphplan.effects.appends import Append
 from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
 from graphplan.effects.host_changes import Holder
+from graphplan.effects.reads import Reads
+from graphplan.effects.rebindings import Rebindings
 from graphplan.feed.signature import Feed, FeedSpec
 from graphplan.owners.slots import Walk
 from graphplan.specs.paths import Of, names
@@ -81,10 +82,10 @@ class Handles:
     function: Callable[[], Callable[..., Any]]
     owners: Callable[[], Mapping[str, Any]]
     rates: Rates
-    generators: tuple[torch.Generator, ...]
-    device_constants: tuple[Tensor, ...]
-    host_draws: tuple[Callable[[], Any], ...]
-    keep_alive: tuple[Tensor, ...]
+    generators: Sequence[torch.Generator]
+    device_constants: Sequence[Tensor]
+    host_draws: Sequence[Callable[[], Any]]
+    keep_alive: Sequence[Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +97,7 @@ class Plan:
         form: a number for the step's operators and what they work on, apart from shapes and numbers.
         feed: structure and signature of what the step is called with.
         externals: every tensor that comes from outside, each with one role.
-        carries: slots that the step rebinds and whose old value it reads: replays copy the new value into the old
-            storage.
-        replaced: those of ``carries`` whose old tensors the step only reads, so that other holders find them
-            unchanged.
-        moved: those of ``carries`` whose tensors stay, and get other memory.
-        rebinds: slots that the step rebinds without reading what they held.
-        together: slots among these that overlap in memory after the step.
+        rebindings: slots that the step binds to other tensors.
         counters: Python numbers that every step raises by the same amount.
         appends: lists and deques that every step appends to.
         assignments: Python values that every step assigns alike.
@@ -113,16 +108,10 @@ class Plan:
             that is missing here may have any gradient, since the step drops it unread.
         host_facts: what the host does in a step, with source lines: random draws, constants made from Python values.
         host_reads: reads of tensors on the host that refuse no step: of what it only asserts, and of constants.
-        launches: operators that one eager step launches.
-        operators: how often it launches each, by name.
+        operators: how often one eager step launches each operator, by name.
         footprint: bytes of what one eager step makes, on the device where it computes.
         states: the states of default generators that the step saves and puts back, as activation checkpointing does.
-        reads: paths of owners' Python values that the step's code may have read: a replay is good for these values
-            only.
-        values: what ``reads`` were before each traced step, by path.
-        comparisons: by path, those of ``reads`` that are numbers which the code only compares, each with its
-            comparisons: a replay is good while these come out as they did.
-        traits: what tensors are like with which no operator works, but of which the step's code may tell that, by path.
+        reads: what the step's code may have read of its owners.
         twins: further slots of the memory that owned externals have.
         shared: leaves of the feed that share memory with owners' tensors that the step changes, and are used in place.
         joined: slots that held one memory when the step began.
@@ -139,11 +128,7 @@ class Plan:
     form: int
     feed: FeedSpec
     externals: tuple[External, ...]
-    carries: tuple[str, ...]
-    replaced: frozenset[str]
-    moved: frozenset[str]
-    rebinds: tuple[str, ...]
-    together: tuple[AliasedSlots, ...]
+    rebindings: Rebindings
     counters: tuple[Counter, ...]
     appends: tuple[Append, ...]
     assignments: tuple[Assignment, ...]
@@ -151,14 +136,10 @@ class Plan:
     outputs: tuple[Output, ...]
     output_structure: Any
     entry_grads: Mapping[str, str]
-    launches: int
     operators: Mapping[str, int]
     footprint: Footprint
     states: SavedStates
-    reads: tuple[str, ...]
-    values: Mapping[str, Any]
-    comparisons: Mapping[str, tuple[Any, ...]]
-    traits: Mapping[str, Any]
+    reads: Reads
     twins: frozenset[str]
     shared: frozenset[int]
     joined: tuple[frozenset[Holder], ...]
@@ -176,6 +157,11 @@ class Plan:
         return tuple(external for external in self.externals if external.role is role)
 
     @property
+    def launches(self) -> int:
+        """Operators that one eager step launches."""
+        return sum(self.operators.values())
+
+    @property
     def draws(self) -> list[str]:
         """The places of operators that may draw random numbers, among ``host_facts``."""
         return [fact.removeprefix(DRAWS) for fact in self.host_facts if fact.startswith(DRAWS)]
@@ -189,13 +175,13 @@ class Plan:
     @property
     def tells_gradients(self) -> bool:
         """Whether it matters to the step which gradients are there when it begins."""
-        return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.traits)
+        return bool(self.entry_grads) or any(names(path, Of.GRADIENT) for path in self.reads.traits)
 
     def untouched(self, walk: Walk) -> set[str]:
         """Paths of tensors that a library's object leads to and the step has nothing to do with: a dataset, say."""
         if not walk.reached:
             return set()
-        return walk.reached - {external.path for external in self.externals} - {*self.carries, *self.rebinds}
+        return walk.reached - {external.path for external in self.externals} - {*self.rebindings.paths}
 
     def changed_tensors(self, walk: Walk) -> list[Tensor]:
         """The tensors in ``walk`` that the step changes."""
@@ -206,8 +192,9 @@ class Plan:
         """Whether the step cannot tell if two slots hold one memory when it begins: it replaces what is in one of them,
         and does not write to what is in the other, or replaces that as well.
         """
-        written = {external.path for external in self.externals if external.mutated} - self.replaced
-        return not self.replaced.isdisjoint((one, other)) and written.isdisjoint((one, other))
+        replaced = self.rebindings.replaced
+        written = {external.path for external in self.externals if external.mutated} - replaced
+        return not replaced.isdisjoint((one, other)) and written.isdisjoint((one, other))
 
     def shared_leaves(self, feed: Feed, walk: Walk) -> frozenset[int]:
         """Leaves of the feed that share memory with :meth:`changed_tensors`."""
@@ -247,14 +234,15 @@ class Plan:
         return f"plan of {self.name} on {self.device}: {counts}; {self.launches} launches per eager step"
 
     def _footnotes(self) -> list[str]:
-        notes = [f"carried: {path}" for path in self.carries]
-        notes += [f"rebound: {path}" for path in self.rebinds if not names(path, Of.GRADIENT)]
-        if self.reads:
-            notes.append(f"guarded: {len(self.reads)} Python values that the step reads ({_few(self.reads)})")
-        if self.traits:
-            notes.append(f"guarded: {len(self.traits)} tensors of which the step reads no values ({_few(self.traits)})")
-        if self.comparisons:
-            notes.append(f"guarded: comparisons with {len(self.comparisons)} of them ({_few(tuple(self.comparisons))})")
+        notes = [f"carried: {path}" for path in self.rebindings.carries]
+        notes += [f"rebound: {path}" for path in self.rebindings.fresh if not names(path, Of.GRADIENT)]
+        values, traits, comparisons = self.reads.values, self.reads.traits, self.reads.comparisons
+        if values:
+            notes.append(f"guarded: {len(values)} Python values that the step reads ({_few(values)})")
+        if traits:
+            notes.append(f"guarded: {len(traits)} tensors of which the step reads no values ({_few(traits)})")
+        if comparisons:
+            notes.append(f"guarded: comparisons with {len(comparisons)} of them ({_few(comparisons)})")
         notes += [f"in place: {self.feed.leaf_names[index]}" for index in sorted(self.shared)]
         notes += [f"counted: {counter.path} += {counter.delta}" for counter in self.counters]
         notes += [f"appended: {append.path} (+{append.count})" for append in self.appends]

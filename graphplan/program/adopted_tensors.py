@@ -53,7 +53,7 @@ class AdoptedTensors:
         self._entry_grads: dict[str, Tensor | None] = {Path.gradient(path): grad for path, grad in entry_grads.items()}
         self._unowned = [e for e in plan.externals if e.path is None and e.tensor is not None]
         self._copied = set(copied)
-        self._replaced = plan.replaced.difference(copied)
+        self._replaced = plan.rebindings.replaced.difference(copied)
         self._sources: dict[str, Tensor] = {}
         self._versions: list[int] = []
         self.uses: dict[int, int] = {}

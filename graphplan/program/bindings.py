@@ -93,7 +93,7 @@ class Bindings:
     ) -> None:
         self._draws = draws
         self._plan = plan
-        self._old = {path: before.slots[path].get() for path in plan.carries}
+        self._old = {path: before.slots[path].get() for path in plan.rebindings.carries}
         self._into = {path: tensor_leaves(stand_ins.get(path, old)) for path, old in self._old.items()}
         # Their memory, wherever the step leaves the tensors themselves.
         self._memory_of = {path: [tensor.detach() for tensor in into] for path, into in self._into.items()}
@@ -105,7 +105,7 @@ class Bindings:
         self._appended: dict[Append, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
-        self._companions = Companions(plan.together)
+        self._companions = Companions(plan.rebindings.together)
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
         """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
@@ -113,8 +113,8 @@ class Bindings:
     def close_step(self, after: Walk, foreign: Iterable[int | None]) -> None:
         """Record the copies that end a step. ``foreign`` are storages that the recording does not own."""
         outside = set(foreign) | self.targets
-        new = {path: after.slots[path].get() for path in self._plan.carries}
-        for path in self._plan.rebinds:
+        new = {path: after.slots[path].get() for path in self._plan.rebindings.carries}
+        for path in self._plan.rebindings.fresh:
             if not names(path, Of.GRADIENT):
                 slot = after.slots.get(path)
                 self._fresh[path] = _own(slot.get(), outside, asks=True) if slot else None
@@ -135,7 +135,9 @@ class Bindings:
                     tensor.data = memory
         # Who else has them is counted.
         self._old, self._into = {}, {}
-        touched = {path.place for path in self._plan.rebinds if isinstance(path, Path) and path.of is Of.GRADIENT}
+        touched = {
+            path.place for path in self._plan.rebindings.fresh if isinstance(path, Path) and path.of is Of.GRADIENT
+        }
         touched |= set(self._plan.entry_grads)
         by_path = dict(after.parameters.values())
         self._grads = [(by_path[path], by_path[path].grad) for path in sorted(touched) if path in by_path]
@@ -237,9 +239,9 @@ class Bindings:
         self._walk = walk
         self._companions.follow(walk)
         effects: list[Counter | Assignment] = [*self._plan.counters, *self._plan.assignments]
-        found = [effect.repeating(walk) for effect in effects]
-        self._repeats = [repeat for repeat in found if repeat is not None]
-        self._appends = [append.repeating(walk, items, _clone) for append, items in self._appended.items()]
+        repeats = filter(None, (effect.repeating(walk) for effect in effects))
+        appends = (append.repeating(walk, items, _clone) for append, items in self._appended.items())
+        self._repeats = [*self._draws, *repeats, self._set_fresh, *appends]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
         """Where the step binds ``path``. If there is nothing now (``self.cache.clear()`` before each step), that is
@@ -288,14 +290,8 @@ class Bindings:
         if any(map(is_not, map(_get_grad, self._grad_params), self._grad_values)):
             for param, grad in self._grads:
                 param.grad = grad
-        for draw in self._draws:
-            draw()
         for repeat in self._repeats:
             repeat()
-        if self._fresh:
-            self._set_fresh()
-        for append in self._appends:
-            append()
 
     def note_companions(self) -> None:
         """After a replay: note what it left in slots that eager steps bind to one memory."""

@@ -17,12 +17,10 @@ from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments, call_step
 from graphplan.feed.signature import Feed
 from graphplan.observe.capture_state import presenting_capture
-from graphplan.observe.comparisons import come_out_alike
 from graphplan.observe.source import runs_step
 from graphplan.owners.flags import Flags
 from graphplan.owners.sharding import Sharding, come_to_rest
 from graphplan.owners.slots import Walk, holds_plain
-from graphplan.owners.tensor_metadata import difference
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
@@ -34,9 +32,7 @@ from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
-from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import memory_uses, storage_id, with_leaves
-from graphplan.trace.changes import is_alike, same_value
 
 _IS_RECORDED = ContextVar("is_recorded", default=False)
 
@@ -53,16 +49,16 @@ class _Body:
         self,
         plan: Plan,
         feed: Feed,
-        static_leaves: list[Any],
+        inputs: StaticInputs,
         bindings: Bindings,
         before: Walk,
         sharding: Sharding,
         lent: Mapping[int, Lease],
     ) -> None:
         self._plan = plan
-        self._fed = CallArguments(*feed.rebuild(list(map(dressed, static_leaves, feed.leaves)))).watch()
-        self._inputs = {storage_id(leaf) for _, leaf in feed.replaced(static_leaves).tensors()}
-        self._outside = self._inputs | set(before.by_storage())
+        self._fed = CallArguments(*feed.rebuild(inputs.dress(feed.leaves))).watch()
+        fed = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()}
+        self._outside = fed | set(before.by_storage())
         self._bindings = bindings
         self._sharding = sharding
         self._lent = lent
@@ -117,26 +113,20 @@ def capture_program(
     if changed is not None:
         raise GuardError(f"the plan of {plan.name} is out of date: {changed}; compile another one with compile_plan")
     # What the step reads may be another value once it is over: a deque is full, say.
-    values = {path: value.get() for path in plan.values if (value := walk.value(path)) is not None}
+    values = {path: value.get() for path in plan.reads.values if (value := walk.value(path)) is not None}
     inputs = StaticInputs(plan, feed, buffers, copies=Role.INPUT in policy.copy_roles)
-    leaves = [inputs.by_leaf.get(index, leaf) for index, leaf in enumerate(feed.leaves)]
     copied = CopiedOwned(plan, policy, buffers, walk)
-    _check_shared(plan, feed, walk, copied)
-    _check_adopted(plan, feed, inputs)
-    copied.load({})
+    _check_shared(plan, feed, walk, copied, inputs)
     bound = copied.stand_ins
-    _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
-    _make_homes(plan, walk, homes, bound)
+    _make_homes(plan, feed, walk, homes, bound)
     flags = Flags(walk)
     found = {path: value for path, value in flags.read().items() if path in plan.left}
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, bound, () if backend.executes else plan.handles.host_draws)
-    body = _Body(plan, feed, leaves, bindings, walk, sharding, lend_outputs(plan) if lends else {})
-    recording = _record(backend, body, copied)
-    assert body.after is not None
-    assert body.outputs is not None
-    bindings.bind_back(body.after)
+    body = _Body(plan, feed, inputs, bindings, walk, sharding, lend_outputs(plan) if lends else {})
+    recording, after, outputs = _record(backend, body, copied)
+    bindings.bind_back(after)
     # A program compares what a call begins with.
     flags.assign(found)
     program = Program(
@@ -146,7 +136,7 @@ def capture_program(
         inputs=inputs,
         copied=copied,
         bindings=bindings,
-        outputs=body.outputs,
+        outputs=outputs,
         walk=walk_owners(plan.handles.owners()),
         values=values,
         feed=feed,
@@ -156,30 +146,30 @@ def capture_program(
     return program
 
 
-def _record(backend: Backend, body: _Body, copied: CopiedOwned) -> Recording:
+def _record(backend: Backend, body: _Body, copied: CopiedOwned) -> tuple[Recording, Walk, Outputs]:
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
+    copied.load({})
     copied.swap_in()
     try:
-        return backend.record(body)[0]
+        recording = backend.record(body)[0]
     finally:
         copied.swap_out()
+    assert body.after is not None
+    assert body.outputs is not None
+    return recording, body.after, body.outputs
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
     """What the step works on and is not what it was in the traces, described: a Python value, or where slots lie."""
-    for path, old in plan.values.items():
+    for path, old in plan.reads.values.items():
         value = walk.value(path)
-        if value is None:
-            continue
-        new = value.get()
-        if not (same_value(old, new) or come_out_alike(plan.comparisons.get(path), old, new)):
+        if value is not None and not plan.reads.allow(path, old, new := value.get()):
             return f"{path} was {old!r} when the step was traced and is {new!r}"
-    for path, known in plan.traits.items():
-        if not is_alike(known, traits := walk.traits(path)):
-            what, was, now = difference(path, known, traits)
-            return f"{what} was {was} when the step was traced and is {now}"
-    for path in plan.replaced & walk.slots.keys():
+    changed = plan.reads.changed_traits(walk, " when the step was traced")
+    if changed is not None:
+        return changed
+    for path in plan.rebindings.replaced & walk.slots.keys():
         if not holds_plain(walk.slots[path].get()):
             return f"{path} holds a tensor that asks for gradients, or has attributes, and did not in the traces"
     return _joined(plan, walk)
@@ -204,13 +194,13 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
     """
     sharing = walk.by_storage()
     taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
-    for path in filter(homes.__contains__, plan.carries):
+    for path in filter(homes.__contains__, plan.rebindings.carries):
         slot, home = walk.slots[path], homes[path]
         now = slot.get()
         if type(home) is not Tensor or type(now) is not Tensor or now is home:
             continue
         alike = (*geometry(home), home.device) == (*geometry(now), now.device)
-        alone = path in plan.replaced or sharing.get(storage_id(now) or 0) == [slot]
+        alone = path in plan.rebindings.replaced or sharing.get(storage_id(now) or 0) == [slot]
         alone = alone and storage_id(home) not in taken
         plain = not (home.requires_grad or home.is_inference() or now.is_inference() or vars(now) or vars(home))
         if alike and alone and plain:
@@ -219,22 +209,22 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
             taken.add(storage_id(home))
 
 
-def _make_homes(plan: Plan, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
+def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
     """Bind carried slots that the step only replaces to tensors of the programs' own: replays write there, and other
     holders of what lay in them (the zeros that a hidden state begins with) find that unchanged.
 
     Raises:
         HostEffectError: if replays would write to what lies in another slot.
     """
+    _move_in(plan, feed, walk, {path: home for path, home in homes.items() if path not in bound})
     sharing, own = walk.by_storage(), own_tensors() | set(map(id, homes.values()))
-    for path in plan.carries:
+    for path in plan.rebindings.carries:
         slot = walk.slots[path]
-        others = {other.path for tensor in slot.tensors() for other in sharing.get(storage_id(tensor) or 0, ())} - {
-            path
-        }
-        if path in bound or path in plan.moved or (id(slot.get()) in own and not others):
+        others = {other.path for tensor in slot.tensors() for other in sharing.get(storage_id(tensor) or 0, ())}
+        others.discard(path)
+        if path in bound or path in plan.rebindings.moved or (id(slot.get()) in own and not others):
             continue
-        if path in plan.replaced and holds_plain(slot.get()):
+        if path in plan.rebindings.replaced and holds_plain(slot.get()):
             with torch.inference_mode(False):
                 slot.set(with_leaves(slot.get(), [tensor.clone() for tensor in slot.tensors()]))
         elif others:
@@ -244,8 +234,8 @@ def _make_homes(plan: Plan, walk: Walk, homes: Mapping[str, Any], bound: Collect
             )
 
 
-def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> None:
-    """Refuse leaves that would have to be used in place, and cannot be."""
+def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned, inputs: StaticInputs) -> None:
+    """Refuse leaves that would have to be used in place, and cannot be, or that ask for gradients."""
     if plan.shared_leaves(feed, walk) != plan.shared:
         raise FeedError(
             f"{_named(plan, plan.shared_leaves(feed, walk))} of the feed shares memory with tensors of owners that the "
@@ -265,10 +255,6 @@ def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned) -> No
                 f"{plan.feed.leaf_names[index]} shares memory with {slots[0].path}, which the step changes, and asks "
                 "for gradients of its own, which would stay those of the captured call. Feed it detached, or a clone"
             )
-
-
-def _check_adopted(plan: Plan, feed: Feed, inputs: StaticInputs) -> None:
-    """Refuse leaves that would have to be used in place, and ask for gradients."""
     asking = next((index for index in inputs.adopted if feed.leaves[index].requires_grad), None)
     if asking is not None:
         raise FeedError(

@@ -240,7 +240,7 @@ class Program:
 
     def leave(self) -> None:
         """After a replay: note what :func:`settle_companions` has to know."""
-        if self.plan.together:
+        if self.plan.rebindings.together:
             self._bindings.note_companions()
 
     @property

@@ -62,7 +62,7 @@ def describe_program(program: Program) -> dict[str, Any]:
         "key": str(plan.feed),
         "device": str(plan.device),
         "table": [COLUMNS, *plan.rows(program.policy)],
-        "reads": list(plan.reads),
+        "reads": list(plan.reads.values),
         "inputs": {external.name: str(external.spec) for external in plan.inputs},
         "roles": roles,
         "policy": {

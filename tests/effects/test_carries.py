@@ -311,7 +311,7 @@ def test_two_carries_do_not_move_into_one_tensor() -> None:
     x, twin = torch.randn(3, 4), (model.average.clone(), model.other.clone())
     plan = compile_plan(step, x, owners={"model": model})
     home = torch.full((4,), 7.0)
-    backend, homes = make_backend("tape", plan), dict.fromkeys(plan.carries, home)
+    backend, homes = make_backend("tape", plan), dict.fromkeys(plan.rebindings.carries, home)
     assert len(homes) == 2
     model.average, model.other = twin[0].clone(), twin[1].clone()
     program = capture_program(

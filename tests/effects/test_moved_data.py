@@ -160,7 +160,9 @@ def test_they_lie_where_they_lay() -> None:
     places = [q.data_ptr() for q in teacher]
     drive(rig, step)
     assert [q.data_ptr() for q in teacher] == places
-    assert set(step.plan.carries) == {f"teacher.{name}" for name, _ in rig.owners["teacher"].named_parameters()}
+    assert set(step.plan.rebindings.carries) == {
+        f"teacher.{name}" for name, _ in rig.owners["teacher"].named_parameters()
+    }
 
 
 def by_hand_rig() -> Rig:
@@ -186,7 +188,7 @@ def by_hand_rig() -> Rig:
 def test_parameters_that_are_trained_so(verify: str) -> None:
     """Gradients belong to the same parameters; what is returned is the parameter itself."""
     step = assert_equals_eager(by_hand_rig, verify=verify)
-    assert "model.shadow" in step.plan.carries
+    assert "model.shadow" in step.plan.rebindings.carries
     rig = build(by_hand_rig)
     step = managed(rig, verify=verify)
     assert all(step(*args)[1] is rig.owners["model"].shadow for args in rig.calls)

@@ -138,7 +138,7 @@ def test_a_program_by_hand() -> None:
 
     x = torch.ones(4)
     plan = compile_plan(step, x, owners={"state": state})
-    assert [path for path, _ in plan.together[0]] == ["state.a", "state.b"]
+    assert [path for path, _ in plan.rebindings.together[0]] == ["state.a", "state.b"]
     program = capture(plan, feed=(x,), policy=Policy.train(), backend="tape")
     program.replay((x,))
     state.b.zero_()
@@ -173,7 +173,7 @@ def test_what_is_expanded_is_no_companion() -> None:
         expanded(state, x)
         return x.sum()
 
-    assert compile_plan(step, torch.ones(4), owners={"state": state}).together == ()
+    assert compile_plan(step, torch.ones(4), owners={"state": state}).rebindings.together == ()
 
 
 def test_parts_that_do_not_overlap_are_no_companions() -> None:
@@ -183,7 +183,7 @@ def test_parts_that_do_not_overlap_are_no_companions() -> None:
         state.a, state.b = (torch.cat([state.a, state.b]) * 0.5 + x).chunk(2)
         return x.sum()
 
-    assert compile_plan(step, torch.ones(4), owners={"state": state}).together == ()
+    assert compile_plan(step, torch.ones(4), owners={"state": state}).rebindings.together == ()
 
 
 def test_two_steps_on_one_module() -> None:

@@ -223,7 +223,7 @@ def test_what_is_carried_changes_between_the_traces_and_the_capture() -> None:
     prepare = attributes(first=True, a=ZERO, b=ZERO)
     make = partial(updating_rig, _one_or_the_other, prepare, _other_one)
     step = assert_equals_eager(make, verify="off", replayed=ZOO_CALLS - BEFORE_REPLAY - TRACED)
-    assert step.plan.carries == ("model.b",)
+    assert step.plan.rebindings.carries == ("model.b",)
     assert any(re.search(r"traced anew: model\.first was True .* and is False", text) for text in step.stats.events)
 
 
