@@ -33,7 +33,8 @@ def find_inspected(
         if id(scalar.container) in lists or is_allowed(path, allow) or grown.hides(path, scalar):
             continue
         sure = any(trace.reads.covers(scalar) for trace in (first, second))
-        if not sure and (_is_gradient(scalar) or not any(trace.reads.may_cover(scalar) for trace in (first, second))):
+        is_owned = scalar.container is not None
+        if not sure and not (is_owned and any(trace.reads.may_cover(scalar) for trace in (first, second))):
             continue
         old, new = (_at_entry(trace, path) for trace in (first, second))
         looked = _is_looked_at(scalar, first, second)
@@ -72,7 +73,7 @@ def _untouched(first: Trace, second: Trace, walk: Walk) -> Iterator[tuple[str, S
         touched.update(slot.path for storage in trace.externals for slot in trace.entry_slots.get(storage, ()))
     for path, slot in walk.slots.items():
         if path not in touched and slot.get() is not None:
-            yield path, slot.shown
+            yield path, slot
     for path in (first.entry_traits.keys() & walk.scalars.keys()) - touched:
         yield path, walk.scalars[path]
 
@@ -85,10 +86,6 @@ def _is_looked_at(scalar: Scalar, first: Trace, second: Trace) -> bool:
 def _at_entry(trace: Trace, path: str) -> Any:
     """What lay at ``path`` when the trace began: traits, or a Python value."""
     return trace.entry_traits.get(path, trace.entry_scalars.get(path, GONE))
-
-
-def _is_gradient(scalar: Scalar) -> bool:
-    return scalar.container is None
 
 
 def _loose_lists(walk: Walk, reads: Iterable[str]) -> set[int]:

@@ -83,7 +83,7 @@ class Buffers:
             static = flat.as_strided(shape, stride, alignment(like) // like.element_size())
             static = static.conj() if like.is_conj() else static
             static = torch._neg_view(static) if like.is_neg() else static
-        self._views = [*filter(_is_alive, self._views), weakref.ref(static)]
+        self._views = [*(view for view in self._views if view() is not None), weakref.ref(static)]
         return static.requires_grad_(like.requires_grad)
 
     @property
@@ -95,7 +95,3 @@ class Buffers:
     def clear(self) -> None:
         """Let every allocation go."""
         self._flat.clear()
-
-
-def _is_alive(reference: weakref.ref[Tensor]) -> bool:
-    return reference() is not None

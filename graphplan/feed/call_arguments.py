@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphplan.feed.placeholders import is_placeholder
-from graphplan.feed.signature import Feed, is_comparable, is_literal, leaf_key
+from graphplan.feed.signature import Feed, is_comparable, is_literal, leaf_key, named_arguments
 from graphplan.tensors.containers import PLAIN_LEAVES
 from graphplan.tensors.trees import base_of, fill_record, is_record, record_values
 
@@ -156,9 +156,7 @@ class CallArguments:
 
 def _all_containers(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Container]:
     seen: set[int] = set()
-    roots = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
-    roots += [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
-    return [found for path, arg in roots for found in _containers_in(path, arg, seen)]
+    return [found for path, arg in named_arguments(args, kwargs) for found in _containers_in(path, arg, seen)]
 
 
 def _containers_in(path: str, node: Any, seen: set[int]) -> Iterator[_Container]:

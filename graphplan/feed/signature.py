@@ -47,22 +47,22 @@ class Unread:
     """Marks, in a key, a value that is no part of it but for its class."""
 
 
-class _Identity:
-    """An object that is told apart by identity alone."""
+class Identity:
+    """An object that is told apart by identity alone, and kept: no other one can get its ``id``."""
 
-    __slots__ = ("_thing",)
+    __slots__ = ("thing",)
 
     def __init__(self, thing: Any) -> None:
-        self._thing = thing
+        self.thing = thing
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self._thing is other._thing
+        return isinstance(other, Identity) and self.thing is other.thing
 
     def __hash__(self) -> int:
-        return id(self._thing)
+        return id(self.thing)
 
     def __repr__(self) -> str:
-        return f"a {type(self._thing).__name__}"
+        return f"a {type(self.thing).__name__}"
 
 
 def alignment_unit(tensor: Tensor) -> int:
@@ -78,6 +78,12 @@ def alignment(tensor: Tensor) -> int:
 def is_dense(tensor: Tensor) -> bool:
     """Whether ``tensor`` has strides: it is neither sparse nor nested."""
     return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """A call's arguments with their names."""
+    named = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
+    return named + [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
 
 
 class Feed:
@@ -122,9 +128,7 @@ class Feed:
         if self.structure is None:
             return [f"args[{i}]" for i in range(len(self.leaves))]
         tree = pytree.tree_unflatten(list(self.leaves), self.structure)
-        named = [(f"args[{number}]", arg) for number, arg in enumerate(tree[0])]
-        named += [(f"kwargs[{name!r}]", arg) for name, arg in tree[1].items()]
-        return [name + pytree.keystr(path) for name, arg in named for path, _ in with_paths(arg)]
+        return [name + pytree.keystr(path) for name, arg in named_arguments(*tree) for path, _ in with_paths(arg)]
 
     def tensors(self) -> list[tuple[int, Tensor]]:
         """The tensor leaves that the step may read, with their indices."""
@@ -162,7 +166,7 @@ def leaf_key(leaf: Any) -> Hashable:
     if callable(leaf) and not isinstance(leaf, Enum) and _is_hashable(leaf):
         # What a class says of equality is its own affair.
         own: Any = kind.__eq__
-        return (kind, leaf if own is object.__eq__ or kind in _METHODS else _Identity(leaf))
+        return (kind, leaf if own is object.__eq__ or kind in _METHODS else Identity(leaf))
     if not isinstance(leaf, _LITERALS):
         held = _values_key(leaf, 0)
         if held is None:
@@ -298,9 +302,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
 
 def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """The first argument that raises when it is read."""
-    named = [(f"args[{number}]", arg) for number, arg in enumerate(args)]
-    named += [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
-    for name, arg in named:
+    for name, arg in named_arguments(args, kwargs):
         try:
             leaves = _take_apart((arg,), {})[1]
             with suppress(FeedError):

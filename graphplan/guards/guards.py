@@ -57,7 +57,7 @@ class Guards:
     ) -> None:
         slots = [slot for slot in slots if slot.param is None]
         self._links = walk.links
-        self._missing = _missing_parts(walk)
+        self._missing = list(walk.empty.values())
         read = [(path, value) for path in plan.reads.values if (value := walk.value(path)) is not None]
         self._reads = plan.reads
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
@@ -221,10 +221,6 @@ def _readable(container: Any) -> Any:
     return container.space if isinstance(container, Members) else present(container)
 
 
-def _is_dict(container: Any) -> bool:
-    return isinstance(container, dict)
-
-
 def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Place]:
     """Links to modules, and to what holds anything that the program uses, counts or fills, directly or further down.
 
@@ -254,8 +250,8 @@ def _rows_of_places(places: list[Place]) -> list[Row]:
     """Comparisons of what lies in containers."""
     whole, places = _take_whole(places)
     # Reading a missing key of a defaultdict would make it: dictionaries are asked by their own get.
-    in_dicts = _columns(place for place in places if _is_dict(place[0]))
-    in_others = _columns(place for place in places if not _is_dict(place[0]))
+    in_dicts = _columns(place for place in places if isinstance(place[0], dict))
+    in_others = _columns(place for place in places if not isinstance(place[0], dict))
     return [*contents_of(whole), ("same_values", *in_dicts), ("same_items", *in_others)]
 
 
@@ -271,7 +267,7 @@ def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
     left: list[Place] = []
     for group in groups.values():
         container = group[0][0]
-        if _is_dict(container):
+        if isinstance(container, dict):
             guarded = {id(key) for _, key, _ in group}
             is_whole = all(id(key) in guarded for key in container)
         else:
@@ -286,17 +282,6 @@ def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
 def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
     kept = list(rows)
     return [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
-
-
-def _missing_parts(walk: Walk) -> list[tuple[Any, str]]:
-    """Parameters and buffers that are None: a module runs other code once they are there."""
-    return [
-        (parts, name)
-        for module in walk.modules
-        for parts in (module._parameters, module._buffers)
-        for name, part in parts.items()
-        if part is None
-    ]
 
 
 def _holds(container: Any, key: Any, child: Any) -> bool:

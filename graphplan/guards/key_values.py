@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphplan.feed.signature import Identity
 from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import PLAIN
 from graphplan.trace.changes import same_value
 
 
-class Own:
-    """A function that stands on an instance before its class's, compared by identity and kept: no other one can get
-    its ``id``.
-    """
+class Own(Identity):
+    """A function that stands on an instance before its class's."""
 
-    __slots__ = ("function",)
-
-    def __init__(self, function: Any) -> None:
-        self.function = function
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Own) and self.function is other.function
-
-    def __hash__(self) -> int:
-        return id(self.function)
+    __slots__ = ()
 
     def __repr__(self) -> str:
-        return repr(self.function)
+        return repr(self.thing)
 
 
 class _Odd:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar, Token
-from dataclasses import dataclass
 from inspect import unwrap
 from threading import get_ident
 from types import CodeType
@@ -30,14 +29,6 @@ INITIALIZERS: dict[int, CodeType] = {id(code): code for code in (unwrap(fn).__co
 CALLS: dict[int, CodeType] = {id(code): code for code in (nn.Module.__call__.__code__,)}
 """What runs wherever a module is called, by identity."""
 _ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A module or an optimizer that a step has made, and the line where it did."""
-
-    reference: weakref.ref[Any]
-    source: str
 
 
 class Discovery:
@@ -67,7 +58,7 @@ class Discovery:
         # Weakly: what the step makes and drops again is no owner.
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._made: dict[int, Made] = {}
+        self._made: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._handle: Any = None
         self._thread = get_ident()
         self._token: Token[Discovery | None] | None = None
@@ -113,8 +104,7 @@ class Discovery:
 
     def has_made(self, thing: Any) -> bool:
         """Whether the step has made ``thing``."""
-        made = self._made.get(id(thing))
-        return made is not None and made.reference() is thing
+        return id(thing) in self._made and self._made[id(thing)][0]() is thing
 
     def kept(self, walk: Walk, result: Any) -> dict[str, str]:
         """What the step has made and returned, or left where the walk after it finds it: its class and the line that
@@ -122,7 +112,7 @@ class Discovery:
         """
         made = {path: thing for path, thing in walk.parts.items() if self.has_made(thing)}
         made |= {name: leaf for name, leaf in flatten_result(result)[0] if self.has_made(leaf)}
-        return {path: f"{type(thing).__name__}, at {self._made[id(thing)].source}" for path, thing in made.items()}
+        return {path: f"{type(thing).__name__}, at {self._made[id(thing)][1]}" for path, thing in made.items()}
 
     def unknown(self, walk: Walk, fn: Callable[..., Any], before: Walk | None = None) -> dict[str, Any]:
         """What was seen and no owner holds, nor held ``before``, top modules only, under the names that ``fn`` knows it
@@ -147,7 +137,7 @@ def note_made(thing: Any, source: Callable[[], object]) -> None:
     """Note in the innermost discovery that what it runs makes ``thing`` at ``source()``."""
     discovery = _ENTERED.get()
     if discovery is not None and not discovery.has_made(thing):
-        discovery._made[id(thing)] = Made(weakref.ref(thing), str(source()))
+        discovery._made[id(thing)] = weakref.ref(thing), str(source())
 
 
 def note_called(module: nn.Module) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from graphplan.owners.group_counts import GroupCounts
+from graphplan.owners.kinds import SCALARS
+from graphplan.owners.naming import free_name
 from graphplan.owners.tensor_metadata import GONE, metadata_of
 from graphplan.owners.views import Cell, Members, present
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
@@ -24,26 +26,35 @@ Container = MutableMapping[Any, Any] | Items | set[Any]
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
-    """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots.
+class Scalar:
+    """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
 
-    ``owner``, ``attribute``, ``via`` and ``name`` say how code comes to it, as in :class:`Scalar`.
+    With ``via``, only code that also loads an attribute of that name can have come here. ``name`` is the name by which
+    the step's code has the container, or one around it, beside what the owner calls it.
     """
 
-    path: str
     container: Any
     key: Any
-    is_parameter: bool = False
-    param: Tensor | None = None
     owner: Any = None
     attribute: str = ""
     via: str | None = None
     name: str | None = None
 
-    @property
-    def shown(self) -> Scalar:
-        """The place as one that shows what a tensor is like, which code reads as it reads Python values."""
-        return Scalar(self.container, self.key, self.owner, self.attribute, self.via, self.name)
+    def get(self) -> Any:
+        """The value now."""
+        if self.container is None:
+            # A gradient, which lies in no container.
+            return getattr(self.owner, self.attribute)
+        return present(self.container)[self.key]
+
+
+@dataclass(slots=True, eq=False)
+class Slot(Scalar):
+    """A place that holds a tensor, or a tuple with tensors in it. ``param`` is set for ``.grad`` slots."""
+
+    path: str = ""
+    is_parameter: bool = False
+    param: Tensor | None = None
 
     def get(self) -> Any:
         """What the slot holds now; None if it is gone."""
@@ -89,29 +100,6 @@ def holds_plain(value: Any) -> bool:
     return not (value.requires_grad or vars(value))
 
 
-@dataclass(slots=True)
-class Scalar:
-    """A place that holds a Python value; ``owner.attribute`` is the attribute that leads to it.
-
-    With ``via``, only code that also loads an attribute of that name can have come here. ``name`` is the name by which
-    the step's code has the container, or one around it, beside what the owner calls it.
-    """
-
-    container: Any
-    key: Any
-    owner: Any
-    attribute: str
-    via: str | None = None
-    name: str | None = None
-
-    def get(self) -> Any:
-        """The value now."""
-        if self.container is None:
-            # A gradient, which lies in no container.
-            return getattr(self.owner, self.attribute)
-        return present(self.container)[self.key]
-
-
 class Via:
     """An owner that code reaches through an attribute called ``name`` and not otherwise."""
 
@@ -154,11 +142,7 @@ class Namespace:
         if place in self._known:
             return False
         self._known.add(place)
-        number = 2
-        free = label
-        while free in self.entries:
-            free, number = f"{label}_{number}", number + 1
-        self.entries[free] = (space, key)
+        self.entries[free_name(label, self.entries)] = (space, key)
         return True
 
     def held(self, label: str) -> Any:
@@ -175,7 +159,7 @@ class Namespace:
         plain.attributes = self.attributes
         for label, (space, key) in self.entries.items():
             try:
-                if isinstance(space[key], (bool, int, float, complex, str, bytes, type(None))):
+                if isinstance(space[key], SCALARS):
                     plain.add(label, space, key)
             except KeyError:
                 continue
@@ -190,7 +174,8 @@ class Walk:
     elsewhere. ``places`` are single items of containers that are not owned as a whole. ``found`` are tensors that are
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
     ``attributes`` are modules and objects, with their dictionaries, ``marks`` the dictionaries of tensors, with their
-    classes. ``empty`` are the paths of parameters and buffers that are None, ``parts`` modules and optimizers by path.
+    classes. ``empty`` are the containers and keys of parameters and buffers that are None, ``parts`` modules and
+    optimizers, both by path.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -207,7 +192,7 @@ class Walk:
     modules: list[nn.Module] = field(default_factory=list)
     module_paths: list[str] = field(default_factory=list)
     parts: dict[str, Any] = field(default_factory=dict)
-    empty: set[str] = field(default_factory=set)
+    empty: dict[str, tuple[Any, str]] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     parameters: dict[int, tuple[str, nn.Parameter]] = field(default_factory=dict)
 
@@ -220,7 +205,7 @@ class Walk:
         """The slot of that path, also where it holds a Python value (None, say) at the moment."""
         slot, scalar = self.slots.get(path), self.scalars.get(path)
         if slot is None and scalar is not None:
-            return Slot(path, scalar.container, scalar.key)
+            return Slot(scalar.container, scalar.key, path=path)
         return slot
 
     def value(self, path: str) -> Scalar | None:

@@ -51,8 +51,7 @@ class Values(Referents):
         """Walk one of torch's loaders or samplers that lies there."""
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
-        owner, attribute = source
-        self.walk.slots[path] = Slot(path, container, key, owner=owner, attribute=attribute)
+        self.walk.slots[path] = Slot(container, key, *source, path=path)
 
     def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
         kind = type(value)

@@ -6,15 +6,13 @@ Longer than most rooms: a small class for each kind of such places, which :func:
 from __future__ import annotations
 
 import gc
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping, Sized
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
 from itertools import islice
 from operator import is_
 from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any
-from weakref import ref
 
 from graphplan.owners.contents import Unseen, state_of
 
@@ -69,11 +67,8 @@ def present(container: Any) -> Any:
     """``container``, or what reads it without running code of its class."""
     kind = type(container)
     is_own = kind is not dict and issubclass(kind, dict)
-    return Present(container) if is_own and (hasattr(kind, "__missing__") or _reads_itself(kind)) else container
-
-
-def _reads_itself(kind: type[dict[Any, Any]]) -> bool:
-    return isinstance(kind.__getitem__, FunctionType)
+    reads_itself = is_own and isinstance(kind.__getitem__, FunctionType)
+    return Present(container) if is_own and (hasattr(kind, "__missing__") or reads_itself) else container
 
 
 class Current:
@@ -148,13 +143,15 @@ def class_space(kind: type) -> Any:
     return behind[0] if len(behind) == 1 and type(behind[0]) is dict else vars(kind)
 
 
-class _Seen:
-    """A value that is made anew for each look, and is the same object while it did not change."""
+class _OfItems:
+    """One thing that ``items`` tell: read and guarded, never written."""
 
-    def __init__(self) -> None:
+    def __init__(self, items: Any) -> None:
+        self.items = items
         self._last: Any = None
 
     def same(self, now: Any) -> Any:
+        """``now``, which is made anew for each look: the same object while it did not change."""
         last = self._last
         if not isinstance(now, tuple) or type(last) is not type(now):
             unchanged = type(now) is type(last) and now == last
@@ -165,22 +162,15 @@ class _Seen:
         return self._last
 
 
-class Extent(_Seen):
-    """How many items a list or deque has, or a dictionary's keys in order, as an item of it: read, never written."""
-
-    def __init__(self, items: Sized) -> None:
-        super().__init__()
-        self.items = items
+class Extent(_OfItems):
+    """How many items a list or deque has, or a dictionary's keys in order, as an item of it."""
 
     def __getitem__(self, key: str) -> Any:
         return self.same(tuple(self.items)) if isinstance(self.items, dict) else len(self.items)
 
 
-class Length:
-    """How many items a loader or sampler says that it has, which may ask the user's dataset: read, never written."""
-
-    def __init__(self, items: Sized) -> None:
-        self.items = items
+class Length(_OfItems):
+    """How many items a loader or sampler says that it has, which may ask the user's dataset."""
 
     def __getitem__(self, key: str) -> int | None:
         try:
@@ -189,57 +179,41 @@ class Length:
             return None
 
 
-class Room:
-    """Whether a deque drops an item for each one that it gets: read and guarded, never written."""
-
-    def __init__(self, items: deque[Any]) -> None:
-        self.items = items
+class Room(_OfItems):
+    """Whether a deque drops an item for each one that it gets."""
 
     def __getitem__(self, key: str) -> bool:
         return len(self.items) == self.items.maxlen
 
 
-class Contents(_Seen):
-    """What a set, buffer or random generator holds, as one value to compare: read and guarded, never written."""
-
-    def __init__(self, items: Any) -> None:
-        super().__init__()
-        self.items = items
+class Contents(_OfItems):
+    """What a set, buffer or random generator holds, as one value to compare."""
 
     def __getitem__(self, key: str) -> Any:
         items = self.items
-        if isinstance(items, AbstractSet):
-            return self.same(frozenset(items))
-        return self.same(state_of(items))
+        return self.same(frozenset(items) if isinstance(items, AbstractSet) else state_of(items))
 
 
-class Alive:
-    """Whether what a weak reference leads to is there: read and guarded, never written."""
-
-    def __init__(self, reference: ref[Any]) -> None:
-        self.items = reference
+class Alive(_OfItems):
+    """Whether what a weak reference leads to is there."""
 
     def __getitem__(self, key: str) -> bool:
         return self.items() is not None
 
 
-class Weakly:
-    """The attributes of what a weak reference leads to, which stays weak: read and guarded, never written."""
-
-    def __init__(self, reference: ref[Any]) -> None:
-        self.items = reference
+class Weakly(_OfItems):
+    """The attributes of what a weak reference leads to, which stays weak."""
 
     def __getitem__(self, name: str) -> Any:
-        # Of what is gone, nothing is there.
+        # A dead referent has no attributes.
         return (attributes_of(self.items()) or {})[name]
 
 
-class Rest(_Seen):
-    """The items of a long list or dictionary from ``start`` on: read and guarded, never written."""
+class Rest(_OfItems):
+    """The items of a long list or dictionary from ``start`` on."""
 
     def __init__(self, items: Collection[Any], start: int) -> None:
-        super().__init__()
-        self.items = items
+        super().__init__(items)
         self._start = start
 
     def __getitem__(self, key: str) -> Any:
@@ -288,11 +262,8 @@ class Inherited(Members):
     """What a class holds, seen through one of its objects: read and guarded, never written by way of these."""
 
 
-_OF_ITEMS = (Contents, Extent, Length, Rest, Room, Alive, Weakly)
-
-
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, _OF_ITEMS):
+    if isinstance(container, _OfItems):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

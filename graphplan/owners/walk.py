@@ -139,17 +139,16 @@ class _Walker(Values):
         self.walk.containers += [items for items in kinds if isinstance(items, MAPPINGS)]
         self.walk.containers.append(inner)
         self.walk.attributes.append((module, inner))
-        for name, param in module._parameters.items():
-            if param is not None:
-                self._parameter(param, f"{path}.{name}", module._parameters, name, (module, name))
-            else:
-                self.walk.empty.add(f"{path}.{name}")
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                self._slot(f"{path}.{name}", module._buffers, name, (module, name))
-                self._marks(buffer, f"{path}.{name}")
-            else:
-                self.walk.empty.add(f"{path}.{name}")
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for parts in tables:
+            for name, part in parts.items():
+                if part is None:
+                    self.walk.empty[f"{path}.{name}"] = parts, name
+                elif parts is tables[0]:
+                    self._parameter(part, f"{path}.{name}", parts, name, (module, name))
+                else:
+                    self._slot(f"{path}.{name}", parts, name, (module, name))
+                    self._marks(part, f"{path}.{name}")
         for kind in _HOOKS:
             for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), (dict, Mapping)) else ():
                 self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
@@ -191,14 +190,13 @@ class _Walker(Values):
             self._value(hook, path, hooks, number, depth + 1, (hooks, "hook"))
 
     def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any, source: Source) -> None:
-        owner, attribute = source
-        self.walk.slots[path] = Slot(path, container, key, is_parameter=True, owner=owner, attribute=attribute)
+        self.walk.slots[path] = Slot(container, key, *source, path=path, is_parameter=True)
         if id(param) not in self.walk.parameters:
             self._marks(param, path)
             self.walk.parameters[id(param)] = (path, param)
             if param.requires_grad or param.grad is not None:
                 place = Path.gradient(path)
-                self.walk.slots[place] = Slot(place, None, None, param=param, owner=param, attribute="grad")
+                self.walk.slots[place] = Slot(None, None, param, "grad", path=place, param=param)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer, path: str) -> None:
         if not self._first_visit(optimizer):

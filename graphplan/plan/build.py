@@ -19,11 +19,12 @@ from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
 from graphplan.errors import OutputError
 from graphplan.feed.signature import Feed, FeedSpec, on_one_line
+from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.classify import classify
 from graphplan.plan.difference import check_difference, check_marks, form_of
-from graphplan.plan.plan import DRAWS, Handles, Output, Plan, Rates, frozen
+from graphplan.plan.plan import DRAWS, Handles, Output, Plan, frozen
 from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import External
 from graphplan.tensors.trees import has_attributes
@@ -53,7 +54,7 @@ def build_plan(
     owners: Callable[[], Mapping[str, Any]],
     function: Callable[[], Callable[..., Any]],
     allow: Sequence[str] = (),
-    rates: Rates,
+    rates: LearningRates,
     walk: Walk | None = None,
     loose: bool = False,
 ) -> Plan:
@@ -75,7 +76,7 @@ def build_plan(
     assert second.device is not None
     kept = _shared(first, second)
     return Plan(
-        name=_name_of(function()),
+        name=getattr(step := function(), "__qualname__", type(step).__name__),
         form=form_of(second),
         feed=FeedSpec(feed),
         externals=externals,
@@ -115,10 +116,6 @@ def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> Non
     check_marks(feed, first, second)
     check_draws(first, second, allow)
     check_gradients(first, second, allow)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _last_operators(trace: Trace) -> tuple[str, ...]:
@@ -219,10 +216,8 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
     for path, parameter in walk.parameters.values():
         slot = Path.gradient(path)
         rebinding = trace.changes.rebindings.get(slot)
-        if rebinding is not None:
-            before = rebinding.before
-        else:
-            before = tuple(_grad_places(parameter))
+        kept = () if parameter.grad is None else (place_of(parameter.grad),)
+        before = kept if rebinding is None else rebinding.before
         if not before:
             # An optimizer drops the gradients of frozen parameters too, which only shows where there are some.
             # One whose flag the step changes asks for gradients at some time.
@@ -232,10 +227,6 @@ def _entry_grads(trace: Trace, walk: Walk) -> dict[str, str]:
         elif any(place[0] in trace.externals for place in before):
             needed[path] = "kept"
     return needed
-
-
-def _grad_places(parameter: Tensor) -> list[Any]:
-    return [] if parameter.grad is None else [place_of(parameter.grad)]
 
 
 def _shared(first: Trace, second: Trace) -> list[Tensor]:

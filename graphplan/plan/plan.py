@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from graphplan.effects.host_changes import Holder
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
 from graphplan.feed.signature import Feed, FeedSpec
+from graphplan.optimizers.rates import LearningRates
 from graphplan.owners.slots import Walk
 from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
@@ -47,24 +48,6 @@ class Output:
     marks: tuple[tuple[str, Any], ...] = ()
 
 
-class Rates(Protocol):
-    """Device learning rates of the step's optimizers."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exc: object) -> None: ...
-
-    @property
-    def storages(self) -> frozenset[int]:
-        """Storages of the device learning rates."""
-
-    def push(self) -> None:
-        """Copy changed learning rates to the device."""
-
-    def attach(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Follow optimizers whose groups were replaced."""
-
-
 @dataclass(frozen=True, eq=False)
 class Handles:
     """What a plan's programs work with; everything else in a plan is facts.
@@ -81,7 +64,7 @@ class Handles:
 
     function: Callable[[], Callable[..., Any]]
     owners: Callable[[], Mapping[str, Any]]
-    rates: Rates
+    rates: LearningRates
     generators: Sequence[torch.Generator]
     device_constants: Sequence[Tensor]
     host_draws: Sequence[Callable[[], Any]]

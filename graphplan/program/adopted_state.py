@@ -23,10 +23,6 @@ def _others(held: Any) -> tuple[Any, ...]:
     return tuple(_others(item) if isinstance(item, tuple) else item for item in items if not isinstance(item, Tensor))
 
 
-def _sharing(walk: Walk) -> Mapping[int | None, list[Slot]]:
-    return {storage: slots for storage, slots in walk.by_storage().items() if len(slots) > 1}
-
-
 def _what_became_of(slot: Slot) -> str:
     """What was done to a slot in which there is no tensor any more."""
     if slot.param is not None:
@@ -66,7 +62,7 @@ class AdoptedState(AdoptedTensors):
         if gone is not None:
             return gone
         moved: list[tuple[str, Slot]] = []
-        sharing = _sharing(walk)
+        sharing = walk.by_storage()
         for path, held in self._held.items():
             slot = walk.slots.get(path)
             if slot is None:
@@ -113,12 +109,12 @@ class AdoptedState(AdoptedTensors):
             return f"requires_grad of {path} changed"
         return None
 
-    def _joined(self, path: str, slot: Slot, sharing: Mapping[int | None, list[Slot]]) -> str | None:
+    def _joined(self, path: str, slot: Slot, sharing: Mapping[int, list[Slot]]) -> str | None:
         """Why the slot's new memory must stay what it is: another slot, which lay elsewhere, lies there too."""
         is_replaced = self._is_replaced(path, slot)
         own = {storage_id(alias) for alias in self._aliases[path]}
         for tensor in slot.tensors():
-            for other in sharing.get(storage_id(tensor), ()):
+            for other in sharing.get(storage_id(tensor) or 0, ()):
                 known = self._aliases.get(other.path)
                 if known is None:
                     apart = not is_replaced and other.get() is not slot.get()
