@@ -10,47 +10,30 @@ double, the old ones together are no larger than the new one.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from graphplan.feed.signature import WIDEST_LOAD, alignment
+from graphplan.tensors.storages import overlaps, span
 
 _SPARSENESS = 4
 _SPARE = 2**24
 """A view may span this many times its elements, or this many bytes, before it is packed densely instead."""
 
 
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements between the first and the last one, both included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-
-
-def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether two indices may share memory (expanded or overlapping tensors)."""
-    reach = 1
-    for step, size in sorted((st, sz) for sz, st in zip(shape, stride, strict=True) if sz > 1):
-        if step < reach:
-            return True
-        reach = step * (size - 1) + reach
-    return False
-
-
 def _is_wasteful(tensor: Tensor) -> bool:
-    span = _span(tensor.shape, tensor.stride())
-    return span > _SPARSENESS * max(tensor.numel(), 1) and span * tensor.element_size() > _SPARE
+    spread = span(tensor.shape, tensor.stride())
+    return spread > _SPARSENESS * max(tensor.numel(), 1) and spread * tensor.element_size() > _SPARE
 
 
 def distinct(tensor: Tensor) -> Tensor:
     """``tensor``, or where several of its elements share memory (an expanded tensor) a view that has each once."""
     shape, stride = tensor.shape, tensor.stride()
-    if not _overlaps(shape, stride):
+    if not overlaps(shape, stride):
         return tensor
     once = tensor.as_strided([size if step else 1 for size, step in zip(shape, stride, strict=True)], stride)
-    return once.as_strided((_span(shape, stride),), (1,)) if _overlaps(once.shape, stride) else once
+    return once.as_strided((span(shape, stride),), (1,)) if overlaps(once.shape, stride) else once
 
 
 class Buffers:
@@ -69,7 +52,7 @@ class Buffers:
         shape, stride = tuple(like.shape), tuple(like.stride())
         if _is_wasteful(like):
             stride = tuple(torch.empty(shape, device="meta").stride())
-        room = _span(shape, stride) + WIDEST_LOAD // like.element_size()
+        room = span(shape, stride) + WIDEST_LOAD // like.element_size()
         key = (position, like.dtype, device)
         flat = self._flat.get(key)
         if flat is None or flat.numel() < room:

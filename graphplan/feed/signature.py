@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum
 from types import BuiltinMethodType, MethodType
 from typing import Any
@@ -86,6 +87,7 @@ def named_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tu
     return named + [(f"kwargs[{name!r}]", arg) for name, arg in kwargs.items()]
 
 
+@dataclass(slots=True, eq=False)
 class Feed:
     """One call's arguments, flattened: ``leaves`` in order, the ``structure`` to rebuild them, and the ``key``.
 
@@ -93,24 +95,12 @@ class Feed:
     the indices of values that the step does not read, and that the key leaves out.
     """
 
-    __slots__ = ("given", "is_moved", "key", "leaves", "structure", "unread")
-
-    def __init__(
-        self,
-        leaves: list[Any],
-        structure: Any,
-        key: Key,
-        given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
-        *,
-        is_moved: bool = False,
-        unread: frozenset[int] = frozenset(),
-    ) -> None:
-        self.leaves = leaves
-        self.structure = structure
-        self.key = key
-        self.given = given
-        self.is_moved = is_moved
-        self.unread = unread
+    leaves: list[Any]
+    structure: Any
+    key: Key
+    given: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+    is_moved: bool = field(default=False, kw_only=True)
+    unread: frozenset[int] = field(default=frozenset(), kw_only=True)
 
     def replaced(self, leaves: list[Any]) -> Feed:
         """The feed with other ``leaves`` of the same key."""

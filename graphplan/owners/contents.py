@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ProxyTypes, WeakKeyDictionary, WeakSet, WeakValueDictionary
 from zlib import crc32
@@ -11,18 +12,12 @@ WIDEST = 65536
 """Bytes of the largest buffer whose contents are compared before each replay."""
 
 
+@dataclass(frozen=True, slots=True)
 class Unseen:
     """Stands for what is not compared before each replay, and says why."""
 
-    def __init__(self, what: str, instead: str) -> None:
-        self.what = what
-        self.instead = instead
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unseen) and self.what == other.what
-
-    def __hash__(self) -> int:
-        return hash(self.what)
+    what: str
+    instead: str = field(compare=False)
 
 
 def is_proxy(value: Any) -> bool:

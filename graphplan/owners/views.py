@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Collection, Iterable, Iterator, MutableMapping
 from collections.abc import Set as AbstractSet
-from contextvars import ContextVar
 from itertools import islice
 from operator import is_
 from types import CellType, FunctionType, MemberDescriptorType
@@ -69,16 +68,6 @@ def present(container: Any) -> Any:
     is_own = kind is not dict and issubclass(kind, dict)
     reads_itself = is_own and isinstance(kind.__getitem__, FunctionType)
     return Present(container) if is_own and (hasattr(kind, "__missing__") or reads_itself) else container
-
-
-class Current:
-    """What a context variable holds here and now: read and guarded, never written."""
-
-    def __init__(self, variable: ContextVar[Any]) -> None:
-        self.variable = variable
-
-    def __getitem__(self, key: str) -> Any:
-        return self.variable.get(None)
 
 
 class Attributes(MutableMapping[str, Any]):
@@ -207,6 +196,13 @@ class Weakly(_OfItems):
     def __getitem__(self, name: str) -> Any:
         # A dead referent has no attributes.
         return (attributes_of(self.items()) or {})[name]
+
+
+class Current(_OfItems):
+    """What a context variable holds here and now."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items.get(None)
 
 
 class Rest(_OfItems):

@@ -46,11 +46,10 @@ def classify(
     for position, (storage, external) in enumerate(second.externals.items()):
         owned = _distinct(slots.get(storage, ()))
         for slot in owned:
-            owned_external = _owned(slot, storage, external, carried=slot.path in carries)
-            # A shadow is in its slot only while the step runs: the program keeps the tensor, not the slot.
-            found.append(
-                replace(owned_external, path=None, tensor=external.tensor) if storage in shadows else owned_external
-            )
+            found.append(_owned(slot, storage, external, carried=slot.path in carries))
+            if storage in shadows:
+                # It is in its slot only while the step runs: the program keeps the tensor, not the slot.
+                found[-1] = replace(found[-1], path=None, tensor=external.tensor)
         if not owned and storage not in fed:
             unchanged = position < len(earlier) and earlier[position] == storage
             found.append(_unowned(external, unowned, unchanged=unchanged))
@@ -82,16 +81,11 @@ def _input(index: int, name: str, feed: Feed, trace: Trace) -> External:
 def _owned(slot: Slot, storage: int, traced: TracedExternal, *, carried: bool) -> External:
     # A slot that the step rebound holds something else by now; what it held came in through the trace.
     tensor = next((t for t in slot.tensors() if storage_id(t) == storage), traced.tensor)
-    if slot.is_parameter:
-        role = Role.PARAM
-    elif traced.mutated or carried or slot.param is not None or _is_optimizer_path(slot.path):
-        role = Role.STATE
-    else:
-        role = Role.PARAM
-    where = str(traced.source)
-    return External(
-        slot.path, role, TensorSpec.of(tensor), traced.mutated or carried, carried, path=slot.path, where=where
-    )
+    changes = traced.mutated or carried
+    is_of_optimizer = is_optimizer_state(slot.path) or ".param_groups[" in slot.path
+    is_state = not slot.is_parameter and (changes or slot.param is not None or is_of_optimizer)
+    role, where = Role.STATE if is_state else Role.PARAM, str(traced.source)
+    return External(slot.path, role, TensorSpec.of(tensor), changes, carried, path=slot.path, where=where)
 
 
 def _passed_on(slot: Slot) -> External:
@@ -99,10 +93,6 @@ def _passed_on(slot: Slot) -> External:
     spec = TensorSpec.of(slot.tensors()[0])
     role = Role.PARAM if slot.is_parameter else Role.STATE
     return External(slot.path, role, spec, True, True, path=slot.path)
-
-
-def _is_optimizer_path(path: str) -> bool:
-    return is_optimizer_state(path) or ".param_groups[" in path
 
 
 def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> External:

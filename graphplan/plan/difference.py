@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -144,10 +145,11 @@ def _check_externals(first: Trace, second: Trace) -> None:
             continue
         before, after = _names(first, old), _names(second, new)
         if (before or after) and before.isdisjoint(after):
+            was, now = told_apart(before, after, partial(min, default="a tensor that has no owner"))
             raise ControlFlowError(
-                f"{traced.operator} at {traced.source} works on another tensor than one step before "
-                f"({' then '.join(told_apart(before, after, _name_text))}): the step chooses between tensors, and a "
-                "replay repeats one choice. Use torch.where or index with a tensor",
+                f"{traced.operator} at {traced.source} works on another tensor than one step before ({was} then "
+                f"{now}): the step chooses between tensors, and a replay repeats one choice. Use torch.where or index "
+                "with a tensor",
                 component=traced.source.component,
             )
 
@@ -168,10 +170,6 @@ def _names(trace: Trace, storage: int) -> set[str]:
     """The slots that held a storage when the step began, and the inputs that it was fed as."""
     slots = {slot.path for slot in trace.entry_slots.get(storage, ())}
     return slots | {f"input {index}" for index, fed in trace.leaf_storages.items() if fed == storage}
-
-
-def _name_text(names: set[str]) -> str:
-    return min(names, default="a tensor that has no owner")
 
 
 def _operand_text(operator: Operator) -> str:

@@ -206,15 +206,13 @@ class Plan:
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([self._headline(), *lines, *self._footnotes()])
+        counts = ", ".join(f"{len(self.by_role(role))} {role}" for role in Role)
+        head = f"plan of {self.name} on {self.device}: {counts}; {self.launches} launches per eager step"
+        return "\n".join([head, *lines, *self._footnotes()])
 
     def rows(self, policy: Policy) -> list[tuple[str, ...]]:
         """One row for each external, of texts in the order of :data:`COLUMNS`."""
         return [_row(external, policy) for external in self.externals]
-
-    def _headline(self) -> str:
-        counts = ", ".join(f"{len(self.by_role(role))} {role}" for role in Role)
-        return f"plan of {self.name} on {self.device}: {counts}; {self.launches} launches per eager step"
 
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.rebindings.carries]

@@ -105,7 +105,7 @@ class Bindings:
         self._appended: dict[Append, list[Any]] = {}
         self._grads: list[tuple[Tensor, Tensor | None]] = []
         self._walk = before
-        self._companions = Companions(plan.rebindings.together)
+        self.companions = Companions(plan.rebindings.together)
         kept = {path for path, need in plan.entry_grads.items() if need == "kept"}
         self.entry_grads = {path: param.grad for path, param in before.parameters.values() if path in kept}
         """Gradients that the step accumulates into, as they are before it: it may drop them at its end."""
@@ -237,7 +237,7 @@ class Bindings:
         """Use ``walk``'s containers from now on."""
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
-        self._companions.follow(walk)
+        self.companions.follow(walk)
         effects: list[Counter | Assignment] = [*self._plan.counters, *self._plan.assignments]
         repeats = filter(None, (effect.repeating(walk) for effect in effects))
         appends = (append.repeating(walk, items, _clone) for append, items in self._appended.items())
@@ -292,10 +292,6 @@ class Bindings:
                 param.grad = grad
         for repeat in self._repeats:
             repeat()
-
-    def note_companions(self) -> None:
-        """After a replay: note what it left in slots that eager steps bind to one memory."""
-        self._companions.note()
 
 
 def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:

@@ -245,7 +245,7 @@ def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned, input
     for index in sorted(plan.shared):
         leaf = feed.leaves[index]
         slots = [slot for slot in walk.slots.values() if storage_id(leaf) in map(storage_id, slot.tensors())]
-        if any(slot.path in copied.paths for slot in slots):
+        if any(slot.path in copied.stand_ins for slot in slots):
             raise FeedError(
                 f"{plan.feed.leaf_names[index]} shares memory with {slots[0].path}, which the step changes and the "
                 "policy copies in, so that the change would not show in the leaf. Feed a clone, or copy only inputs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from traceback import walk_tb
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -87,7 +87,7 @@ def lost(error: Exception, name: str) -> EffectError:
 
 def describe(error: Exception) -> str:
     """What ``error`` is, what graphplan did then, where it was raised, and which path it looked at."""
-    frames = list(_frames(error.__traceback__))
+    frames = list(walk_tb(error.__traceback__))
     ours = [frame for frame, _ in frames if frame.f_code.co_filename.startswith(_HERE)]
     rooms = [frame.f_code.co_filename.removeprefix(_HERE).split(os.sep)[0].removesuffix(".py") for frame in ours]
     doing = next((_DOING[room] for room in reversed(rooms) if room in _DOING), "in graphplan")
@@ -101,12 +101,6 @@ def describe(error: Exception) -> str:
 def is_steps_own(error: BaseException) -> bool:
     """Whether ``error`` is the caller's, or may have come out of a dispatch mode of the caller's."""
     return _get_current_dispatch_mode() is not None or is_callers(error)
-
-
-def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    while trace is not None:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
 
 
 def _text_of(error: Exception) -> str:

@@ -41,7 +41,8 @@ class StaticInputs:
     """
 
     def __init__(self, plan: Plan, feed: Feed, buffers: Buffers, *, copies: bool) -> None:
-        self._leases = _find_leases(plan, feed) if copies else {}
+        mutated = {external.leaf for external in plan.inputs if external.mutated}
+        self._leases = _find_leases(plan, feed, mutated) if copies else {}
         self.by_leaf = _fill(plan, feed, buffers, self._leases) if copies else {}
         # Memory of the caller's that is kept: nothing else can lie there.
         self._kept = {} if copies else {i: leaf.detach() for i, leaf in feed.tensors() if i not in plan.shared}
@@ -52,7 +53,6 @@ class StaticInputs:
         self._device = plan.device
         self._staging: Staging | None = None
         self._shared = {index for index, static in self.by_leaf.items() if distinct(static) is not static}
-        mutated = {external.leaf for external in plan.inputs if external.mutated}
         self._write_back = [(index, static) for index, static in self.by_leaf.items() if index in mutated]
         self._grads: list[tuple[int, Tensor]] = []
         self.nbytes = sum(s.numel() * s.element_size() for s in self._statics)
@@ -144,9 +144,8 @@ class StaticInputs:
         return 0 if self._staging is None else self._staging.nbytes
 
 
-def _find_leases(plan: Plan, feed: Feed) -> dict[int, Lease]:
+def _find_leases(plan: Plan, feed: Feed, mutated: set[int | None]) -> dict[int, Lease]:
     """Leaves that lie in lent memory already, where the program can use them without a copy."""
-    mutated = {external.leaf for external in plan.inputs if external.mutated}
     storages = Counter(storage_id(leaf) for _, leaf in feed.tensors())
     found = {index: find_lease(leaf) for index, leaf in feed.tensors() if index not in plan.shared}
     return {

@@ -81,7 +81,7 @@ class Program:
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.leaf_names)}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
-        self._adopted = AdoptedState(plan, copied.paths, walk, values, bindings.entry_grads)
+        self._adopted = AdoptedState(plan, copied.stand_ins, walk, values, bindings.entry_grads)
         self.bytes_per_replay = inputs.nbytes
         self.nbytes = recording.nbytes
         self.generation = recording.generation
@@ -241,7 +241,7 @@ class Program:
     def leave(self) -> None:
         """After a replay: note what :func:`settle_companions` has to know."""
         if self.plan.rebindings.together:
-            self._bindings.note_companions()
+            self._bindings.companions.note()
 
     @property
     def homes(self) -> Mapping[str, Any]:

@@ -61,13 +61,8 @@ class CopiedOwned:
         self._swapped: list[tuple[Any, Any]] = []
 
     @property
-    def paths(self) -> set[str]:
-        """Slots that are not adopted."""
-        return {external.path for external in self.externals if external.path is not None}
-
-    @property
     def stand_ins(self) -> dict[str, Tensor]:
-        """The buffers by the path that they stand in for."""
+        """The buffers by the path that they stand in for: these are not adopted."""
         return {e.path: self._statics[e.name] for e in self.externals if e.path is not None}
 
     def follow(self, walk: Walk) -> None:

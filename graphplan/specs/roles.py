@@ -12,6 +12,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from graphplan.tensors.storages import overlaps, span
+
 _SHORT = {
     torch.float32: "f32",
     torch.float64: "f64",
@@ -122,19 +124,12 @@ class Overlay:
     @property
     def end(self) -> int:
         """One more than the last element's place; the offset where there is no element."""
-        if 0 in self.shape:
-            return self.offset
-        return self.offset + 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return self.offset + span(self.shape, self.stride)
 
     @property
     def is_apart(self) -> bool:
         """Whether each element has a place of its own, as far as strides tell: not in what is expanded."""
-        extent = 1
-        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
-            if size > 1 and stride < extent:
-                return False
-            extent += (size - 1) * stride
-        return True
+        return not overlaps(self.shape, self.stride)
 
     def meets(self, other: Overlay) -> bool:
         """Whether the two may have an element in common, as far as their ends tell."""

@@ -45,3 +45,20 @@ def storage_id(tensor: Tensor) -> int | None:
         return (tensor if type(tensor) in PLAIN_KINDS else local(tensor)).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements between the first and the last one, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether two indices may share memory (expanded or overlapping tensors)."""
+    reach = 1
+    for step, size in sorted((st, sz) for sz, st in zip(shape, stride, strict=True) if sz > 1):
+        if step < reach:
+            return True
+        reach = step * (size - 1) + reach
+    return False
