@@ -22,11 +22,6 @@ _SPARE = 2**24
 """A view may span this many times its elements, or this many bytes, before it is packed densely instead."""
 
 
-def _is_wasteful(tensor: Tensor) -> bool:
-    spread = span(tensor.shape, tensor.stride())
-    return spread > _SPARSENESS * max(tensor.numel(), 1) and spread * tensor.element_size() > _SPARE
-
-
 def distinct(tensor: Tensor) -> Tensor:
     """``tensor``, or where several of its elements share memory (an expanded tensor) a view that has each once."""
     shape, stride = tensor.shape, tensor.stride()
@@ -50,7 +45,8 @@ class Buffers:
         :func:`distinct`. It asks for gradients if ``like`` does.
         """
         shape, stride = tuple(like.shape), tuple(like.stride())
-        if _is_wasteful(like):
+        reach = span(shape, stride)
+        if reach > _SPARSENESS * max(like.numel(), 1) and reach * like.element_size() > _SPARE:
             stride = tuple(torch.empty(shape, device="meta").stride())
         room = span(shape, stride) + WIDEST_LOAD // like.element_size()
         key = (position, like.dtype, device)

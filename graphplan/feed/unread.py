@@ -14,7 +14,8 @@ import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from enum import Enum
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -140,14 +141,11 @@ class Placeholders:
         self._made: dict[int, Placeholder] = {}
         self._references: dict[int, int] = {}
         for index in indices:
-            self._made[index] = self.leaves[index] = Placeholder(type(leaves[index]), self._signal(index))
+            self._made[index] = self.leaves[index] = Placeholder(type(leaves[index]), partial(self._use, index))
 
-    def _signal(self, index: int) -> Callable[[], Any]:
-        def on_read() -> Any:
-            self._used.add(index)
-            raise ReadSignal([index])
-
-        return on_read
+    def _use(self, index: int) -> NoReturn:
+        self._used.add(index)
+        raise ReadSignal([index])
 
     def __enter__(self) -> None:
         self._references = self._count()

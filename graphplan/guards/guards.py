@@ -41,7 +41,7 @@ class Guards:
         walk: the walk they come from; its links are checked too.
         plan: says what gradients must be on entry and which Python values the step reads.
         extra: unowned tensors that the plan keeps.
-        values: what those Python values were at capture, by path; by default what they are now.
+        values: what those Python values were at capture, by path; of others, what they are now counts.
         entry_grads: by path, the gradients that the step accumulates into.
     """
 
@@ -50,8 +50,8 @@ class Guards:
         slots: Iterable[Slot],
         walk: Walk,
         plan: Plan,
-        extra: Sequence[Tensor] = (),
-        values: Mapping[str, Any] | None = None,
+        extra: Sequence[Tensor],
+        values: Mapping[str, Any],
         *,
         entry_grads: Mapping[str, Tensor | None],
     ) -> None:
@@ -84,7 +84,7 @@ class Guards:
             ("none_there", [inner for inner, _ in dicts], [key for _, key in dicts]),
             ("same_lengths", [inner for _, inner in self._marked], self._marks),
             ("same_types", self._things, self._types),
-            *self._rows_of_values(read, values or {}),
+            *self._rows_of_values(read, values),
         ]
         self.rows: list[Row] = [
             *_rows_of_places(places),

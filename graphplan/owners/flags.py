@@ -15,21 +15,14 @@ from torch import Tensor
 
 from graphplan.environment.switches import NAMES, is_settable, read_all, set_some
 from graphplan.owners.slots import Walk, is_optimizer_state
+from graphplan.owners.tensor_metadata import StandIn
 from graphplan.owners.views import Setting
 
 _Place = tuple[str, Any, str]
 """A path, and the container and key that hold what lies there."""
 _CONTAINERS = (list, dict, set)
-_NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
-
-
-class _Computed:
-    def __repr__(self) -> str:
-        return "a result's"
-
-
-COMPUTED = _Computed()
-"""Stands for whether a tensor asks for gradients that an operator made, whose flag cannot be set."""
+COMPUTED = StandIn("a result's")
+"""For whether a tensor asks for gradients that an operator made, whose flag cannot be set."""
 
 
 class _Asking(Setting):
@@ -46,7 +39,7 @@ class _Asking(Setting):
 class Flags:
     """The places of all of them. ``walk`` is over the owners; ``fed`` are further tensors, by name."""
 
-    def __init__(self, walk: Walk, fed: Mapping[str, Tensor] = _NO_TENSORS) -> None:
+    def __init__(self, walk: Walk, fed: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         places = [*_modes(walk), *_tensors(walk), *map(_asking, fed, fed.values())]
         self._places = {path: (container, key) for path, container, key in places}
         self._groups = {

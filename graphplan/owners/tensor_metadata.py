@@ -12,22 +12,20 @@ from torch.nn.parameter import is_lazy
 from graphplan.owners.kinds import PLAIN
 
 
-class _Gone:
+class StandIn:
+    """Stands for what is no value; ``text`` is what messages have of it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
     def __repr__(self) -> str:
-        return "gone"
+        return self.text
 
 
-GONE = _Gone()
-"""Stands for what a place holds in which there is nothing any more, or nothing that could be compared."""
-
-
-class _There:
-    def __repr__(self) -> str:
-        return "a tensor"
-
-
-THERE = _There()
-"""Stands for the traits of a tensor, or a tuple with tensors, of which it only matters that it is there."""
+GONE = StandIn("gone")
+"""For what a place holds in which there is nothing any more, or nothing that could be compared."""
+THERE = StandIn("a tensor")
+"""For the traits of a tensor, or a tuple with tensors, of which it only matters that it is there."""
 
 
 # Not frozen: one is made for each tensor of a trace, and that takes a frozen one three times as long.

@@ -53,13 +53,9 @@ class Present:
         self.items = items
 
     def __getitem__(self, key: Any) -> Any:
-        found = dict.get(self.items, key, _NOTHING)
-        if found is _NOTHING:
+        if not dict.__contains__(self.items, key):
             raise KeyError(key)
-        return found
-
-
-_NOTHING = object()
+        return dict.__getitem__(self.items, key)
 
 
 def present(container: Any) -> Any:

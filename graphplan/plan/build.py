@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.classify import classify
 from graphplan.plan.difference import check_difference, check_marks, form_of
-from graphplan.plan.plan import DRAWS, Handles, Output, Plan, frozen
+from graphplan.plan.plan import DRAWS, Handles, Output, Plan
 from graphplan.specs.paths import Of, Path, names
 from graphplan.specs.roles import External
 from graphplan.tensors.trees import has_attributes
@@ -84,12 +85,12 @@ def build_plan(
         counters=counters,
         appends=appends,
         assignments=Assignment.find(first, second, walk, counters, allow),
-        left=frozen(left),
+        left=MappingProxyType(left),
         # What a result shows is told as such, not as a value that was read.
         outputs=tuple(_outputs(first, second, {*rebindings.paths} - rebindings.moved)),
         output_structure=second.output_structure,
-        entry_grads=frozen(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
-        operators=frozen(collections.Counter(op.name for op in second.operators if op.launches)),
+        entry_grads=MappingProxyType(_entry_grads(second, walk) if _uses_grads(first, second, walk) else {}),
+        operators=MappingProxyType(collections.Counter(op.name for op in second.operators if op.launches)),
         footprint=first.footprint.merge(second.footprint),
         states=second.states,
         device=second.device,

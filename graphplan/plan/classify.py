@@ -17,13 +17,7 @@ from graphplan.trace.records import Trace, TracedExternal
 
 
 def classify(
-    first: Trace,
-    second: Trace,
-    feed: Feed,
-    walk: Walk,
-    *,
-    carries: Sequence[str],
-    shadows: frozenset[int] = frozenset(),
+    first: Trace, second: Trace, feed: Feed, walk: Walk, *, carries: Sequence[str], shadows: frozenset[int]
 ) -> tuple[External, ...]:
     """Externals of the second trace with their roles.
 

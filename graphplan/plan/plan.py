@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -247,8 +246,3 @@ def _row(external: External, policy: Policy) -> tuple[str, str, str, str, str]:
         storage = "uncovered"
     change = "carried" if external.carried else "mutated" if external.mutated else ""
     return (external.name, str(external.role), str(external.spec), storage, change)
-
-
-def frozen(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A read-only copy."""
-    return MappingProxyType(dict(mapping))

@@ -51,7 +51,7 @@ class AdoptedTensors:
     ) -> None:
         self._plan = plan
         self._entry_grads: dict[str, Tensor | None] = {Path.gradient(path): grad for path, grad in entry_grads.items()}
-        self._unowned = [e for e in plan.externals if e.path is None and e.tensor is not None]
+        self._unowned = [(e, e.tensor) for e in plan.externals if e.path is None and e.tensor is not None]
         self._copied = set(copied)
         self._replaced = plan.rebindings.replaced.difference(copied)
         self._sources: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ class AdoptedTensors:
         changed = {e.path for e in self._plan.externals if e.mutated}
         self.written = {storage_id(t) for path in self._held.keys() & changed for t in self._aliases[path]}
         self.written |= {storage_id(tensor) for tensor in self._plan.changed_tensors(walk)}
-        unowned = [external.tensor for external in self._unowned if external.tensor is not None]
+        unowned = [tensor for _, tensor in self._unowned]
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 
     def _twins(self, walk: Walk, held: Collection[int], named: Collection[str]) -> list[Slot]:
@@ -139,14 +139,14 @@ class AdoptedTensors:
             if places(aliases) != self._places[path]:
                 # An alias shares the storage, and only storage.resize_ changes where that lies.
                 return f"the memory of {path} was given back (untyped_storage().resize_)"
-        for external, fact, now in zip(self._unowned, self._unowned_facts, self._facts_of_unowned(), strict=True):
+        for (external, _), fact, now in zip(self._unowned, self._unowned_facts, self._facts_of_unowned(), strict=True):
             if now != fact:
                 what = f"{external.name}, which no owner holds, was given other memory or another shape"
                 return f"{what} ({external.where})"
         return None
 
     def _facts_of_unowned(self) -> list[Any]:
-        tensors = [external.tensor for external in self._unowned if external.tensor is not None]
+        tensors = [tensor for _, tensor in self._unowned]
         return list(zip(places(tensors), map(geometry, tensors), strict=True))
 
     def _has_moved(self, path: str, held: Any, slot: Slot) -> bool:

@@ -89,7 +89,7 @@ class Bindings:
     """
 
     def __init__(
-        self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor], draws: Sequence[Callable[[], Any]] = ()
+        self, plan: Plan, before: Walk, stand_ins: Mapping[str, Tensor], draws: Sequence[Callable[[], Any]]
     ) -> None:
         self._draws = draws
         self._plan = plan

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphplan.effects.aliased_slots import AliasedSlots
+from graphplan.effects.rebindings import AliasedSlots
 from graphplan.errors import GuardError
 from graphplan.owners.slots import Slot, Walk
 from graphplan.specs.roles import Overlay
@@ -62,16 +62,13 @@ class Companions:
 
     def __init__(self, groups: tuple[AliasedSlots, ...]) -> None:
         self._groups = groups
-        self._slots: list[list[tuple[str, Overlay, Slot]]] = []
+        self._walk = Walk()
         self._left: list[list[_Left]] = []
         self._reference = weakref.ref(self)
 
     def follow(self, walk: Walk) -> None:
         """Look into ``walk``'s slots from now on."""
-        self._slots = [
-            [(path, overlay, walk.slots[path]) for path, overlay in group if path in walk.slots]
-            for group in self._groups
-        ]
+        self._walk = walk
 
     def note(self) -> None:
         """After a replay, which left tensors in the slots."""
@@ -79,10 +76,12 @@ class Companions:
         self._left = [
             [
                 _Left(path, overlay, slot, held, held._version)
-                for path, overlay, slot in group
-                if type(held := slot.get()) in PLAIN_KINDS and not held.is_inference()
+                for path, overlay in group
+                if (slot := self._walk.slots.get(path)) is not None
+                and type(held := slot.get()) in PLAIN_KINDS
+                and not held.is_inference()
             ]
-            for group in self._slots
+            for group in self._groups
         ]
 
     def settle(self) -> None:
