@@ -142,10 +142,10 @@ class Guards:
     def changed_structure(self) -> str | None:
         """The first layer, parameter or buffer that came, went or was replaced, described."""
         for container, key, child in self._links:
-            if isinstance(child, Module) and not _holds(container, key, child):
+            if isinstance(child, Module) and Slot(container, key).get() is not child:
                 return f"the {type(child).__name__} {key!r} was replaced or removed"
         for container, key, child in self._shared:
-            if not _holds(container, key, child):
+            if Slot(container, key).get() is not child:
                 return f"{key!r} was one of several names of a {type(child).__name__}, and is not now"
         for parts, name in self._missing:
             if parts.get(name) is not None:
@@ -282,10 +282,3 @@ def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
 def _columns(rows: Iterable[tuple[Any, Any, Any]]) -> tuple[list[Any], list[Any], list[Any]]:
     kept = list(rows)
     return [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
-
-
-def _holds(container: Any, key: Any, child: Any) -> bool:
-    try:
-        return container[key] is child
-    except (KeyError, IndexError):
-        return False

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import Any
@@ -157,13 +158,16 @@ class Namespace:
         """The names that lead to nothing but a number, a string or nothing: holding on to them keeps nothing alive."""
         plain = Namespace()
         plain.attributes = self.attributes
-        for label, (space, key) in self.entries.items():
-            try:
-                if isinstance(space[key], SCALARS):
-                    plain.add(label, space, key)
-            except KeyError:
-                continue
+        for label, space, key, value in self.there():
+            if isinstance(value, SCALARS):
+                plain.add(label, space, key)
         return plain
+
+    def there(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        """The names that lead to something: label, space, the key in it, and what is there."""
+        for label, (space, key) in self.entries.items():
+            with suppress(KeyError):
+                yield label, space, key, space[key]
 
 
 @dataclass(slots=True)

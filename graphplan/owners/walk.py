@@ -99,11 +99,7 @@ class _Walker(Values):
 
     def _names(self, names: Namespace) -> None:
         known = set(self.walk.slots)
-        for label, (space, key) in names.entries.items():
-            try:
-                value = space[key]
-            except KeyError:
-                continue
+        for label, space, key, value in names.there():
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
             settled = names.settled.get(label)
@@ -233,14 +229,11 @@ class _Walker(Values):
                 if name is not None:
                     table[path] = replace(place, name=name)
 
-    def take_weakly_held(self) -> None:
-        """What weakly referenced objects alone hold: the walk does not go there."""
-        for path, thing, scalar in self._weakly_held:
-            if id(thing) not in self._seen:
-                self.walk.objects[path] = scalar
-
-    def take_numbers(self) -> None:
-        """Hyper-parameters of optimizers that no owner is, but the step's code can come to."""
+    def take_rest(self) -> None:
+        """Hyper-parameters of optimizers that no owner is, but the step's code can come to; and what weakly referenced
+        objects alone hold: the walk does not go there.
+        """
+        self.walk.objects |= {path: scalar for path, thing, scalar in self._weakly_held if id(thing) not in self._seen}
         for path, optimizer in self._named:
             for index, group in enumerate([] if optimizer in self.walk.optimizers.values() else optimizer.param_groups):
                 for key in group.keys() - {"params"}:
@@ -290,8 +283,7 @@ def walk_owners(owners: Mapping[str, Any]) -> Walk:
             walker._value(owner, name, owners, name, 0, (owners, name))
         else:
             walker.enter(owner, name)
-    walker.take_numbers()
-    walker.take_weakly_held()
+    walker.take_rest()
     walker.take_names()
     return walker.walk
 

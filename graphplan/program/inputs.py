@@ -66,13 +66,14 @@ class StaticInputs:
         """Whether the step writes to what it is fed."""
         return bool(self._write_back)
 
-    def are_at(self, leaves: Sequence[Any]) -> bool:
-        """Whether the leaves that are not copied lie where they were."""
-        return not self.adopted or all(leaves[index].data_ptr() == at for index, at in self.adopted.items())
-
-    def can_take(self, feed: Feed) -> bool:
-        """Whether the step writes to no copy of a leaf of ``feed`` that another one shares memory with."""
-        return not self._write_back or shared_leaf(feed, [index for index, _ in self._write_back]) is None
+    def misfit(self, feed: Feed) -> str | None:
+        """Why ``feed`` cannot be taken: a leaf that is not copied lies elsewhere, or the step writes to a leaf that
+        another one shares memory with.
+        """
+        if any(feed.leaves[index].data_ptr() != at for index, at in self.adopted.items()):
+            return ELSEWHERE
+        is_shared = self._write_back and shared_leaf(feed, [index for index, _ in self._write_back]) is not None
+        return MEMORY_IS_FED if is_shared else None
 
     def load(self, leaves: Sequence[Any]) -> None:
         """Copy the feed's tensors in."""

@@ -24,7 +24,7 @@ from graphplan.program.adopted_state import AdoptedState
 from graphplan.program.bindings import Bindings
 from graphplan.program.companions import settle_companions
 from graphplan.program.faults import lost
-from graphplan.program.inputs import ELSEWHERE, MEMORY_IS_FED, StaticInputs
+from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
@@ -159,9 +159,7 @@ class Program:
         ]
         if {index: leaf.data_ptr() for index, leaf in shared} != self._shared_at:
             return MEMORY_IS_FED
-        if not self._inputs.are_at(feed.leaves):
-            return ELSEWHERE
-        return None if self._inputs.can_take(feed) else MEMORY_IS_FED
+        return self._inputs.misfit(feed)
 
     @property
     def adopted_inputs(self) -> Mapping[int, int]:
