@@ -20,16 +20,16 @@ from graphplan.feed.call_arguments import is_callers
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DOING = {
     "owners": "while the owners were read",
-    "tracer": "while the step was traced",
-    "compiler": "while two traces were compared",
-    "fingerprint": "while the step was compared with its recordings",
+    "trace": "while the step was traced",
+    "observe": "while the step was watched",
+    "effects": "while two traces were compared",
+    "plan": "while two traces were compared",
     "guards": "while the step was compared with its recordings",
-    "native": "while the step was compared with its recordings",
+    "compare": "while the step was compared with its recordings",
     "optimizers": "while the optimizers were prepared",
     "verify": "while a replay was checked",
-    "fed": "while what is fed was read",
-    "signature": "while what is fed was read",
-    "trees": "while what is fed or returned was read",
+    "feed": "while what is fed was read",
+    "tensors": "while what is fed or returned was read",
 }
 """What graphplan does in which of its rooms."""
 _NAMES = ("path", "label", "place")

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 from graphplan import EffectError, FaultError, FeedError, GraphPlanError, capture, compile_plan, graph_step
+from graphplan.program import faults
 from tests.clocks import Clock, set_clock
 from tests.crossing import each, pairs
 from tests.facts import assert_same
@@ -226,17 +228,27 @@ def test_a_preparation_that_fails_leaves_the_groups_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["plan.build:classify", "trace.mode:TraceMode.operate", "step.functional:find_device"]
+    ("place", "doing"),
+    [
+        ("plan.build:classify", "while two traces were compared"),
+        ("trace.mode:TraceMode.operate", "while the step was traced"),
+        ("step.functional:find_device", "in graphplan"),
+    ],
 )
-def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str) -> None:
+def test_a_plan_is_not_compiled_after_an_error_of_graphplans_own(place: str, doing: str) -> None:
     rig = build(_rig)
     before = state_of(rig)
     with (
         raising(f"graphplan.{place}", lambda number: True),
-        pytest.raises(FaultError, match=r"InjectedError .*: not expected"),
+        pytest.raises(FaultError, match=rf"InjectedError {doing} at .*: not expected"),
     ):
         compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     assert_same(before, state_of(rig))
+
+
+def test_errors_name_what_is_done_in_rooms_that_there_are() -> None:
+    package = Path(faults.__file__).parents[1]
+    assert all((package / room).is_dir() for room in faults._DOING)
 
 
 def test_a_plan_is_not_captured_after_an_error_of_graphplans_own() -> None:
