@@ -70,7 +70,10 @@ def _check(options: argparse.Namespace) -> tuple[str, int]:
     if options.save is not None and result.plan is not None:
         options.save.write_text(json.dumps(result.plan, indent=2) + "\n", encoding="utf-8")
     data, lines = result.data(), [result.text()]
-    if options.against is not None and result.plan is not None:
+    if result.plan is None:
+        lines += [] if options.save is None else [f"  there is no plan to write to {options.save}"]
+        lines += [] if options.against is None else [f"  there is no plan to compare with {options.against}"]
+    elif options.against is not None:
         data["differences"] = found = differences(_saved(options.against), result.plan)
         lines += [f"  not as in {options.against}: {line}" for line in found]
         lines += [] if found else [f"  the plan is that of {options.against}"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from graphplan import check_step
 from graphplan.check import fit
 from graphplan.check.command import main
 from graphplan.check.configurations import configured
+from graphplan.check.environment_facts import environment
 from graphplan.check.facts import differences
 from graphplan.check.targets import load
 from graphplan.errors import OptionError
@@ -137,6 +139,17 @@ def test_a_plan_is_kept_and_compared(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "model.net.2.weight: none -> param f32[1, 8]" in json.loads(capsys.readouterr().out)["differences"]
 
 
+def test_without_a_plan_nothing_is_kept_or_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphplan.callback.callback.closed_to_training", lambda *args: "a reason")
+    file = tmp_path / "plan.json"
+    for option, words in (("--save", "to write to"), ("--against", "to compare with")):
+        assert main(["check", f"{HERE}:Own", option, str(file)]) == 1
+        assert f"there is no plan {words} {file}" in capsys.readouterr().out
+    assert not file.exists()
+
+
 def test_differences_of_guards_and_operators() -> None:
     old = {"roles": {}, "operators": {"aten.mm": 1}, "launches": 1, "guards": ["model.scale"]}
     new = {"roles": {}, "operators": {"aten.mm": 2}, "launches": 2, "guards": ["model.gain"]}
@@ -246,6 +259,13 @@ def test_a_step_without_calls() -> None:
 def test_a_target_is_made_anew_each_time() -> None:
     make = load(f"{HERE}:Good", what="the target")
     assert make() is not make()
+
+
+@pytest.mark.parametrize("loaded", [object, None])
+def test_in_what_the_guards_of_this_process_run(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphplan.check.environment_facts.Tensors", loaded)
+    monkeypatch.setattr("graphplan.compare.building.state", lambda: "in Python")
+    assert environment()["guards"] == ("in Python" if loaded is None else "in C++")
 
 
 def test_the_command_in_a_process_of_its_own() -> None:
