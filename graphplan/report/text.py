@@ -81,6 +81,7 @@ def describe(stats: Stats, *, plans: int, notes: Sequence[str] = (), part: str =
         lines.append(
             f"  verify: {stats.verified} replays equal the eager step; each check copies {size:.1f} MiB of state"
         )
-    phases = [f"{name} {stats.phases[name] * 1e3:.1f} ms / {n}" for name, n in stats.phase_counts.items() if n]
-    lines.append("  phases: " + ", ".join(phases))
+    if any(stats.phase_counts.values()):
+        phases = [f"{name} {stats.phases[name] * 1e3:.1f} ms / {n}" for name, n in stats.phase_counts.items() if n]
+        lines.append("  phases: " + ", ".join(phases))
     return "\n".join(lines)
