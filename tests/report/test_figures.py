@@ -250,3 +250,4 @@ def test_names_that_no_logger_has(unchanged_loggers: None) -> None:
     logs.configure("all")
     assert all(logging.getLogger(f"graphplan.{name}").level == logging.INFO for name in logs.NAMES)
     assert describe(Stats(), plans=0).startswith("graphplan: 0 plans")
+    assert "phases" not in describe(Stats(), plans=0)
