@@ -147,21 +147,16 @@ class Reads:
 class Profile:
     """Watches the interpreter while it is entered.
 
-    ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known,
-    ``on_print()`` for each ``print``, and ``on_step()`` when code that is called ``step`` begins. Meanwhile nothing is
-    collected: a collection runs finalizers and callbacks, wherever it happens to come, and they are no part of the
-    step.
+    ``on_read(name, tensor)`` is called for each read of a tensor's memory, with None where the tensor is not known, and
+    ``on_print()`` for each ``print``. Meanwhile nothing is collected: a collection runs finalizers and callbacks,
+    wherever it happens to come, and they are no part of the step.
     """
 
     def __init__(
-        self,
-        on_read: Callable[[str, Tensor | None], None] | None = None,
-        on_print: Callable[[], None] = lambda: None,
-        on_step: Callable[[], None] = lambda: None,
+        self, on_read: Callable[[str, Tensor | None], None] | None = None, on_print: Callable[[], None] = lambda: None
     ) -> None:
         self._on_read = on_read
         self._on_print = on_print
-        self._on_step = on_step
         self._codes: dict[tuple[int, int], CodeType] = {}
         self._owners: dict[int, tuple[str | None, bool]] = {}
         """What :meth:`_meet` found, by the identity of code."""
@@ -231,8 +226,6 @@ class Profile:
     def _meet(self, frame: FrameType) -> tuple[str | None, bool]:
         """The variable that has the object or class whose method runs, if any, and whether the code is a closure's."""
         code = frame.f_code
-        if code.co_name == "step":
-            self._on_step()
         if code.co_filename.startswith(_IMPORTS) or (code.co_filename == _COMPILES and code.co_name == "__call__"):
             self._importing = frame
             return None, True

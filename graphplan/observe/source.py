@@ -167,15 +167,14 @@ def _new_place(code: CodeType) -> _Place:
     )
 
 
-def find_source(*, steps: bool = True) -> Source:
+def find_source() -> Source:
     """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
-    or torchmetrics', the innermost of those; where it has torch's alone, the caller's is named. Without ``steps`` no
-    optimizer's ``step`` is running, for which the frames around that one need not be searched.
+    or torchmetrics', the innermost of those; where it has torch's alone, the caller's is named.
     """
     frame = innermost = sys._getframe(1)
     found: FrameType | None = None
     familiar: FrameType | None = None
-    component: _Component | None = None if steps else _STEP
+    component: _Component | None = None
     around: FrameType | None = innermost
     dull = _SILENT
     while around is not None:

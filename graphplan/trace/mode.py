@@ -107,8 +107,6 @@ class TraceMode(OperatorMode):
         self._allocations = Allocations()
         self._thread = get_ident()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
-        self.has_stepped = False
-        """Whether the step has called anything named ``step``, as optimizers and scalers do."""
         self.writes: Counter[int | None] = Counter()
         """How often each storage was written to."""
         for generator in before.generators if before is not None else ():
@@ -194,10 +192,7 @@ class TraceMode(OperatorMode):
             before = self._before[position]
             if before.name == name and before.operands == operands:
                 return before.source
-        return self._source or self._find_source()
-
-    def _find_source(self) -> Source:
-        return find_source(steps=self.has_stepped or get_ident() != self._thread)
+        return self._source or find_source()
 
     def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
@@ -213,7 +208,7 @@ class TraceMode(OperatorMode):
     def _meet(self, tensor: Tensor, name: str) -> Operand:
         """The operand of a storage that turns up for the first time."""
         storage = storage_id(tensor)
-        source = self._source = self._source or self._find_source()
+        source = self._source = self._source or find_source()
         if storage is None:
             self.refuse(
                 CaptureError,
@@ -321,10 +316,6 @@ class TraceMode(OperatorMode):
         state = generator.get_state()
         self._states.append((generator, state))
         self._trace.unowned_draws.append((generator, state))
-
-    def note_step(self) -> None:
-        """From here on, operators may be an optimizer's."""
-        self.has_stepped = True
 
     def read(self, name: str, tensor: Tensor | None) -> None:
         """Note a read of a tensor's memory that is no operator."""

@@ -109,7 +109,7 @@ def _run(
     fn: Callable[..., Any], feed: Feed, fed: CallArguments, mode: TraceMode, record: Trace, sharding: Sharding
 ) -> Any:
     """Run the step under everything that watches it, and note what it ran, read and drew."""
-    profile = Profile(mode.read, lambda: record.prints.append(str(find_source())), mode.note_step)
+    profile = Profile(mode.read, lambda: record.prints.append(str(find_source())))
     drawn, held = host_generators(), sharding.holds_gradients()
     states = TracedStates(mode.check_states, mode.take_states)
     with presenting_capture(), saving_states(states.save, states.put), mode, profile:
