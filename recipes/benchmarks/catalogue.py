@@ -157,5 +157,5 @@ SETS["all"] = Choice(
     108,
 )
 """Parts of the benchmark by name. A device takes part with those of the workloads that it has."""
-CPU_SECONDS = 30
+CPU_SECONDS = 25
 """What one process takes with ``--cpu`` on two cores, on average over the core set."""
