@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -43,6 +44,7 @@ _WANTED = "GRAPHPLAN_NATIVE"
 """Environment variable: 0 leaves the compiled guards out, ``found`` uses them but does not have them built."""
 
 
+@cache
 def _key() -> str:
     """What they are built for, as a name."""
     facts = f"{torch.__version__} {torch.version.git_version} {sys.implementation.cache_tag} {platform.machine()}"
@@ -72,10 +74,12 @@ def can_build() -> bool:
 
 
 def build_into(package: Path) -> None:
-    """Put them among the modules of a wheel, which then is for this torch and this Python."""
-    target = package / f"{_key()}.so"
-    # What was built before is as good.
-    shutil.copyfile(find() or build(), target)
+    """Put them, built before or now, among the modules of a wheel, which then is for this torch and this Python.
+
+    Raises:
+        BackendError: if they cannot be built.
+    """
+    shutil.copyfile(find() or build(), package / f"{_key()}.so")
 
 
 def _compiler() -> list[str]:

@@ -121,7 +121,7 @@ class Branches:
         self._handlers = dict(_handlers(code, self._steps, self._places))
         self._room = code.co_stacksize + 8
         self._empty: _Stack = (False,) * self._room
-        self._lost: dict[int, bool] = {}
+        self._known_to_raise: dict[int, bool] = {}
 
     def use_at(self, offset: int) -> tuple[Use, frozenset[Any]]:
         """What is done with the value that the instruction at ``offset`` reads, and the classes of exceptions that the
@@ -258,7 +258,7 @@ class Branches:
         left, seen = [start._replace(stack=_marked(start.stack))], set[_State]()
         while left:
             state = left.pop()._replace(names=frozenset())
-            if state in seen or state.place >= len(self._steps) or self._is_lost(state.place):
+            if state in seen or state.place >= len(self._steps) or self._always_raises(state.place):
                 continue
             seen.add(state)
             yield state
@@ -314,11 +314,11 @@ class Branches:
                 return False
         return True
 
-    def _is_lost(self, start: int) -> bool:
-        """:meth:`_only_raises`, whatever the classes: the same instructions are asked about on many ways."""
-        known = self._lost.get(start)
+    def _always_raises(self, start: int) -> bool:
+        """:meth:`_only_raises` without the classes, remembered: many ways lead through the same instructions."""
+        known = self._known_to_raise.get(start)
         if known is None:
-            known = self._lost[start] = self._only_raises(start, set())
+            known = self._known_to_raise[start] = self._only_raises(start, set())
         return known
 
     def _only_raises(self, start: int, kinds: set[Any], raised: Collection[Any] | None = None) -> bool:

@@ -6,7 +6,6 @@ Longer than most rooms: each operator is looked at once, and everything that is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -78,19 +77,15 @@ def watch_memory(tensor: Tensor) -> MemoryWatch | None:
 
 
 class TraceMode(OperatorMode):
-    """Fills a :class:`Trace` with operators and externals, and notes the first violation. ``before`` is the
-    step's trace before this one.
+    """Fills a :class:`Trace` with operators and externals, and notes the first violation. ``before`` is the step's
+    trace before this one.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        watch: RateWatch,
-        before: Trace | None = None,
-    ) -> None:
+    def __init__(self, trace: Trace, watch: RateWatch, before: Trace | None = None) -> None:
         super().__init__()
+        before = Trace() if before is None else before
         self._trace = trace
-        self._before: Sequence[Operator] = before.operators if before is not None else ()
+        self._before = before.operators
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
         self._watch = watch
@@ -109,7 +104,7 @@ class TraceMode(OperatorMode):
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
         self.writes: Counter[int | None] = Counter()
         """How often each storage was written to."""
-        for generator in before.generators if before is not None else ():
+        for generator in before.generators:
             self._watch_generator(generator)
 
     def refuse(

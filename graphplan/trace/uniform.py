@@ -48,7 +48,7 @@ class _Drawn:
 
 
 class UniformDraws:
-    """The numbers that a step has drawn on the host, by operand, until they are written to."""
+    """The numbers that a step has ``drawn`` on the host, by operand, until they are written to."""
 
     def __init__(self) -> None:
         self.drawn: dict[Operand, _Drawn] = {}

@@ -45,7 +45,7 @@ WAYS = {
 
 @dataclass(frozen=True)
 class Contender:
-    """A way and what is added to it, as in ``graph_step+compile+fuse``; or a file that somebody wrote."""
+    """A way and what is added to it, as in ``graph_step+compile+fuse``; or a user's file."""
 
     name: str
 
