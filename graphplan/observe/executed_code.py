@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import suppress
 from functools import partial, partialmethod
 from importlib.util import resolve_name
@@ -24,7 +24,7 @@ from graphplan.observe.names import Names, names_of
 from graphplan.observe.source import Source, find_source
 from graphplan.owners.kinds import SCALARS, is_user_object
 from graphplan.owners.slots import Namespace
-from graphplan.owners.views import Cell, Members
+from graphplan.owners.views import Cell, Members, attributes_of
 
 _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
@@ -213,29 +213,48 @@ class ExecutedCode:
             if function.__code__ in self._free:
                 left.pop(function.__code__, None)
                 yield function
-        # To find others, the collector goes through all objects that there are. Where those explain all calls that an
-        # earlier step found, their names are known.
-        left = dict.fromkeys(code for code in left if not self._are_explained(code, names))
+        # Where those that an earlier step found explain all calls, their names are known.
+        left = {code: None for code in left if not self._are_explained(code, _alive(names.functions.get(code, ())))}
         alike: dict[CodeType, list[FunctionType]] = {}
-        for thing in gc.get_referrers(*left) if left else ():
-            if isinstance(thing, FunctionType) and self._matches(thing):
-                alike.setdefault(thing.__code__, []).append(thing)
+        for function in filter(self._matches, self._nameless(left)):
+            alike.setdefault(function.__code__, []).append(function)
         for code, functions in alike.items():
             met = [has_met(function) for function in functions]
             if all(met):
                 names.functions[code] = list(map(weakref.ref, functions))
                 yield from functions
 
-    def _are_explained(self, code: CodeType, names: Namespace) -> bool:
-        """Whether functions that were found before have all variables that ``code`` ran with."""
-        known = [function for found in names.functions.get(code, ()) if (function := found()) is not None]
-        held = [frozenset(_variables_of(function).items()) for function in known]
+    def _nameless(self, codes: Container[CodeType]) -> Iterator[FunctionType]:
+        """Functions with one of ``codes``, if there are any. To find them, the collector goes through all
+        objects that there are, unless those that objects hold whose methods ran explain all calls.
+        """
+        held = [function for function in self._held() if function.__code__ in codes]
+        explained = {function.__code__ for function in held if self._are_explained(function.__code__, held)}
+        yield from (function for function in held if function.__code__ in explained)
+        left = [code for code in self._free if code in codes and code not in explained]
+        yield from (thing for thing in (gc.get_referrers(*left) if left else ()) if isinstance(thing, FunctionType))
+
+    def _held(self) -> Iterator[FunctionType]:
+        """The functions that are attributes of the objects whose methods ran."""
+        for reference in self._objects.values():
+            for value in list((attributes_of(reference()) or {}).values()):
+                function = _function_of(value.func if isinstance(value, partial) else value)
+                if function is not None:
+                    yield function
+
+    def _are_explained(self, code: CodeType, functions: Iterable[FunctionType]) -> bool:
+        """Whether those of ``functions`` that run ``code`` have all variables that it ran with."""
+        held = [frozenset(_variables_of(function).items()) for function in functions if function.__code__ is code]
         ways = self._ways[code]
         return len(ways) <= _MANY and all(any(way <= one for one in held) for way in ways)
 
     def _matches(self, function: FunctionType) -> bool:
         held = _variables_of(function)
         return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
+
+
+def _alive(references: Iterable[weakref.ref[FunctionType]]) -> Iterator[FunctionType]:
+    return (function for reference in references if (function := reference()) is not None)
 
 
 def _variables_of(function: FunctionType) -> dict[str, int]:
