@@ -7,6 +7,7 @@ import math
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add where shared tests run, and what ``make test`` says of its own time."""
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where tests run that do on both")
     parser.addoption("--cpu", action="store_true", help="rehearse tests/gpu and --device cuda on the CPU and the tape")
+    parser.addoption("--soak", action="store_true", help="run what is left to make soak, and nothing else")
     parser.addoption("--bar", type=float, metavar="SECONDS", help="how long this run may take on two idle cores")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the mark known, and CUDA's kernels repeatable."""
     config.addinivalue_line("markers", "gated: replays have to be faster than eager steps, or the step stands down")
+    config.addinivalue_line("markers", "soak: left to make soak; docs/tests.md has what holds the same promise")
+    config.addinivalue_line("markers", "crossed(every, start=0): the cases but each of these are left to make soak")
     # cuBLAS reads it when its first handle is made; without it two runs of one matrix product may differ.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -48,10 +52,32 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the long tests first; for a GPU only those that need it or run on both devices."""
     items.sort(key=lambda item: item.path.name not in LONG)
-    if config.getoption("--device") == "cuda":
+    if config.getoption("--device") == "cpu":
+        _select(config, items, _left_to_soak(items))
+    else:
         kept = [item for item in items if GPU in item.path.parents or "device" in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def _select(config: pytest.Config, items: list[pytest.Item], left: set[pytest.Item]) -> None:
+    """Leave out what is ``left`` to ``make soak``, or all else for that; a test that is named is run."""
+    out = [item for item in items if (item in left) is not config.getoption("--soak")]
+    if not any("::" in argument for argument in config.args):
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if (item in left) is config.getoption("--soak")]
+
+
+def _left_to_soak(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The tests that ``make test`` leaves out: those with the mark ``soak``, and of ``crossed(n)`` all but each nth."""
+    left, counts = set(), Counter[str]()
+    for item in items:
+        name, crossed = item.nodeid.split("[")[0], item.get_closest_marker("crossed")
+        every, start = (*crossed.args, 0)[:2] if crossed is not None else (1, 0)
+        if item.get_closest_marker("soak") or counts[name] % every != start:
+            left.add(item)
+        counts[name] += 1
+    return left
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -242,6 +242,7 @@ LOOKS += [_cut, _cut_by_assignment, _missed]
 
 
 @pytest.mark.parametrize("look", [*LOOKS, *LOOKS_IN_A_DICTIONARY], ids=lambda look: look.__name__)
+@pytest.mark.crossed(2)
 def test_what_shows_how_long_a_list_is(look: Update) -> None:
     """However the code comes to know: list, line and what to do instead."""
     path = r"len\(model\.hist\.loss\)" if look in LOOKS_IN_A_DICTIONARY else r"len\(model\.seen\)"

@@ -149,6 +149,7 @@ KEPT: dict[str, tuple[Callable[[_Run, Tensor], list[Any]], int]] = {
 
 
 @pytest.mark.parametrize("name", KEPT)
+@pytest.mark.crossed(2)
 def test_what_is_kept_stays_what_it_is(name: str, device: torch.device, backend: str) -> None:
     """Values that are moved to the memory that a recording has are not moved over those of others."""
     tolerance = {} if device.type == "cpu" else {"rtol": 1e-4, "atol": 1e-5}

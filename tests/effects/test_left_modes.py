@@ -199,6 +199,7 @@ def drive_fully(rig: Rig, step: Any) -> list[dict[str, Any]]:
 
 
 @each(name=sorted(ACTIONS), host=HOSTS, times=2)
+@pytest.mark.crossed(2)
 def test_what_a_step_leaves_is_left_by_its_replays(name: str, host: str) -> None:
     """At its beginning and at its end, whoever puts it back or does not."""
     for acts in (Acts(start=(name,), host=host), Acts(end=(name,), host=host)):
@@ -294,6 +295,7 @@ _by_name = partial(pytest.mark.parametrize, "switch", ids=lambda switch: switch.
 
 
 @each(switch=by_key({switch.name: switch for switch in SETTABLE}), host=[True, False])
+@pytest.mark.crossed(3)
 def test_switches_of_torchs_are_left_as_the_step_leaves_them(switch: Switch, host: bool) -> None:
     """At the end of the step, which its beginning does not see where the host puts it back."""
     host = host or switch.name in _ODD
@@ -302,6 +304,7 @@ def test_switches_of_torchs_are_left_as_the_step_leaves_them(switch: Switch, hos
 
 
 @each(switch=by_key({switch.name: switch for switch in SETTABLE if switch.name not in _ODD}), end=[True, False])
+@pytest.mark.crossed(3, 1)
 def test_switches_that_the_step_sets_first(switch: Switch, end: bool) -> None:
     """Its operators run under them in replays too, also where it puts them back in the middle."""
     make = partial(make_switching, switch, other_value(switch), begin=True, end=end, host=True)
@@ -321,6 +324,7 @@ def test_the_tests_know_every_switch() -> None:
 
 
 @_by_name(SETTABLE)
+@pytest.mark.crossed(3, 2)
 def test_programs_are_keyed_by_switches(switch: Switch) -> None:
     """A change between two calls is another program, and the way back the first one's; if code asks for the switch, or
     recordings depend on it in any case.

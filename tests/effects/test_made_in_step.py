@@ -177,6 +177,7 @@ DYING: dict[str, Step] = {
 
 
 @pytest.mark.parametrize("name", DYING)
+@pytest.mark.crossed(2, 1)
 def test_what_dies_in_the_step_is_captured(name: str) -> None:
     step = assert_equals_eager(partial(rig_of, DYING[name]))
     assert set(step.machine.managed.owners) == {"model", "optimizer", "keeper", "names"}
@@ -191,6 +192,7 @@ def _size(step: Any) -> dict[str, int]:
 
 
 @each(name=DYING, warmup=[3, CALLS])
+@pytest.mark.crossed(2)
 def test_nothing_grows_with_the_calls(name: str, warmup: int) -> None:
     rig = build(partial(rig_of, DYING[name]))
     step = managed(rig, warmup_steps=warmup, verify="off")

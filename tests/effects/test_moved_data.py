@@ -140,6 +140,7 @@ def teacher_rig(
 
 
 @pairs(verify=["off", "geometric"], held=["parameters", "buffers", "attributes"], name=UPDATES)
+@pytest.mark.crossed(2)
 def test_tensors_that_are_given_other_memory(name: str, held: str, verify: str) -> None:
     """They have the values that eager gives them."""
     assert_equals_eager(partial(teacher_rig, UPDATES[name], held), verify=verify)

@@ -72,6 +72,7 @@ def test_state_that_is_dropped_before_the_capture(forget: Forget, after: int) ->
 
 
 @pairs(verify=["geometric", "off"], last=[3, 4, CALLS], forget=FORGETTING)
+@pytest.mark.crossed(2)
 def test_state_that_is_emptied_before_each_trace_is_refused(forget: Forget, last: int, verify: str) -> None:
     """A replay would begin anew for ever: also after the last reset, and without leaving any state."""
     made = r"the step makes optimizer\.state\[model\.\d\.weight\]\.step \(and \d+ more\) in each call"

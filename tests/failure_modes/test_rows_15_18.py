@@ -88,6 +88,7 @@ REPLACED += [_buffers_swapped, _data_swapped, _late_buffer, _transposed]
 
 
 @pytest.mark.parametrize("change", REPLACED, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.crossed(2)
 def test_row_15_tensor_replaced(change: Callable[[Any, Any], None]) -> None:
     """By another object, by other memory, by each other's memory, where there was none, or under one name of two."""
     assert_change_handled(change, make_model=Pair, replayed=11)

@@ -39,6 +39,43 @@ GROUPS: dict[str, dict[str, Row]] = {
     "run": RUNS,
 }
 ROWS = {f"{group}: {name}": row for group, rows in GROUPS.items() for name, row in rows.items()}
+RARE = {
+    "batch": ["other strides", "nested", "strings and None"],
+    "callback": [
+        "BatchSizeFinder", "LearningRateFinder", "RichModelSummary", "TQDMProgressBar", "ThroughputMonitor", "Timer",
+        "DeviceStatsMonitor", "LambdaCallback after each batch", "WeightAveraging", "gradients after each batch",
+        "BackboneFinetuning", "freezes a layer", "loads weights", "ModelSummary", "SpikeDetection",
+    ],
+    "hook": ["gradients halved after backward"],
+    "logs": [
+        "reduce_fx max", "reduce_fx sum", "log_dict", "detached", "batch_size", "on_epoch", "several", "on_step",
+        "from on_before_zero_grad", "from on_after_backward",
+    ],
+    "module": [
+        "compiled as a whole", "checkpointed activations that draw nothing", "variant, a method", "tied weights",
+        "schedulers by hand", "a frozen layer",
+    ],
+    "optimizer": [
+        "SGD", "a stock SGD", "a stock Adagrad", "RMSprop", "RMSprop with clipping", "schedule every other epoch",
+        "schedule cyclic", "schedule chained", "schedule per epoch", "schedule one cycle without momentum",
+        "one cycle with momentum", "schedule every third step", "clipping by hand", "zero_grad", "lr_scheduler_step",
+        "optimizer_step, and a loss that reads the lr", "no schedule",
+    ],
+    "run": [
+        "two fits of one module with one callback", "two fits by one Trainer with two callbacks",
+        "resumed without the callback", "resumed after an epoch", "checkpoint every four steps",
+    ],
+    "step": ["takes the batch alone", "takes a batch by another name", "takes the loader's index", "no loss at all"],
+    "trainer": [
+        "pytorch profiler", "accumulation over 4, ragged end", "accumulation over 2", "accumulation and clipping",
+        "32-true", "32-true, clipped by norm", "64-true, clipped by value", "bf16-true, clipped by value", "bf16-true",
+        "bf16-mixed, clipped by norm", "16-mixed, SGD", "16-mixed, fused", "16-mixed, AdamW", "16-mixed, RMSprop",
+        "16-mixed, SGD, clipped by value", "16-mixed, AdamW, clipped by norm", "validation twice an epoch",
+        "the whole sanity check", "no sanity check", "progress bar", "model summary", "simple profiler",
+        "limit_train_batches", "max_steps", "max_time", "a user's precision plugin",
+    ],
+}  # fmt: skip
+"""Rows that other rows come close to: left to ``make soak``."""
 
 
 def main(part: str = "") -> None:

@@ -150,6 +150,7 @@ class FinalCounts(TQDMProgressBar):
     [{}, {"val_check_interval": 0.3}, {"limit_val_batches": 7}, {"max_steps": 130}],
     ids=["whole epochs", "validation within", "few validation batches", "stopped"],
 )
+@pytest.mark.crossed(2)
 def test_each_bar_keeps_its_own_count(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Validation has a bar and a count of its own, and a bar ends where its batches ended."""
     monkeypatch.setattr(bars, "_SLOW_START", 4)

@@ -183,6 +183,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", READ)
+@pytest.mark.crossed(2)
 def test_a_change_reaches_the_next_step(name: str, unchanged: dict[str, Any], tmp_path: Path) -> None:
     """Without checks, so that it is guards that see it."""
     step, prepare, change = READ[name]

@@ -70,6 +70,7 @@ PLUGINS: dict[str, dict[str, Any]] = {
 
 
 @each(options=[{}, {"eval": True}, {"loop": "stock"}], name=PLUGINS)
+@pytest.mark.crossed(2)
 def test_metrics_have_the_dtype_that_lightning_gives_them(name: str, options: Any, tmp_path: Path) -> None:
     """Rows, means, what callbacks see, and the scheduler that goes by a mean."""
     expected = fit(Kinds, tmp_path / "eager", max_epochs=4, **PLUGINS[name])

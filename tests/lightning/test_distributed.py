@@ -132,6 +132,7 @@ def test_a_fit_goes_on_from_a_checkpoint(ranks: list[dict[str, Any]], row: str, 
         assert found[row]["replayed"] == [replayed] * 3
 
 
+@pytest.mark.soak
 def test_replicas_of_shards_are_the_same_on_every_rank(tmp_path: Path) -> None:
     """HSDP on four ranks: sharded over two, twice."""
     for found in run_forked(tmp_path, ["fsdp replicated"], 4):

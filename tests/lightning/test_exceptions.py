@@ -74,6 +74,7 @@ def loops_saved(folder: Path, make: Any, callback: Callback | None, **options: A
     "ignore:.*was called without a model", "ignore:.*ckpt_path=", "ignore:graphplan runs this fit eagerly"
 )
 @each(times=2, where=by_key({"batches": (1, 5), "micro-batches": (2, 3)}), form=FORMS, hook=HOOKS)
+@pytest.mark.crossed(2)
 def test_the_progress_that_an_exception_leaves(hook: str, form: str, where: tuple[int, int], tmp_path: Path) -> None:
     """In a warm-up step and in a trace, from each hook that Lightning calls."""
     accumulate, at = where
@@ -140,6 +141,7 @@ def frames_of(folder: Path, fault: str, at: int, callback: Any, *, manual: bool)
 
 
 @pairs(at=[1, 3, 4, 6], form=[*FORMS, "manual"], fault=FAULTS)
+@pytest.mark.crossed(2, 1)
 def test_the_traceback_of_a_users_error(fault: str, form: str, at: int, tmp_path: Path) -> None:
     """It has the frames that it has without the callback, and none of this package's: in the first step, in warm-up, in
     the first trace and in the capture.

@@ -105,6 +105,7 @@ def test_odd_tensors_in_a_trainer(name: str, tmp_path: Path) -> None:
         "step.traces:build_plan", "verify.check:_Check.compare", "program.program:Program.fits",
     ],
 )  # fmt: skip
+@pytest.mark.crossed(2, 1)
 def test_errors_of_graphplans_own_in_a_trainer(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(place, tmp_path, monkeypatch)
 
@@ -141,6 +142,7 @@ IN_FIT = [
 
 
 @each(after=[0, 1], place=IN_FIT)
+@pytest.mark.crossed(2)
 def test_errors_of_graphplans_own_in_the_middle_of_a_fit(
     place: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_memory_runs_out_where_logged_values_are_stacked(phase: str, tmp_path: P
 
 
 @each(form=FORMS, phase=["first trace", "second trace", "capture"])
+@pytest.mark.crossed(2)
 def test_a_failed_capture_goes_on_eagerly(phase: str, form: str, tmp_path: Path) -> None:
     """At operators all over the step: progress, logs, checkpoints, the scaler and Python values are the eager fit's."""
     expected = fit_with(tmp_path / "eager", [], **FORMS[form]())
@@ -170,6 +171,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pairs(name=ENDS, phase=PHASES, within=[False, True])
+@pytest.mark.crossed(2)
 def test_a_signal_ends_the_fit(within: bool, phase: str, name: str, tmp_path: Path) -> None:
     """Between two batches, or in the middle of one: the callback is gone, and serves the next fit."""
     error, what = ENDS[name]

@@ -162,6 +162,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @each(accumulate=[1, 2], name=STEPS)
+@pytest.mark.crossed(3)
 def test_what_leaves_a_step_is_what_was_there(name: str, accumulate: int, tmp_path: Path) -> None:
     """Rows, means, outputs and checkpoints."""
     step, members = STEPS[name]
@@ -177,6 +178,7 @@ def test_what_leaves_a_step_is_what_was_there(name: str, accumulate: int, tmp_pa
     ("name", "copies"),
     [("in place", 1), ("through a view", 1), ("buffer", 1), ("weight", 1), ("rebound", 0), ("nothing", 0)],
 )
+@pytest.mark.crossed(2)
 def test_only_what_is_changed_is_copied_at_once(
     name: str, copies: int, recorded: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -120,6 +120,7 @@ def check(make: Callable[[], Any], folder: Path, change: Any = lambda module: No
 
 
 @each(change=by_key({"nothing": lambda module: None, "put back": _back}), step=STEPS)
+@pytest.mark.crossed(2)
 def test_replays_leave_what_the_training_step_leaves(step: Any, change: Any, tmp_path: Path) -> None:
     """Validation comes in between, evaluated by replays too."""
     check(lambda: with_step(step)(schedule=None), tmp_path, change)

@@ -172,6 +172,7 @@ SETTINGS: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.crossed(2)
 def test_a_setting_that_changes(name: str, tmp_path: Path) -> None:
     """Whatever Lightning asks after each batch counts as soon as it does there."""
     eager, graphed = _Sets(SETTINGS[name]), _Sets(SETTINGS[name])
@@ -184,6 +185,7 @@ def test_a_setting_that_changes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [ModelCheckpoint, _Eager])
 @pytest.mark.parametrize("every", [None, 3])
+@pytest.mark.crossed(2)
 def test_checkpoints_after_batches(kind: type[ModelCheckpoint], every: int | None, tmp_path: Path) -> None:
     """A checkpoint callback that saves when epochs end only has nothing to do after batches; any other one has."""
     notes = []
@@ -235,6 +237,7 @@ ACTS: dict[str, Callable[..., None]] = {
 
 
 @each(name=["on_train_batch_start", "on_train_batch_end"], act=ACTS)
+@pytest.mark.crossed(2)
 def test_hooks_that_change_while_hooks_are_called(act: str, name: str, tmp_path: Path) -> None:
     """Whoever is told of the batch by Lightning, which goes through its list as it is by then, is told of it."""
     told = []

@@ -67,6 +67,7 @@ SCHEDULES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.crossed(2)
 def test_a_scheduler_stepped_last(name: str, tmp_path: Path) -> None:
     """Its step on the host comes after the replay, and the next replay has the new learning rate."""
     found = assert_fit_equals_eager(partial(Stepping, SCHEDULES[name]), tmp_path, replayed=21)
@@ -132,6 +133,7 @@ AFTERWARDS = {
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in")
 @pytest.mark.parametrize("after", AFTERWARDS, ids=lambda after: after.__name__)
+@pytest.mark.crossed(2)
 def test_what_comes_of_new_rates_is_refused(after: Any, tmp_path: Path) -> None:
     """Or runs eagerly, with eager's numbers in every step."""
     make = partial(Stepping, after=after)

@@ -6,11 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.lightning.matrix import ROWS
+from tests.lightning.matrix import RARE, ROWS
 from tests.lightning.rows import check
 
 
-@pytest.mark.parametrize("name", ROWS)
+LEFT = {f"{group}: {name}" for group, names in RARE.items() for name in names}
+assert ROWS.keys() >= LEFT, LEFT - ROWS.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak) if name in LEFT else name for name in ROWS]
+)
 def test_row(name: str, tmp_path: Path) -> None:
     """Bit by bit, and as many batches as the row says were replayed."""
     for package in ROWS[name].needs:

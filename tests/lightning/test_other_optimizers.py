@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.crossed(2)
 def test_the_step_is_captured_anew(name: str, tmp_path: Path) -> None:
     make, watch, choices, options = CASES[name]
     options = {"max_epochs": 4, **options}

@@ -72,6 +72,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.crossed(2)
 def test_a_hook_that_comes_in_the_middle(name: str, tmp_path: Path) -> None:
     """The next step has it, as a program of its own."""
     expected = fit(LitDigits, tmp_path / "eager", more=[_Changes(*CHANGES[name])])

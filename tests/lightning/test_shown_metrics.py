@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -72,6 +73,7 @@ class _Looks(Callback):
 
 
 @pairs(act=["", "resets", "computes", "copies"], every=[1, 4], make=[_Logs, _MeansOnly])
+@pytest.mark.crossed(2)
 def test_what_metrics_show(make: type[LitDigits], every: int, act: str, tmp_path: Path) -> None:
     """At every look, and after what a look does to them."""
     eager, graphed = _Looks(every, act), _Looks(every, act)

@@ -123,6 +123,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any], SkipReason]] = {
 
 
 @each(bar=[False, True], name=WAYS)
+@pytest.mark.crossed(2)
 def test_nothing_is_left(name: str, bar: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On none of the fit's objects, and the numbers are those of the fit without the callback."""
     make, options, reason = WAYS[name]

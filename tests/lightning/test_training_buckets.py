@@ -159,6 +159,7 @@ def bucketed(**options: Any) -> GraphPlanCallback:
     ],
     ids=["", "stock loop", "accumulation", "clipping", "forward and backward", "manual"],
 )
+@pytest.mark.crossed(2)
 def test_the_fit_is_that_of_padded_steps(kind: Any, options: Any, callback: Any, tmp_path: Path) -> None:
     """Bit by bit, what is logged and returned included; strings beside the tensors do no harm."""
     expected = fit(kind(padded_to), tmp_path / "eager", **options)

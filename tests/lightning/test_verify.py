@@ -44,6 +44,7 @@ def test_checks_leave_no_trace(verify: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MATRIX)
+@pytest.mark.crossed(2)
 def test_rows_of_the_matrix(name: str, tmp_path: Path) -> None:
     """Accumulation, clipping, logs, other batches, and what callbacks do to a run."""
     check(replace(ROWS[name], options={**ROWS[name].options, "verify": 1}), tmp_path)

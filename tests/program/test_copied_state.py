@@ -29,6 +29,7 @@ RIGS: dict[str, Callable[[], Rig]] = {
 
 
 @pytest.mark.parametrize("name", RIGS)
+@pytest.mark.crossed(2)
 def test_state_that_is_copied(name: str) -> None:
     """From the call that captures on; what cannot be swapped for a copy (gradients, tuples) is adopted."""
     step = assert_same_as_eager(RIGS[name], policy=COPIED, verify="off")

@@ -107,6 +107,7 @@ KINDS = [(name, True) for name in LOSSES] + [(name, False) for name in LOSSES if
 
 
 @pytest.mark.parametrize(("name", "set_to_none"), KINDS)
+@pytest.mark.crossed(2)
 def test_what_lost_its_memory_is_captured_anew(name: str, set_to_none: bool) -> None:
     """A graph would go on reading and writing where something else lies by now."""
     make = partial(losing_rig, name, set_to_none=set_to_none)

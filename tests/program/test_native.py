@@ -479,6 +479,7 @@ def test_a_wheel_that_is_built_where_torch_is_has_them(tmp_path: Path) -> None:
     assert Path(found.stdout.strip()).parent == tmp_path / "installed/graphplan/compare"
 
 
+@pytest.mark.soak
 def test_a_wheel_goes_without_them_where_the_compiler_fails(tmp_path: Path, folder: Path) -> None:
     _, said = build_wheel(tmp_path / "wheel", CXX=script(tmp_path / "compiler", FAILING))
     assert "the wheel goes without compiled guards: the guards could not be built: no such header" in said

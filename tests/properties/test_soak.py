@@ -23,7 +23,7 @@ from tests.twins import state_of
 
 assert {model_events, training_events}, "importing them fills EVENTS"
 
-STEPS, SETTLED = 20_000 if "RANDOM_RUNS" in os.environ else 4_000, 1_000
+STEPS, SETTLED = 20_000 if "RANDOM_RUNS" in os.environ else 2_000, 1_000
 """``make soak`` takes more."""
 RUN = Run(
     "dense",

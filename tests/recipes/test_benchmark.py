@@ -111,6 +111,7 @@ def test_result_of_the_callback() -> None:
 @pytest.mark.parametrize(
     "workload", ["gpt2", "gpt2_small", "gpt2_large", "sac", "sac_large", "pinn", "pinn_large", "resnet_large"]
 )
+@pytest.mark.crossed(2)
 def test_workloads_are_replayed(workload: str) -> None:
     """Every kind of step is captured on the tape and trains the same weights, with the same kernels."""
     eager, graphed = (measured(workload, f"{way}+fuse") for way in ("eager", "graph_step"))

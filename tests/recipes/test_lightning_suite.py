@@ -40,6 +40,7 @@ def test_fails():
 """
 
 
+@pytest.mark.soak
 def test_what_fails_only_with_the_callback_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in lightning_suite.FOLDERS:
         (tmp_path / "tests" / "tests_pytorch" / folder).mkdir(parents=True)

@@ -193,6 +193,7 @@ def test_the_character_gpt_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch's gloo")
+@pytest.mark.soak
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """As on several machines: started by torchrun, once for each device; one of them reports."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]

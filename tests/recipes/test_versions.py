@@ -72,6 +72,7 @@ def test_a_combination_is_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_installed")
+@pytest.mark.soak
 def test_tests_that_cannot_be_run() -> None:
     assert re.search(r"^pytest: .*no tests ran", run(HERE, ["tests/no_such_test.py"], (), _silent)["reason"], re.DOTALL)
 

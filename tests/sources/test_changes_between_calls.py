@@ -194,6 +194,7 @@ def changing_rig(change: Callable[[Any, Any], None], back: bool, when: int = WHE
 
 
 @each(change=CHANGES, on_failure=["raise", "eager"])
+@pytest.mark.crossed(2)
 def test_a_change_reaches_the_next_step(change: Callable[[Any, Any], None], on_failure: str) -> None:
     """Copied in, recaptured or done eagerly: the numbers are eager's."""
     make = partial(changing_rig, change, back=False)
@@ -202,6 +203,7 @@ def test_a_change_reaches_the_next_step(change: Callable[[Any, Any], None], on_f
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.crossed(2, 1)
 def test_a_change_between_the_traces_and_the_capture(change: Callable[[Any, Any], None]) -> None:
     """What is captured is the step that was traced: another one is traced first."""
     make = partial(changing_rig, change, back=False, when=SECOND_TRACE)

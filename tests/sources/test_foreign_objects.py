@@ -181,6 +181,7 @@ def _run(rig: Rig, call: Callable[..., Any], count: int = CALLS) -> int:
 
 @each(times=3, place=PLACES, name=THINGS)
 @pytest.mark.filterwarnings("ignore:graphplan")
+@pytest.mark.crossed(2)
 def test_objects_that_raise_when_they_are_asked(name: str, place: str) -> None:
     make = THINGS[name]
     for on_failure in ("raise", "eager"):

@@ -96,6 +96,7 @@ def _train(place: Callable[[nn.Module], object], *, graphed: bool) -> tuple[dict
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*nested tensors", "ignore:.*quantiz", "ignore:TypedStorage")
 @each(place=PLACES, name=ODD)
+@pytest.mark.crossed(2, 1)
 def test_a_step_is_replayed_beside_an_odd_tensor(name: str, place: str) -> None:
     put = PLACES[place]
     expected, _ = _train(lambda model: put(model, ODD[name]()), graphed=False)
@@ -218,6 +219,7 @@ def _train_with(way: str, make: Callable[[], Tensor], *, graphed: bool, feeds: b
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @each(times=2, way=[*WAYS, "fed"], name=ODD)
+@pytest.mark.crossed(2)
 def test_a_step_that_has_to_do_with_an_odd_tensor_is_done_once(name: str, way: str) -> None:
     """Replayed or refused: the model is the eager twin's."""
     expected = _train_with(way, ODD[name], graphed=False, feeds=way == "fed")

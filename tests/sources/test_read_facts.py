@@ -203,6 +203,7 @@ def _once(change: Callable[[Any], object], reader: Any, index: int) -> None:
 @each(
     case=by_key(CASES), guards=["C++", "Python"], named=by_key({"an owner": True, "a name": False}), indirect=["guards"]
 )
+@pytest.mark.crossed(2)
 def test_what_code_tells_of_a_tensor_is_guarded(case: Case, named: bool) -> None:
     """A change leads to another capture, and is named."""
     read, change, text = case
@@ -214,6 +215,7 @@ def test_what_code_tells_of_a_tensor_is_guarded(case: Case, named: bool) -> None
 
 
 @each(case=by_key(CASES), when=by_key({"before the capture": SECOND_TRACE, "between the traces": SECOND_TRACE - 1}))
+@pytest.mark.crossed(2, 1)
 def test_a_change_before_there_is_a_program(case: Case, when: int) -> None:
     """What is captured is the step that was traced: another one is traced first."""
     read, change, _ = case

@@ -152,6 +152,7 @@ WHEN: dict[str, Callable[[int], bool]] = {
 
 @each(when=WHEN, place=PLACES)
 @pytest.mark.filterwarnings("ignore:graphplan runs")
+@pytest.mark.crossed(2)
 def test_an_error_of_graphplans_own_leaves_an_eager_step(place: str, when: str) -> None:
     expected = _twin(CALLS)
     rig = build(_rig)
@@ -165,6 +166,7 @@ def test_an_error_of_graphplans_own_leaves_an_eager_step(place: str, when: str) 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.filterwarnings("ignore:graphplan runs")
+@pytest.mark.crossed(2, 1)
 def test_an_error_of_graphplans_own_is_a_refusal(place: str) -> None:
     rig = build(_rig)
     done, errors = 0, []
@@ -363,6 +365,7 @@ PADDED = [
 
 @each(when=WHEN, place=PADDED)
 @pytest.mark.filterwarnings("ignore:graphplan")
+@pytest.mark.crossed(3)
 def test_a_padded_step_goes_on_without_padding(place: str, when: str) -> None:
     """Each batch is trained on once, which comes to the same as eager steps but for rounding."""
     eager, found = (Training(optimizer=SGD) for _ in range(2))
@@ -378,6 +381,7 @@ def test_a_padded_step_goes_on_without_padding(place: str, when: str) -> None:
 
 @pytest.mark.parametrize("place", PADDED)
 @pytest.mark.filterwarnings("ignore:graphplan")
+@pytest.mark.crossed(3, 1)
 def test_an_error_around_a_padded_step_is_a_refusal(place: str) -> None:
     eager, found = (Training(optimizer=SGD) for _ in range(2))
     step = bucketed(found)

@@ -113,6 +113,7 @@ def test_shapes_in_turns() -> None:
 
 
 @pytest.mark.parametrize("model", ["mlp", "cnn", "lstm", "transformer"])
+@pytest.mark.crossed(2)
 def test_mixed_shapes_are_eagers(model: str) -> None:
     """Batch normalisation, dropout, recurrence and attention, in no order, with clipping and a schedule."""
     order = torch.randint(5, (90,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -87,6 +87,7 @@ def test_a_trace_that_fails_at_any_operator_is_an_eager_step_that_does(name: str
 
 
 @pytest.mark.parametrize(("name", "first"), [*zip(RIGS, range(len(RIGS)), strict=True)])
+@pytest.mark.crossed(3)
 def test_a_capture_that_fails_at_any_operator_has_not_happened(name: str, first: int) -> None:
     """The user's error comes out as it is; state is as before; the batch, given again, leads to eager's run.
 
@@ -128,6 +129,7 @@ def out_of_memory() -> torch.OutOfMemoryError:
 
 
 @each(phase=PHASES, name=RIGS)
+@pytest.mark.crossed(3)
 def test_memory_that_runs_out_leads_to_eager_steps(name: str, phase: str) -> None:
     """One warning, wherever it happens; every batch is trained on once."""
     at = PHASES[phase]
@@ -156,6 +158,7 @@ def test_memory_that_runs_out_leads_to_eager_steps(name: str, phase: str) -> Non
 
 @pytest.mark.parametrize("phase", ["second trace", "capture"])
 @pytest.mark.parametrize("number", [0, 30, 60])
+@pytest.mark.crossed(2)
 def test_a_step_that_went_eager_keeps_nothing_of_its_capture(number: int, phase: str) -> None:
     """Neither the copy of the state nor what was recorded, but for the static inputs."""
     rig = build(scaled_rig)
@@ -169,6 +172,7 @@ def test_a_step_that_went_eager_keeps_nothing_of_its_capture(number: int, phase:
 
 
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.crossed(3, 2)
 def test_memory_that_runs_out_is_a_refusal(phase: str) -> None:
     """It can be caught as what torch raises too; the call has not happened and holds nothing; the next one works."""
     rig = build(scaled_rig)
@@ -203,6 +207,7 @@ def not_putting_back(func: Any) -> bool:
 
 
 @each(name=RIGS, begun=[0, 1])
+@pytest.mark.crossed(3, 1)
 def test_a_bare_capture_that_fails_at_any_operator(name: str, begun: int) -> None:
     """``capture`` leaves the owners as it found them too, whether or not the optimizer had made its state."""
     rig = build(RIGS[name])

@@ -280,6 +280,7 @@ def test_padding_that_makes_a_difference_is_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.crossed(2)
 def test_with_eager_all_batches_are_taken_as_they_came(name: str) -> None:
     """Each once: bit by bit the steps without graphplan, and replayed where a shape comes again."""
     make, options, text = REFUSED[name]

@@ -242,6 +242,7 @@ HIDDEN: dict[str, tuple[Callable[[Trainer], Any], Callable[[Trainer], Any]]] = {
 
 
 @pairs(sizes=[(5,), (5, 7)], fullgraph=[False, True], how=HIDDEN)
+@pytest.mark.crossed(3)
 def test_what_nobody_shows_is_compiled_as_without_graphplan(
     how: str, fullgraph: bool, sizes: tuple[int, ...], device: torch.device, backend: str
 ) -> None:

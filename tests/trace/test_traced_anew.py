@@ -84,6 +84,7 @@ def test_a_value_that_is_set_between_the_traces(update: Callable[..., Any]) -> N
 
 
 @pytest.mark.parametrize("phase", range(8))
+@pytest.mark.crossed(2)
 def test_a_value_that_is_set_now_and_then(phase: int) -> None:
     """As often as an epoch ends, wherever in it the traces are."""
 
@@ -210,6 +211,7 @@ def recurrent_rig(every: int, phase: int) -> Rig:
 
 
 @pytest.mark.parametrize("phase", range(2 * BEFORE_REPLAY))
+@pytest.mark.crossed(2)
 def test_two_states_that_are_reset_to_one_tensor_once(phase: int) -> None:
     """Before the traces, between them, before the capture, or between replays: only traces tell."""
     # Traces with and without say nothing of each other.
@@ -222,6 +224,7 @@ def test_two_states_that_are_reset_to_one_tensor_once(phase: int) -> None:
 
 
 @pytest.mark.parametrize("phase", range(7))
+@pytest.mark.crossed(2, 1)
 def test_two_states_that_are_reset_to_one_tensor_now_and_then(phase: int) -> None:
     make = partial(recurrent_rig, 7, phase)
     step = assert_same_as_eager(make)

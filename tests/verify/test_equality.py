@@ -174,12 +174,14 @@ def run_checked(make: Callable[[], Rig]) -> Any:
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.crossed(3)
 def test_checks_leave_no_trace(name: str) -> None:
     """Results, tensors, Python values, hyper-parameters and generators: with checks as in eager."""
     run_checked(OF_OTHERS[name])
 
 
 @pytest.mark.parametrize("name", OWN)
+@pytest.mark.crossed(2)
 def test_checks_change_nothing(name: str) -> None:
     """With them, without, and in eager; the same programs."""
     checking = run_checked(OWN[name])

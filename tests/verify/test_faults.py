@@ -132,6 +132,7 @@ FAULTS: dict[str, tuple[Callable[[int], Rig], str]] = {
 
 @pytest.mark.parametrize("begin", [EARLY, LATE])
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.crossed(2)
 def test_nothing_but_a_check_sees_the_faults(name: str, begin: int) -> None:
     """Without checks every step is replayed, nothing is refused or captured anew, and the numbers are wrong."""
     make = partial(FAULTS[name][0], begin)
@@ -146,6 +147,7 @@ def test_nothing_but_a_check_sees_the_faults(name: str, begin: int) -> None:
 
 
 @pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.crossed(2, 1)
 def test_the_first_replay_is_found_wrong(name: str) -> None:
     """The error names path and figures and has eager's result; the state is eager's, then and ever after."""
     make, pattern = FAULTS[name]
@@ -176,6 +178,7 @@ def test_the_first_replay_is_found_wrong(name: str) -> None:
 
 
 @each(name=FAULTS, on_failure=["raise", "eager"])
+@pytest.mark.crossed(2)
 def test_a_later_replay_is_found_wrong(name: str, on_failure: str) -> None:
     """One warning, an event, and from that call on each step is the eager one, from the state that there was."""
     make, pattern = partial(FAULTS[name][0], LATE), FAULTS[name][1]

@@ -39,6 +39,7 @@ def _assert_held(run: Run, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_TORCH + WITH_LIBRARIES)
+@pytest.mark.crossed(2)
 def test_in_a_trainer(name: str) -> None:
     run, row = _run(name), dict[str, Any]()
     with recording_warnings():
@@ -47,6 +48,7 @@ def test_in_a_trainer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_TORCH[:6])
+@pytest.mark.crossed(2, 1)
 def test_in_a_plain_loop(name: str) -> None:
     run, row = _run(name), dict[str, Any]()
     with recording_warnings():
