@@ -46,8 +46,9 @@ test-core: setup  ## A file or two of each room: what notices most faults.
 test-gpu: setup  ## What needs a CUDA device or runs on both, in one process.
 	$(BIN)/python -m pytest -q --device cuda $(ARGS)
 
-soak: setup  ## A thousand random runs, other ones each time, and a long one: five minutes on two idle cores.
-	RANDOM_RUNS=250 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/properties/test_properties.py tests/properties/test_soak.py $(ARGS)
+soak: setup  ## What make test leaves out; and a thousand random runs, other ones each time, and a long one.
+	$(PYTEST) --soak $(ARGS)
+	RANDOM_RUNS=250 $(PYTEST) tests/properties/test_properties.py tests/properties/test_soak.py $(ARGS)
 
 matrix: setup  ## A part of the tests in other versions, each in an environment of its own; see recipes/results/matrix.md.
 	$(BIN)/python -m recipes.benchmarks.versions --tests $(VERSIONS) $(ARGS)

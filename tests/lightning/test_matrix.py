@@ -9,7 +9,6 @@ import pytest
 from tests.lightning.matrix import RARE, ROWS
 from tests.lightning.rows import check
 
-
 LEFT = {f"{group}: {name}" for group, names in RARE.items() for name in names}
 assert ROWS.keys() >= LEFT, LEFT - ROWS.keys()
 

@@ -156,7 +156,7 @@ def test_a_long_run_with_random_events() -> None:
         warnings.simplefilter("error", UserWarning)
         found, growth = drive_and_count(bench, step)
     assert_same({"losses": losses, **expected}, {"losses": found, **state_of(rig)})
-    assert step.stats.replayed > 0.9 * STEPS
+    assert step.stats.replayed > 0.85 * STEPS
     assert step.stats.recaptured > 20
     # The names of a code object are remembered once somebody has asked for them, of however late a capture.
     assert growth.pop("Names") <= NAMES

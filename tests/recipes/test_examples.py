@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.distributions import Distribution
 
 from tests.test_layers import imported_modules
 
@@ -79,6 +80,8 @@ def test_an_example_runs_and_replays(
     require(example.needs)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(file)])
+    # torch.compile turns it off for the rest of the process.
+    monkeypatch.setattr(Distribution, "_validate_args", True)
     # In this process: to import the libraries anew takes as long as most of the examples.
     run_path(str(file), run_name="__main__")
     printed = capsys.readouterr().out

@@ -54,6 +54,7 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_installed")
+@pytest.mark.soak
 def test_a_combination_is_run(tmp_path: Path) -> None:
     """Counts, names of what failed, and what was found installed."""
     file = tmp_path / "test_three.py"
