@@ -31,8 +31,9 @@ from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.observe.source import find_raise, is_raised_by_user
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.streams import lend
-from graphplan.trace.constants import DeviceConstants
+from graphplan.trace.constants import DeviceConstants, HostConstants
 from graphplan.trace.host_reads import AnsweredReads
+from graphplan.trace.records import HostConstant
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
@@ -143,7 +144,11 @@ class CUDAGraphBackend(Backend):
     executes = False
 
     def __init__(
-        self, device: torch.device, generators: Sequence[torch.Generator] = (), constants: Sequence[torch.Tensor] = ()
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator] = (),
+        constants: Sequence[torch.Tensor] = (),
+        host_constants: Sequence[HostConstant] = (),
     ) -> None:
         self.device = device
         self.generators = list(generators)
@@ -151,6 +156,7 @@ class CUDAGraphBackend(Backend):
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
         self.constants = list(constants)
+        self.host_constants = host_constants
         self.watched: str | None = None
         """The name of what is recorded next, if torch shall watch what that reads."""
         self._eager_bytes = 0
@@ -288,6 +294,7 @@ class CUDAGraphBackend(Backend):
     ) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(self.constants) if self.constants else nullcontext()
+        on_host = HostConstants(self.host_constants) if self.host_constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
         reads = AnsweredReads(self.reads) if any(read.asserted for read in self.reads) else nullcontext()
         options = capture_options(graph.capture_begin, watched=self.watched is not None)
@@ -295,8 +302,10 @@ class CUDAGraphBackend(Backend):
         with UNDISTURBED, torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, **options)
-                with constants, reads, nullcontext() if states is None else states.captured():
+                with constants, on_host, reads, nullcontext() if states is None else states.captured():
                     result = body()
+                    if isinstance(on_host, HostConstants):
+                        on_host.check()
             except BaseException as error:
                 # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
                 traceback.clear_frames(error.__traceback__)

@@ -18,6 +18,8 @@ from graphplan.trace.mode import refuse_trace
 
 _COPIES = ("cpu", "to", "type_as")
 """Methods of tensors that copy between devices. What reads values is refused on the CPU, too."""
+_NO_CONSTANTS = ("rand", "empty", "normal")
+"""How the names of those functions begin that make other tensors than constants."""
 
 
 @contextmanager
@@ -27,7 +29,11 @@ def cuda_rules() -> Iterator[None]:
     """
     on_host = WeakIdKeyDictionary()
     named = {getattr(function, "__name__", ""): function for function in _device._device_constructors()}
-    makers: dict[str, Any] = {name: make for name, make in named.items() if getattr(torch, name, None) is make}
+    makers: dict[str, Any] = {
+        name: make
+        for name, make in named.items()
+        if name.startswith(_NO_CONSTANTS) and getattr(torch, name, None) is make
+    }
     for name, function in makers.items():
         setattr(torch, name, _noting(function, on_host))
     for name in _COPIES:

@@ -167,11 +167,13 @@ def _new_place(code: CodeType) -> _Place:
     )
 
 
-def find_source() -> Source:
-    """The innermost frame outside torch, Lightning and this package. Where the step has none, but frames of Lightning's
-    or torchmetrics', the innermost of those; where it has torch's alone, the caller's is named.
+def find_source(innermost: FrameType | None = None) -> Source:
+    """The innermost frame outside torch, Lightning and this package, of those around ``innermost`` or the caller. Where
+    the step has none, but frames of Lightning's or torchmetrics', the innermost of those; where it has torch's alone,
+    the step's caller is named.
     """
-    frame = innermost = sys._getframe(1)
+    innermost = sys._getframe(1) if innermost is None else innermost
+    frame = innermost
     found: FrameType | None = None
     familiar: FrameType | None = None
     component: _Component | None = None

@@ -20,7 +20,7 @@ _SAME = (
     "output_structure", "communicates",
 )  # fmt: skip
 _AS_MANY = ("outputs", "host_reads")
-_HANDLES_AS_MANY = ("host_draws", "device_constants")
+_HANDLES_AS_MANY = ("host_draws", "device_constants", "host_constants")
 
 
 def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: Any) -> Plan | None:

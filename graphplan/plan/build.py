@@ -104,7 +104,16 @@ def build_plan(
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         last_operators=_last_operators(second),
-        handles=Handles(function, owners, rates, second.generators, second.device_constants, second.host_draws, kept),
+        handles=Handles(
+            function,
+            owners,
+            rates,
+            second.generators,
+            second.device_constants,
+            second.host_constants,
+            second.host_draws,
+            kept,
+        ),
     )
 
 

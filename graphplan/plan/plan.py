@@ -22,6 +22,7 @@ from graphplan.specs.paths import Of, names
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import External, Footprint, Role, TensorSpec
 from graphplan.tensors.storages import storage_id
+from graphplan.trace.records import HostConstant
 from graphplan.trace.rng import SavedStates
 
 COLUMNS = ("name", "role", "tensor", "storage", "change")
@@ -57,6 +58,7 @@ class Handles:
         rates: device learning rates of the step's optimizers.
         generators: generators other than torch's default ones that the step draws from.
         device_constants: tensors that the step makes from Python values on the device, in order.
+        host_constants: tensors that the step makes from Python values on the host and gives to the device.
         host_draws: what draws again what a step that computes on a device draws on the host, and nothing depends on.
         keep_alive: fed tensors whose memory the step may also read by another name.
     """
@@ -66,6 +68,7 @@ class Handles:
     rates: LearningRates
     generators: Sequence[torch.Generator]
     device_constants: Sequence[Tensor]
+    host_constants: Sequence[HostConstant]
     host_draws: Sequence[Callable[[], Any]]
     keep_alive: Sequence[Tensor]
 

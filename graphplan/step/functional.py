@@ -272,7 +272,7 @@ def make_backend(name: str, plan: Plan) -> Backend:
     backend: Backend = (
         TapeBackend()
         if resolved == "tape"
-        else CUDAGraphBackend(plan.device, handles.generators, handles.device_constants)
+        else CUDAGraphBackend(plan.device, handles.generators, handles.device_constants, handles.host_constants)
     )
     backend.reads = plan.host_reads
     backend.states = plan.states

@@ -237,6 +237,7 @@ class Stages:
         if isinstance(backend, CUDAGraphBackend):
             backend.generators = list(plan.handles.generators)
             backend.constants = list(plan.handles.device_constants)
+            backend.host_constants = plan.handles.host_constants
             backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
         return capture_program(
             plan,

@@ -1,8 +1,9 @@
 """Constants that a capture must not copy from the host.
 
-``torch.tensor(values, device="cuda")`` copies from a temporary, which a graph cannot hold. Both traces made the same
-constants, so a capture can hand out copies of those instead. The mode is entered only for steps whose traces have such
-constants, since torch's modules leave their fast paths where a ``TorchFunctionMode`` is active.
+``torch.tensor(values, device="cuda")`` copies from a temporary, which a graph cannot hold, and so does
+``torch.arange(n).to("cuda")``. Both traces made the same constants, so a capture can hand out copies of those instead.
+The modes are entered only for steps whose traces have such constants: torch's modules leave their fast paths where a
+``TorchFunctionMode`` is active, and compiled code is not run compiled within a dispatch mode.
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from graphplan.errors import CaptureError
 from graphplan.observe.source import find_source
+from graphplan.observe.watching import Aside
 from graphplan.tensors.copying import same_bits
+from graphplan.trace.composites import OperatorMode
+from graphplan.trace.operator_schemas import TRANSFERS, host_operands, schema_of
+from graphplan.trace.records import HostConstant
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -54,3 +60,37 @@ class DeviceConstants(TorchFunctionMode):
                 f"made {value.tolist()}; hold the value in a tensor that an owner has"
             )
         return constant.clone().requires_grad_(wanted.requires_grad)
+
+
+class HostConstants(OperatorMode):
+    """Gives operators that copy from host memory to the device what the traced steps' constants are there."""
+
+    def __init__(self, constants: Sequence[HostConstant]) -> None:
+        super().__init__()
+        self._constants = constants
+        self._missing: CaptureError | None = None
+
+    def check(self) -> None:
+        """Raise CaptureError if the step has copied from host memory what the traced steps did not."""
+        self.faults.check()
+        if self._missing is not None:
+            raise self._missing
+
+    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator, on copies of constants if it is given any from host memory."""
+        name = schema_of(func).name
+        copies = {id(tensor): self._copy_of(tensor, name) for tensor in host_operands(name, args, kwargs)}
+        if copies:
+            args = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), args)
+        return aside.run(func, args, kwargs)
+
+    def _copy_of(self, tensor: Tensor, name: str) -> Tensor:
+        for constant in self._constants:
+            if same_bits(constant.value, tensor):
+                return constant.copy
+        if name in TRANSFERS and self._missing is None:
+            self._missing = CaptureError(
+                f"the captured step copies host memory to the device at {find_source()}, other values than the traced "
+                "steps made there; make the same ones in each step, or hold the values in a tensor that an owner has"
+            )
+        return tensor

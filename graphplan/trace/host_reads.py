@@ -51,6 +51,8 @@ class Place(NamedTuple):
     where: tuple[int | None, ...]
 
     def __str__(self) -> str:
+        if not self.filename:
+            return self.function
         text = linecache.getline(self.filename, self.line).strip()
         return f"{os.path.basename(self.filename)}:{self.line} in {self.function}" + (f": `{text}`" if text else "")
 
@@ -93,10 +95,15 @@ def is_machinery(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_MACHINERY)
 
 
+ENGINE = Place("", 0, "autograd's engine", ())
+"""Where a thread of autograd's reads a tensor, in which no code of Python's runs but this package's."""
+
+
 def find_place() -> Place:
     """Where the tensor is read that is being read."""
     frame = _asking(sys._getframe(1))
-    assert frame is not None
+    if frame is None:
+        return ENGINE
     code = frame.f_code
     positions: Any = getattr(code, "co_positions", None)
     where = next(islice(positions(), frame.f_lasti // 2, None)) if positions is not None else (frame.f_lasti,)

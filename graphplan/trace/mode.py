@@ -5,6 +5,7 @@ Longer than most rooms: each operator is looked at once, and everything that is 
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from threading import get_ident
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from graphplan.environment.devices import default_generators
+from graphplan.environment.origin import is_ours
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.observe.conversions import validates
 from graphplan.observe.source import Source, find_source, is_recomputed, optimizer_fix
@@ -34,13 +36,14 @@ from graphplan.trace.operator_schemas import (
     TRANSFERS,
     Schema,
     has_dynamic_shape,
+    host_operands,
     schema_of,
     tensors_and_others,
     tensors_in,
     written_tensors,
 )
 from graphplan.trace.rate_reads import RateWatch
-from graphplan.trace.records import Operator, Trace, TracedExternal
+from graphplan.trace.records import HostConstant, Operator, Trace, TracedExternal
 from graphplan.trace.uniform import UNIFORM, Operand, UniformDraws
 
 _SYNC_FIX = (
@@ -351,7 +354,11 @@ class TraceMode(OperatorMode):
         elif has_dynamic_shape(schema, args, kwargs) and not self._are_constants(given):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         if name in TRANSFERS:
-            self._check_transfer(name, args, out, source)
+            self._check_transfer(name, args, out, given, source)
+        for tensor in host_operands(name, args, kwargs):
+            if self._are_constants([pair for pair in given if pair[0] is tensor]):
+                value = tensor.detach().clone()
+                self._trace.host_constants.append(HostConstant(value, value.to(out.device)))
         if name in HOST_READS and not (name == CHECK and given[0][0].device.type == "cpu"):
             self._check_read(name, args, given, source)
 
@@ -371,7 +378,14 @@ class TraceMode(OperatorMode):
             component=source.component,
         )
 
+    def _told(self, source: Source) -> Source:
+        """What a message names: for an operator that autograd's engine calls in a thread of its own, the backward for
+        which the step's thread waits.
+        """
+        return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
+
     def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> None:
+        source = self._told(source)
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and what.startswith("aten.bincount") and "torchmetrics" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"
@@ -384,16 +398,18 @@ class TraceMode(OperatorMode):
             is_drawn=is_drawn,
         )
 
-    def _check_transfer(self, name: str, args: tuple[Any, ...], out: Any, source: Source) -> None:
+    def _check_transfer(
+        self, name: str, args: tuple[Any, ...], out: Any, given: list[tuple[Tensor, Operand]], source: Source
+    ) -> None:
         target, origin = (args[0], args[1]) if name == "aten.copy_.default" else (out, args[0])
         if origin.device.type == target.device.type:
             return
         if target.device.type == "cpu":
             self._refuse_sync(f"{name} copies from {origin.device} to the host", source)
-        elif origin.device.type == "cpu":
+        elif not self._are_constants([pair for pair in given if pair[0] is origin]):
             self.refuse(
                 TemporaryCopyError,
-                f"{name} copies host memory to {target.device} at {source}; a graph would copy from that address for "
-                "ever. Feed the tensor to the step, or make it on the device",
+                f"{name} copies host memory to {target.device} at {self._told(source)}; a graph would copy from that "
+                "address for ever. Feed the tensor to the step, or make it on the device",
                 component=source.component,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,7 @@ HOST_READS = {
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
 """What operators read on the host although no tag says so, and what to do instead."""
+_INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
 """Operators that may copy from one device to another."""
 _BY_ARGUMENTS = (
@@ -210,6 +211,18 @@ def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, A
         # Its lengths are numbers, which it copies to a device.
         return bool(args[0].device.type != "cpu")
     return schema.has_dynamic_shape
+
+
+def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors in host memory that a transfer to a device, or what indexes a device's tensor, copies from."""
+    if name == "aten._to_copy.default":
+        target = kwargs.get("device")
+        given, is_on_device = args[:1], target is not None and target.type != "cpu"
+    elif name == "aten.copy_.default" or name in _INDEXING:
+        given, is_on_device = args[1:2], args[0].device.type != "cpu"
+    else:
+        return []
+    return [tensor for tensor in tensors_in(given) if tensor.device.type == "cpu"] if is_on_device else []
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:

@@ -59,6 +59,13 @@ class TracedExternal:
         return self.communicated and fills and (self.operator, self.source) == (self.mutated_by, self.mutated_at)
 
 
+class HostConstant(NamedTuple):
+    """A tensor that the step makes in host memory of Python's numbers alone, and gives to the device; a copy there."""
+
+    value: Tensor
+    copy: Tensor
+
+
 @dataclass(slots=True)
 class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
@@ -99,6 +106,7 @@ class Trace:
     dtypes: set[torch.dtype] = field(default_factory=set)
     footprint: Footprint = field(default_factory=Footprint)
     device_constants: list[Tensor] = field(default_factory=list)
+    host_constants: list[HostConstant] = field(default_factory=list)
     graph_elsewhere: bool = False
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)

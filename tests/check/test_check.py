@@ -86,15 +86,17 @@ def test_a_copy_to_the_host_that_does_nothing_on_the_host() -> None:
 @pytest.mark.parametrize(
     ("make", "is_copied"),
     [
-        (lambda x: torch.arange(8.0).to(x.device), True),
-        (lambda x: torch.tensor([2.0]).to(x), True),
+        (lambda x: torch.randn(8).to(x.device), True),
+        (lambda x: torch.rand(8).to(x), True),
         (lambda x: torch.rand(8).type_as(x), True),
+        (lambda x: torch.arange(8.0).to(x.device), False),
+        (lambda x: torch.tensor([2.0]).to(x), False),
         (lambda x: torch.arange(8.0, device=x.device).to(x.device), False),
         (lambda x: torch.arange(8, device=x.device).to(x), False),
         (lambda x: torch.ones(8, device=x.device).to(torch.float64).to(x.dtype), False),
         (lambda x: x.new_ones(8).to(x.device), False),
     ],
-    ids=["arange", "tensor", "rand", "on device", "on device to tensor", "to dtype", "new_ones"],
+    ids=["randn", "rand", "rand as", "arange", "tensor", "on device", "on device to tensor", "to dtype", "new_ones"],
 )
 def test_a_copy_of_host_memory_that_does_nothing_on_the_host(make: Callable[[Tensor], Tensor], is_copied: bool) -> None:
     """Blocks a graph where it was made without a device and goes to one; all is as before afterwards."""

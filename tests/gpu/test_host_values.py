@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
@@ -41,3 +44,63 @@ def test_objects_with_host_tensors_that_are_not_read() -> None:
     assert_same(drive(expected, expected.step).state, drive(found, step).state)
     assert step.stats.captured == 1
     assert step.stats.replayed == CALLS - BEFORE_REPLAY - 1
+
+
+CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda x: x * torch.tensor(2.0).to(x.device),
+    "a number of another type": lambda x: x * torch.tensor(3).to(x.device, torch.float32),
+    "a range": lambda x: x * torch.arange(8.0).to(x.device, non_blocking=True),
+    "computed from ranges": lambda x: x * (torch.arange(4)[None] - torch.arange(2)[:, None]).reshape(8).to(x.device),
+    "a slice of an identity": lambda x: x @ (-torch.eye(9)[:8, 1:]).to(x),
+    "transposed": lambda x: x @ torch.arange(64.0).reshape(8, 8).T.to(x.device),
+    "expanded": lambda x: x * torch.tensor([0.5]).expand(8).to(x.device),
+    "pinned": lambda x: x * torch.ones(8).pin_memory().to(x.device, non_blocking=True),
+    "copied into": lambda x: x * torch.empty(8, device=x.device).copy_(torch.arange(8.0)),
+    "an index": lambda x: x[:, torch.arange(7, -1, -1)],
+    "put at an index": lambda x: torch.zeros_like(x).index_put((torch.tensor([0, 2]),), x[:2]),
+}
+
+
+def _makes_constant(make: Callable[[Tensor], Tensor]) -> Rig:
+    model = nn.Linear(8, 4).to(DEVICE)
+    optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(make(x)).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    calls = [(x.to(DEVICE),) for x, _ in float_batches(CALLS)]
+    return Rig(train_step, {"model": model, "optimizer": optimizer}, calls)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_host_tensors_of_pythons_numbers_alone_are_constants(name: str) -> None:
+    """A capture copies from copies of them on the device: attention masks and caches of libraries make such tensors."""
+    make = partial(_makes_constant, CONSTANTS[name])
+    expected, found = build(make), build(make)
+    step = managed(found, backend=BACKEND)
+    assert_same(drive(expected, expected.step).state, drive(found, step).state)
+    assert step.stats.captured == 1
+    assert step.stats.replayed == CALLS - BEFORE_REPLAY - 1
+
+
+@needs_cuda
+def test_a_number_that_changes_is_no_constant() -> None:
+    """It is a name that guards compare: each value has a program."""
+    scale = {"by": 1.0}
+    make = partial(_makes_constant, lambda x: x * torch.tensor(scale["by"]).to(x.device))
+
+    def after(index: int) -> None:
+        scale["by"] = 2.0 if index >= CALLS // 2 else 1.0
+
+    expected, found = build(make), build(make)
+    expected.after = found.after = after
+    step = managed(found, backend=BACKEND)
+    expected_run = drive(expected, expected.step)
+    scale["by"] = 1.0
+    assert_same(expected_run.state, drive(found, step).state)
+    assert step.stats.captured == 2

@@ -105,12 +105,40 @@ def test_reading_on_the_host_falls_back_to_eager() -> None:
     assert_falls_back(rig_of(read_item), SkipReason.HOST_SYNC, line_of(read_item), backend=BACKEND)
 
 
+ON_HOST = torch.ones(3)
+
+
 def copy_from_host(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
-    return loss + torch.ones(3).to(x.device).sum()  # culprit
+    return loss + ON_HOST.to(x.device).sum()  # culprit
 
 
 def copy_from_pinned(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
-    return loss + torch.ones(3).pin_memory().to(x.device, non_blocking=True).sum()  # culprit
+    return loss + ON_HOST.pin_memory().to(x.device, non_blocking=True).sum()  # culprit
+
+
+def read_in_backward(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    h = (x.detach() * 2).requires_grad_()
+    h.register_hook(lambda grad: grad[grad > 0].sum() + grad)  # culprit
+    with torch.enable_grad():
+        (h * h).sum().backward()
+    return loss
+
+
+def put_by_mask(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    row = torch.ones(x.shape[1], device=x.device, requires_grad=True)
+    with torch.enable_grad():
+        h = x.detach() * 2
+        h[x[:, 0] > 0] = row  # culprit
+        h.sum().backward()
+    return loss
+
+
+@needs_cuda
+@pytest.mark.parametrize("read", [read_in_backward, put_by_mask], ids=lambda read: read.__name__)
+def test_reading_in_a_thread_of_autograds_is_refused(read: Callable[..., Any]) -> None:
+    """By code of the step's in that thread; and where none runs there, and the forward pass has read before."""
+    assert_refused(rig_of(read), HostSyncError, line_of(read), backend=BACKEND)
+    captures_still_work()
 
 
 @needs_cuda

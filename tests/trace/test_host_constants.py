@@ -1,0 +1,108 @@
+"""Tensors that a step makes in host memory of Python's numbers alone, and gives to the device.
+
+The device is torch's ``meta``, which copies nothing; ``tests/gpu/test_host_values.py`` has a GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphplan import CaptureError, GraphPlanError, TemporaryCopyError, compile_plan
+from graphplan.trace.constants import HostConstants
+from graphplan.trace.records import HostConstant
+from tests.twins import line_of
+
+GIVEN: dict[str, Callable[[], Tensor]] = {
+    "number": lambda: torch.tensor(3.0),
+    "range": lambda: torch.arange(4),
+    "computed": lambda: torch.arange(4)[:, None].repeat(1, 2) - 1,
+    "written": lambda: torch.zeros(3).fill_(2.0),
+    "shape": lambda: torch.full((2,), 7).to(torch.int32),
+}
+FED = torch.ones(3)
+
+
+class Copied(TorchDispatchMode):
+    """Notes where the sources of transfers and indices lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func) in ("aten._to_copy.default", "aten.copy_.default"):
+            self.devices.append(args[-1].device.type)
+        elif str(func) == "aten.index.Tensor":
+            self.devices.extend(index.device.type for index in args[1] if index is not None)
+        return func(*args, **(kwargs or {}))
+
+
+def constants_of(step: Callable[[Tensor], Any]) -> list[HostConstant]:
+    """The constants of the plan of ``step``."""
+    plan = compile_plan(step, torch.ones(2), owners={})
+    return list(plan.handles.host_constants)
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_they_are_noted_with_copies_on_the_device(name: str) -> None:
+    make = GIVEN[name]
+    (constant,) = constants_of(lambda x: [x * 2, make().to("meta")][0])
+    assert torch.equal(constant.value, make())
+    assert constant.copy.device.type == "meta"
+    assert (constant.copy.shape, constant.copy.dtype) == (make().shape, make().dtype)
+
+
+def test_what_copies_into_a_tensor_and_what_indexes_one() -> None:
+    there = torch.empty(4, 3, device="meta")
+    found = constants_of(
+        lambda x: [x * 2, there[torch.tensor([-1])], there[torch.arange(2)], torch.empty(2).copy_(x)][0]
+    )
+    assert [constant.value.tolist() for constant in found] == [[-1], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: FED, lambda x: x, lambda x: torch.rand(3), lambda x: torch.arange(2) + x, lambda x: FED[:1]]
+)
+def test_others_are_refused(make: Callable[[Tensor], Tensor]) -> None:
+    def step(x: Tensor) -> Tensor:
+        make(x).to("meta")  # culprit
+        return x * 2
+
+    with pytest.raises(TemporaryCopyError, match=rf"copies host memory to meta at {line_of(step)}.*Feed the tensor"):
+        compile_plan(step, torch.ones(2), owners={})
+
+
+def test_numbers_that_change_are_refused() -> None:
+    """Two traces see them; what has a name is guarded instead."""
+    counts = iter(range(9))
+    with pytest.raises(GraphPlanError, match=r"constant"):
+        compile_plan(lambda x: [x * 2, torch.tensor([next(counts)]).to("meta")][0], torch.ones(2), owners={})
+
+
+def test_a_capture_copies_from_the_device() -> None:
+    known = [HostConstant(torch.arange(4), torch.empty(4, dtype=torch.int64, device="meta"))]
+    there = torch.empty(4, 3, device="meta")
+    noted, constants = Copied(), HostConstants(known)
+    with noted, constants:
+        assert torch.arange(4).to("meta").shape == (4,)
+        assert there[torch.arange(4)].shape == (4, 3)
+        torch.empty(4, device="meta").copy_(torch.arange(4))
+        torch.ones(3).to(torch.float64)
+    constants.check()
+    assert noted.devices == ["meta", "meta", "meta", "cpu"]
+
+
+def test_a_capture_that_copies_other_values_is_refused() -> None:
+    constants = HostConstants([HostConstant(torch.arange(4), torch.empty(4, device="meta"))])
+    with constants:
+        torch.arange(1, 5).to("meta")
+    with pytest.raises(
+        CaptureError, match=r"copies host memory to the device at test_host_constants\.py:\d+.*other val"
+    ):
+        constants.check()
