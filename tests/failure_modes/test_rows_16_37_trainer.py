@@ -65,6 +65,7 @@ def test_row_21_random_branch_in_a_trainer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.crossed(2)
 def test_row_28_accumulation_in_a_trainer(every: int, tmp_path: Path) -> None:
     """No micro-batch is lost."""
     options: dict[str, Any] = {"accumulate_grad_batches": every, "max_epochs": 6, "gradient_clip_val": 0.5}

@@ -270,6 +270,7 @@ def test_weights_that_eager_code_changes_in_place_are_seen() -> None:
 # A soak.
 
 
+@pytest.mark.soak
 def test_a_soak_of_threads_and_shapes_leaks_nothing() -> None:
     """Eight threads, exact and padded calls of one pool, random shapes and options: eager's results, and the programs,
     static memory and living tensors of the first half are those of the second.

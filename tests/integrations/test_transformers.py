@@ -103,6 +103,7 @@ def same(folder: Path, kind: type[Trainer] = Graphed, **options: Any) -> Any:
     ],
     ids=lambda options: "+".join(options) or "defaults",
 )
+@pytest.mark.crossed(2)
 def test_the_whole_step_is_replayed(options: dict[str, Any], tmp_path: Path) -> None:
     stats = same(tmp_path, **options).graphed.stats
     assert (stats.captured, stats.replayed) == (1, 2 * STEPS - BEFORE_REPLAY), stats.events

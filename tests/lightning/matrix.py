@@ -44,22 +44,27 @@ RARE = {
     "callback": [
         "BatchSizeFinder", "LearningRateFinder", "RichModelSummary", "TQDMProgressBar", "ThroughputMonitor", "Timer",
         "DeviceStatsMonitor", "LambdaCallback after each batch", "WeightAveraging", "gradients after each batch",
+        "RichProgressBar", "LearningRateMonitor", "EarlyStopping", "Tuner.lr_find", "reloads the optimizer",
+        "sets lr and weight decay", "LambdaCallback in the step", "overwrites everything", "drops a gradient",
         "BackboneFinetuning", "freezes a layer", "loads weights", "ModelSummary", "SpikeDetection",
     ],
     "hook": ["gradients halved after backward"],
     "logs": [
         "reduce_fx max", "reduce_fx sum", "log_dict", "detached", "batch_size", "on_epoch", "several", "on_step",
+        "a Python number", "prog_bar", "now and then", "from on_before_optimizer_step", "without logger",
         "from on_before_zero_grad", "from on_after_backward",
     ],
     "module": [
         "compiled as a whole", "checkpointed activations that draw nothing", "variant, a method", "tied weights",
-        "schedulers by hand", "a frozen layer",
+        "schedulers by hand", "a frozen layer", "part compiled in place", "optimized by hand", "a scaler by hand",
     ],
     "optimizer": [
         "SGD", "a stock SGD", "a stock Adagrad", "RMSprop", "RMSprop with clipping", "schedule every other epoch",
         "schedule cyclic", "schedule chained", "schedule per epoch", "schedule one cycle without momentum",
         "one cycle with momentum", "schedule every third step", "clipping by hand", "zero_grad", "lr_scheduler_step",
-        "optimizer_step, and a loss that reads the lr", "no schedule",
+        "optimizer_step, and a loss that reads the lr", "no schedule", "a stock AdamW", "schedule plateau",
+        "optimizer_step that calls the closure itself and logs", "backward twice", "NAdam",
+        "lr warm-up in optimizer_step",
     ],
     "run": [
         "two fits of one module with one callback", "two fits by one Trainer with two callbacks",
@@ -72,7 +77,10 @@ RARE = {
         "bf16-mixed, clipped by norm", "16-mixed, SGD", "16-mixed, fused", "16-mixed, AdamW", "16-mixed, RMSprop",
         "16-mixed, SGD, clipped by value", "16-mixed, AdamW, clipped by norm", "validation twice an epoch",
         "the whole sanity check", "no sanity check", "progress bar", "model summary", "simple profiler",
-        "limit_train_batches", "max_steps", "max_time", "a user's precision plugin",
+        "validation after a third of an epoch", "validation across epochs", "inference_mode=False", "barebones",
+        "16-mixed, accumulated", "16-mixed, fused, clipped by value", "new loaders for each epoch", "64-true",
+        "advanced profiler", "overfit_batches", "limit_train_batches", "max_steps", "max_time",
+        "a user's precision plugin",
     ],
 }  # fmt: skip
 """Rows that other rows come close to: left to ``make soak``."""

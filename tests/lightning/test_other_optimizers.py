@@ -140,6 +140,7 @@ class Dies(Callback):
     [(LitDigits, {}), (Manual, {}), (LitDigits, {"max_recaptures": 1})],
 )
 @pytest.mark.filterwarnings("ignore:graphplan runs this step eagerly")
+@pytest.mark.crossed(3)
 def test_the_memory_of_those_before_is_given_back(make: Any, options: Any, tmp_path: Path) -> None:
     renews = Renews(_sets_up)
     watch, callback = Dies(renews), tape(warmup_steps=1, **options)

@@ -105,6 +105,7 @@ def test_fits_equal_eager(tmp_path: Path) -> None:
             assert torch.equal(ours[name], value), name
 
 
+@pytest.mark.soak
 def test_it_is_unpickled_in_another_process(tmp_path: Path) -> None:
     """Which has not asked for the second package's class before."""
     callback = MadeFirst(backend="tape")

@@ -68,6 +68,7 @@ class Logs(Callback):
 
 
 @each(every=[1, 3], way=["nobody", "logger", "writer", "hyperparameters", "copies"], late=ARRIVALS, indirect=["late"])
+@pytest.mark.crossed(2)
 def test_rows_are_lightnings(way: str, every: int, late: list[None], tmp_path: Path) -> None:
     options: dict[str, Any] = {"log_every_n_steps": every, "val_check_interval": 5}
     expected = fit(with_step(_step), tmp_path / "eager", more=[Logs(way)], **options)

@@ -173,6 +173,7 @@ def test_the_fit_is_that_of_padded_steps(kind: Any, options: Any, callback: Any,
     assert_nothing_installed(found.trainer, found.module)
 
 
+@pytest.mark.soak
 def test_rows_count_as_they_came_in_means_over_the_epoch(tmp_path: Path) -> None:
     rows = [8, 3, 5, 4, 7, 2, 6, 8, 1] * 5
 
@@ -235,6 +236,7 @@ def test_steps_that_are_timed_first_are_not_padded(tmp_path: Path) -> None:
     assert found.callback.stats.replayed > 20
 
 
+@pytest.mark.soak
 def test_dropout_draws_for_the_padded_batch(tmp_path: Path) -> None:
     make: Any = lambda: Masked(0.1)  # noqa: E731
     expected = fit(LitMasked(padded_to, make), tmp_path / "eager")

@@ -286,6 +286,7 @@ def _random_batch(rng: random.Random) -> tuple[Any, Callable[[Any], Tensor], int
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.crossed(3)
 def test_random_batches(seed: int) -> None:
     """Whatever is read, and however it lies: eager's bits, and no more programs than values that are read."""
     make, take, programs = _random_batch(random.Random(seed))

@@ -556,6 +556,7 @@ def test_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert native.find() is None
 
 
+@pytest.mark.soak
 def test_two_processes_that_build_at_once(tmp_path: Path, folder: Path) -> None:
     """Both come to an end, and one whole file is there."""
     slow = script(tmp_path / "compiler", f"sleep 0.2; {COMPILER}")

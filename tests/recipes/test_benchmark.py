@@ -54,6 +54,7 @@ def measured(workload: str, contender: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.soak
 def test_result_of_the_loops(tmp_path: Path) -> None:
     """Eager and graphed blocks are interleaved in one process; a contender that fails is a row with its error."""
     peer = tmp_path / "peer.py"

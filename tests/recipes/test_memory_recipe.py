@@ -18,6 +18,7 @@ ROW: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.soak
 def test_one_workload_on_the_tape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command itself, in a process of its own."""
     path = tmp_path / "memory.json"

@@ -245,6 +245,7 @@ def test_other_mistakes_on_the_command_line_name_the_choices(argument: str, patt
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
+@pytest.mark.crossed(2)
 def test_every_choice_of_every_group_is_valid(group: str, choice: str) -> None:
     cfg = composed(f"{group}={choice}", "ckpt_path=last.ckpt")
     check_config(cfg)
@@ -275,6 +276,7 @@ def test_every_choice_of_every_group_is_valid(group: str, choice: str) -> None:
     ],
     ids=lambda value: "+".join(value) if isinstance(value, list) else None,
 )  # fmt: skip
+@pytest.mark.crossed(2)
 def test_a_configuration_that_makes_no_sense_is_refused(
     overrides: list[str], error: type[Exception], pattern: str
 ) -> None:

@@ -355,6 +355,7 @@ def _rig(case: Case, held: str, change: bool = True) -> Rig:
 
 
 @each(held=["closure", "attribute", "default"], case=by_key(CASES))
+@pytest.mark.crossed(2)
 def test_a_change_reaches_the_next_step(case: Case, held: str) -> None:
     """Replays before and after it, and no check that could have found it."""
     rig = build(lambda: _rig(case, held))

@@ -151,6 +151,7 @@ def _rig(change: Callable[[Any], None]) -> Rig:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.crossed(2)
 def test_a_change_reaches_the_next_step(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers are eager's, and are others than without the change."""
     records = []

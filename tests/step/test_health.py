@@ -67,6 +67,7 @@ def broken_off(name: str, at: int, number: int, wrap: Callable[[Rig], Any]) -> t
 
 
 @each(name=RIGS, phase=["first trace", "second trace"])
+@pytest.mark.crossed(3, 2)
 def test_a_trace_that_fails_at_any_operator_is_an_eager_step_that_does(name: str, phase: str) -> None:
     """The user's error comes out as it is, and leaves what eager would: running statistics, gradients, random numbers,
     a scaler that will not unscale again.

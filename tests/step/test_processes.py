@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
@@ -40,6 +41,7 @@ def run(code: str, *, returns: int = 0) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.soak
 def test_a_forked_child_trains_on() -> None:
     """Before, while and after the step is captured; the child's work is not the parent's, and both are eager's."""
     out = run(
@@ -95,6 +97,7 @@ def test_the_interpreter_ends_with_live_programs() -> None:
     assert out == ["0"] * len(EXITS) + ["6"]
 
 
+@pytest.mark.soak
 def test_an_exit_from_within_a_replay() -> None:
     """The process ends with the status that was asked for."""
     code = "drive(rig, step, 8)\nprint(step.stats.replayed)\nwith FailAt(5, SystemExit(3)):\n    step(*rig.calls[8])"

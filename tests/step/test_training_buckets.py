@@ -118,6 +118,7 @@ def assert_same_call(eager: Any, step: Callable[..., Any], batch: Batch, *, pads
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.crossed(2)
 def test_equal_to_eager_steps_on_padded_batches(dropout: float) -> None:
     """Losses, gradients, parameters, optimizer state and the random generator, bit by bit; as many captures as sizes.
 
@@ -680,6 +681,7 @@ def test_dropout_in_attention_and_fused_is_left_out_of_rehearsals() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.soak
 def test_bert_with_dynamic_padding() -> None:
     """A library's own model, with dropout, on batches padded to their longest sentence."""
     transformers = pytest.importorskip("transformers")

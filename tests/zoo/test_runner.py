@@ -189,6 +189,7 @@ def test_an_entry_that_cannot_be_made_is_a_row(tmp_path: Path) -> None:
     assert "no such size" in cells({"name": "test/entry", **row})[0][-1]
 
 
+@pytest.mark.soak
 def test_a_process_that_dies_or_takes_too_long_is_a_row(tmp_path: Path) -> None:
     args = command.parse(["--set", "cpu"])
     lost = Entry("test/unknown", _linear)
