@@ -1,0 +1,231 @@
+"""Every architecture of transformers, tiny, in a Trainer: replayed and equal to eager, or refused for which reason.
+
+    python -m recipes.zoo.sweep [--only 'causal/*'] [--part 0/14] [--json PATH]
+
+Nothing is tuned for an architecture: its configuration's own defaults but for sizes. One that cannot be made so, or
+whose eager step fails, is skipped with the error. Times are not taken; ``python -m recipes.zoo`` takes them. An eager
+run whose optimizer is prepared as graphplan prepares it is the oracle: bit by bit, else to the spread of eager runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from graphplan import GraphPlanCallback
+from graphplan.report.progress import bar
+from recipes.zoo.measuring import compare
+from recipes.zoo.training import Prepared, State, answering_captured, state_of
+
+STEPS, ROWS, LENGTH, CLASSES = 30, 4, 16, 3
+LONGEST = 90
+"""Seconds for one architecture: the defaults of some make a model that is too large."""
+LARGEST = 30_000_000
+"""Parameters."""
+TASKS = {
+    "causal": "CAUSAL_LM", "masked": "MASKED_LM", "s2s": "SEQ_TO_SEQ_CAUSAL_LM", "sequence": "SEQUENCE_CLASSIFICATION",
+    "token": "TOKEN_CLASSIFICATION", "qa": "QUESTION_ANSWERING", "image": "IMAGE_CLASSIFICATION",
+    "audio": "AUDIO_CLASSIFICATION",
+}  # fmt: skip
+_WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim", "embedding_size", "image_size")
+_DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
+_INNER = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+SIZES: dict[str, Any] = {
+    **dict.fromkeys(_WIDTH, 32), **dict.fromkeys(_DEPTH, 2), **dict.fromkeys(_HEADS, 4), **dict.fromkeys(_INNER, 48),
+    **dict.fromkeys(_EXPERTS, 4), "num_key_value_heads": 2, "d_kv": 8, "head_dim": 8, "rotary_dim": 4, "vocab_size": 99,
+    "max_position_embeddings": 64, "n_positions": 64, "patch_size": 8, "projection_dim": 16, "type_vocab_size": 2,
+    "moe_intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_LEFT_OUT = ((), ("layer_types",), ("rotary_dim", "head_dim"), ("head_dim", "layer_types"), ("num_key_value_heads",))
+"""Sizes that some configurations do not take together with others."""
+
+
+def names() -> list[str]:
+    """``task/architecture``, of all that the installed transformers has."""
+    from transformers.models.auto import modeling_auto
+
+    mappings = {task: getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for task, name in TASKS.items()}
+    return [f"{task}/{kind}" for task, mapping in mappings.items() for kind in sorted(mapping)]
+
+
+def configuration(kind: str) -> Any:
+    """The architecture's configuration with small sizes."""
+    import transformers
+
+    make = transformers.CONFIG_MAPPING[kind]
+    stock = make()
+    known = [name for name in SIZES if not isinstance(getattr(make, name, None), property)]
+    sizes = {name: SIZES[name] for name in known if isinstance(getattr(stock, name, ""), int | float | None)}
+    sizes |= {"layer_types": None} if getattr(stock, "layer_types", None) is not None else {}
+    for left_out in _LEFT_OUT:
+        with suppress(Exception):
+            return make(**{name: size for name, size in sizes.items() if name not in left_out})
+    return make(**sizes)
+
+
+def model_of(task: str, kind: str) -> tuple[Any, Any]:
+    """A model in training mode, and its configuration."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    config = configuration(kind)
+    with suppress(Exception):
+        config.num_labels = CLASSES
+    found = getattr(modeling_auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES")[kind]
+    model = getattr(transformers, found if isinstance(found, str) else found[0])(config)
+    if sum(param.numel() for param in model.parameters()) > LARGEST:
+        raise ValueError("the defaults make a large model")
+    return model.train(), config
+
+
+def batches(task: str, config: Any) -> list[dict[str, Tensor]]:
+    """Random batches, those of texts with padding of another length in each row."""
+    draw = torch.Generator().manual_seed(3)
+    integers = lambda low, high, *shape: torch.randint(low, high, shape, generator=draw)  # noqa: E731
+    found = []
+    for _ in range(STEPS):
+        if task == "image":
+            pixels = torch.randn(ROWS, getattr(config, "num_channels", 3) or 3, 32, 32, generator=draw)
+            found.append({"pixel_values": pixels, "labels": integers(0, CLASSES, ROWS)})
+        elif task == "audio":
+            values = torch.randn(ROWS, 4000, generator=draw)
+            found.append({"input_values": values, "labels": integers(0, CLASSES, ROWS)})
+        else:
+            mask = (torch.arange(LENGTH) < integers(LENGTH // 2, LENGTH + 1, ROWS)[:, None]).long()
+            ids = integers(5, 95, ROWS, LENGTH) * mask
+            targets = {
+                "token": {"labels": integers(0, CLASSES, ROWS, LENGTH)},
+                "qa": {"start_positions": integers(0, 8, ROWS), "end_positions": integers(0, 8, ROWS)},
+                "sequence": {"labels": integers(0, CLASSES, ROWS)},
+            }
+            labels = targets.get(task, {"labels": ids.masked_fill(mask == 0, -100)})
+            found.append({"input_ids": ids, "attention_mask": mask, **labels})
+    return found
+
+
+class Module(pl.LightningModule):
+    """What somebody writes around a model of transformers."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """The model's own loss."""
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, and a learning rate that changes with each step."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def fit(name: str, *callbacks: pl.Callback) -> State:
+    """Train ``name``; parameters, buffers and metrics after it."""
+    task, kind = name.split("/")
+    pl.seed_everything(0, verbose=False)
+    model, config = model_of(task, kind)
+    pl.seed_everything(1, verbose=False)
+    on_gpu = torch.cuda.is_available()
+    trainer = pl.Trainer(
+        accelerator="gpu" if on_gpu else "cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False, deterministic="warn" if on_gpu else None,
+        callbacks=list(callbacks),
+    )  # fmt: skip
+    module = Module(model)
+    data: Any = batches(task, config)
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    return state_of(module, trainer.callback_metrics)
+
+
+def outcome(name: str) -> dict[str, Any]:
+    """What becomes of ``name``: skipped, failed, refused, or replayed and how equal."""
+    try:
+        first = fit(name, Prepared())
+    except TimeoutError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return {"name": name, "is": "skipped", "why": _line(error)}
+    callback = GraphPlanCallback(on_failure="eager", min_speedup=0.0)
+    try:
+        found = fit(name, callback)
+    except TimeoutError:
+        raise
+    except Exception as error:  # noqa: BLE001
+        return {"name": name, "is": "failed", "why": _line(error)}
+    stats = callback.stats
+    if not stats.replayed:
+        return {"name": name, "is": "refused", "why": max(stats.reasons, key=stats.reasons.__getitem__, default="")}
+
+    def again() -> State:
+        with answering_captured() if torch.cuda.is_available() else nullcontext():
+            return fit(name, Prepared())
+
+    row = compare(found, [("prepared", lambda: first), ("captured", again), ("captured, again", again)])
+    return {"name": name, "is": row["equal"], "replayed": stats.replayed, "calls": stats.calls}
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def _end(*_: Any) -> None:
+    raise TimeoutError(f"not done in {LONGEST} s")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what is asked for, and print what is not replayed bit by bit, and how many are what."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m recipes.zoo.sweep", description=__doc__, formatter_class=form)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="such as 'causal/*'")
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="each Nth, from the Ith on: for several processes")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows")
+    args = parser.parse_args(argv)
+    # cuBLAS reads it when its first handle is made.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    first, every = map(int, args.part.split("/"))
+    chosen = [name for name in names() if any(fnmatch(name, pattern) for pattern in args.only)][first::every]
+    rows = []
+    signal.signal(signal.SIGALRM, _end)
+    with bar("architectures", len(chosen)) as step:
+        for name in chosen:
+            step(name)
+            signal.alarm(LONGEST)
+            try:
+                rows.append(outcome(name))
+            except TimeoutError as error:
+                rows.append({"name": name, "is": "skipped", "why": str(error)})
+            finally:
+                signal.alarm(0)
+            if args.json:
+                args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
+    for row in rows:
+        if row["is"] not in ("bitwise", "skipped"):
+            print(f"{row['name']:36} {row['is']}: {row.get('why', row)}")
+    print(", ".join(f"{count} {kind}" for kind, count in Counter(row["is"] for row in rows).most_common()))
+
+
+if __name__ == "__main__":
+    main()
