@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import is_accelerator
-from graphplan.errors import CaptureError
+from graphplan.errors import CaptureError, HostSyncError, TemporaryCopyError
 from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot
 from graphplan.owners.views import Numbers, attributes_of
+from graphplan.plan.plan import Plan
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.records import Trace
@@ -195,3 +196,25 @@ class CompiledModules:
         for module in self._ours:
             module._compiled_call_impl = None
         self._ours = []
+
+
+def refuse_beside_compiled(plan: Plan) -> None:
+    """Refuse what a capture answers in a dispatch mode, within which compiled code does not run compiled.
+
+    Raises:
+        HostSyncError: if the step asserts values of tensors.
+        TemporaryCopyError: if it copies constants from the host to the device.
+    """
+    if plan.assertions:
+        raise HostSyncError(
+            f"the step {plan.assertions[0]}, and runs compiled code: a capture of both waits for the device. "
+            "Expected no assertion of the kind around compiled code; leave it out, use torch._assert_async, or do "
+            "without torch.compile"
+        )
+    if plan.handles.host_constants:
+        value = plan.handles.host_constants[0].value
+        raise TemporaryCopyError(
+            f"the step makes a tensor of shape {tuple(value.shape)} and {value.dtype} in host memory and copies it to "
+            "the device, and runs compiled code: a graph would copy from that address for ever. Make the tensor on the "
+            "device (device=...), or do without torch.compile"
+        )

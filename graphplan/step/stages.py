@@ -17,7 +17,7 @@ import torch
 from graphplan.backends.backend import Backend, refusing_memory
 from graphplan.backends.cudagraph import CUDAGraphBackend
 from graphplan.compare.building import build_later
-from graphplan.errors import HostEffectError, HostSyncError, RefusalError, SkipReason
+from graphplan.errors import HostEffectError, RefusalError, SkipReason
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal
@@ -30,7 +30,7 @@ from graphplan.plan.plan import Plan
 from graphplan.program.capture import capture_program
 from graphplan.program.faults import refusal_of
 from graphplan.program.program import Program
-from graphplan.step.compiled import refuse_graphs_within, uncompiled
+from graphplan.step.compiled import refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import Room
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
@@ -193,12 +193,8 @@ class Stages:
     ) -> Any:
         """Capture a call, and give it its results. Raises ReadSignal if a placeholder was used."""
         options, backend = self._options, self._runner.backend
-        if compiled and plan.assertions and not backend.executes:
-            raise HostSyncError(
-                f"the step {plan.assertions[0]}, and runs compiled code: a capture of both waits for the device. "
-                "Expected no assertion of the kind around compiled code; leave it out, use torch._assert_async, or do "
-                "without torch.compile"
-            )
+        if compiled and not backend.executes:
+            refuse_beside_compiled(plan)
         with self._stats.timed("capture"):
             with self._managed.rates, uncompiled() if backend.executes and compiled else nullcontext():
                 program = self._record(plan, feed, backend)

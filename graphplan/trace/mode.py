@@ -332,6 +332,10 @@ class TraceMode(OperatorMode):
         """Whether all values are computed on the host from Python's numbers alone."""
         return all(tensor.device.type == "cpu" and operand in self._fixed for tensor, operand in given)
 
+    def _is_constant(self, tensor: Tensor, given: list[tuple[Tensor, Operand]]) -> bool:
+        """Whether ``tensor``, one of the ``given`` on the host, is computed from Python's numbers alone."""
+        return any(one is tensor and operand in self._fixed for one, operand in given)
+
     def _check_sync(
         self,
         schema: Schema,
@@ -356,7 +360,7 @@ class TraceMode(OperatorMode):
         if name in TRANSFERS:
             self._check_transfer(name, args, out, given, source)
         for tensor in host_operands(name, args, kwargs):
-            if self._are_constants([pair for pair in given if pair[0] is tensor]):
+            if self._is_constant(tensor, given):
                 value = tensor.detach().clone()
                 self._trace.host_constants.append(HostConstant(value, value.to(out.device)))
         if name in HOST_READS and not (name == CHECK and given[0][0].device.type == "cpu"):
@@ -406,7 +410,7 @@ class TraceMode(OperatorMode):
             return
         if target.device.type == "cpu":
             self._refuse_sync(f"{name} copies from {origin.device} to the host", source)
-        elif not self._are_constants([pair for pair in given if pair[0] is origin]):
+        elif origin.device.type == "cpu" and not self._is_constant(origin, given):
             self.refuse(
                 TemporaryCopyError,
                 f"{name} copies host memory to {target.device} at {self._told(source)}; a graph would copy from that "

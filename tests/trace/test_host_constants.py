@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan import CaptureError, GraphPlanError, TemporaryCopyError, compile_plan
+from graphplan import CaptureError, GraphPlanError, HostSyncError, TemporaryCopyError, compile_plan
+from graphplan.step.compiled import refuse_beside_compiled
 from graphplan.trace.constants import HostConstants
 from graphplan.trace.records import HostConstant
 from tests.twins import line_of
@@ -106,3 +107,22 @@ def test_a_capture_that_copies_other_values_is_refused() -> None:
         CaptureError, match=r"copies host memory to the device at test_host_constants\.py:\d+.*other val"
     ):
         constants.check()
+
+
+def test_beside_compiled_code_they_are_refused() -> None:
+    """That does not run compiled within the mode that answers a capture."""
+    plan = compile_plan(lambda x: [x * 2, torch.arange(4).to("meta")][0], torch.ones(2), owners={})
+    with pytest.raises(
+        TemporaryCopyError, match=r"tensor of shape \(4,\) and torch\.int64 in host memory .* compiled code"
+    ):
+        refuse_beside_compiled(plan)
+    refuse_beside_compiled(compile_plan(lambda x: x * 2, torch.ones(2), owners={}))
+
+
+def test_beside_compiled_code_assertions_are_refused() -> None:
+    def step(x: Tensor) -> Tensor:
+        assert x.sum() > 0
+        return x * 2
+
+    with pytest.raises(HostSyncError, match=r"asserts .*, and runs compiled code: a capture of both waits"):
+        refuse_beside_compiled(compile_plan(step, torch.ones(2), owners={}))
