@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import signal
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from graphplan import GraphPlanCallback
+from graphplan.backends.backend import first_line
 from graphplan.report.progress import bar
-from recipes.zoo.measuring import compare
-from recipes.zoo.training import Prepared, State, answering_captured, state_of
+from recipes.zoo.clock import Turns
+from recipes.zoo.measuring import compare, oracles_of
+from recipes.zoo.registry import Case, Entry, Scale
+from recipes.zoo.training import Prepared, Run, fit
 
 STEPS, ROWS, LENGTH, CLASSES = 30, 4, 16, 3
 LONGEST = 90
@@ -120,55 +120,31 @@ def batches(task: str, config: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-class Module(pl.LightningModule):
-    """What somebody writes around a model of transformers."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """The model's own loss."""
-        loss: Tensor = self.model(**batch).loss
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        """AdamW, and a learning rate that changes with each step."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-def fit(name: str, *callbacks: pl.Callback) -> State:
-    """Train ``name``; parameters, buffers and metrics after it."""
+def run_of(name: str) -> Run:
+    """How ``name`` is trained: as an entry of the zoo, in single precision."""
     task, kind = name.split("/")
-    pl.seed_everything(0, verbose=False)
-    model, config = model_of(task, kind)
-    pl.seed_everything(1, verbose=False)
     on_gpu = torch.cuda.is_available()
-    trainer = pl.Trainer(
-        accelerator="gpu" if on_gpu else "cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, deterministic="warn" if on_gpu else None,
-        callbacks=list(callbacks),
-    )  # fmt: skip
-    module = Module(model)
-    data: Any = batches(task, config)
-    trainer.fit(module, DataLoader(data, batch_size=None))
-    return state_of(module, trainer.callback_metrics)
+    options = (("precision", "32-true"), ("deterministic", "warn" if on_gpu else None))
+
+    def make(scale: Scale) -> Case:
+        model, config = model_of(task, kind)
+        return Case(model, batches(task, config), lambda model, batch: model(**batch).loss, options=options)
+
+    return Run(Entry(name, make), on_gpu, STEPS - 1, 0, Turns(None))
 
 
 def outcome(name: str) -> dict[str, Any]:
     """What becomes of ``name``: skipped, failed, refused, or replayed and how equal."""
+    run = run_of(name)
     try:
-        first = fit(name, Prepared())
+        _, eager = fit(run)
     except TimeoutError:
         raise
     except Exception as error:  # noqa: BLE001
         return {"name": name, "is": "skipped", "why": _line(error)}
     callback = GraphPlanCallback(on_failure="eager", min_speedup=0.0)
     try:
-        found = fit(name, callback)
+        _, found = fit(run, callback)
     except TimeoutError:
         raise
     except Exception as error:  # noqa: BLE001
@@ -176,17 +152,13 @@ def outcome(name: str) -> dict[str, Any]:
     stats = callback.stats
     if not stats.replayed:
         return {"name": name, "is": "refused", "why": max(stats.reasons, key=stats.reasons.__getitem__, default="")}
-
-    def again() -> State:
-        with answering_captured() if torch.cuda.is_available() else nullcontext():
-            return fit(name, Prepared())
-
-    row = compare(found, [("prepared", lambda: first), ("captured", again), ("captured, again", again)])
+    train = lambda untimed, prepared: fit(untimed, *[Prepared()][:prepared])[1]  # noqa: E731
+    row = compare(found, oracles_of(run, eager, train))
     return {"name": name, "is": row["equal"], "replayed": stats.replayed, "calls": stats.calls}
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return f"{type(error).__name__}: {first_line(error)}"[:200]
 
 
 def _end(*_: Any) -> None:
@@ -204,7 +176,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     # cuBLAS reads it when its first handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     first, every = map(int, args.part.split("/"))
     chosen = [name for name in names() if any(fnmatch(name, pattern) for pattern in args.only)][first::every]
     rows = []
