@@ -62,10 +62,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _select(config: pytest.Config, items: list[pytest.Item], left: set[pytest.Item]) -> None:
     """Leave out what is ``left`` to ``make soak``, or all else for that; a test that is named is run."""
-    out = [item for item in items if (item in left) is not config.getoption("--soak")]
     if not any("::" in argument for argument in config.args):
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if (item in left) is config.getoption("--soak")]
+        soak = config.getoption("--soak")
+        config.hook.pytest_deselected(items=[item for item in items if (item in left) is not soak])
+        items[:] = [item for item in items if (item in left) is soak]
 
 
 def _left_to_soak(items: list[pytest.Item]) -> set[pytest.Item]:

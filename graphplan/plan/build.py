@@ -75,7 +75,6 @@ def build_plan(
     rebindings = Rebindings.find(first, second, allow)
     externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
     assert second.device is not None
-    kept = _shared(first, second)
     return Plan(
         name=getattr(step := function(), "__qualname__", type(step).__name__),
         form=form_of(second),
@@ -104,17 +103,13 @@ def build_plan(
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
         last_operators=_last_operators(second),
-        handles=Handles(
-            function,
-            owners,
-            rates,
-            second.generators,
-            second.device_constants,
-            second.host_constants,
-            second.host_draws,
-            kept,
-        ),
+        handles=_handles(second, function=function, owners=owners, rates=rates, keep_alive=_shared(first, second)),
     )
+
+
+def _handles(trace: Trace, **others: Any) -> Handles:
+    taken = ("generators", "device_constants", "host_constants", "host_draws")
+    return Handles(**{name: getattr(trace, name) for name in taken}, **others)
 
 
 def _check(feed: Feed, first: Trace, second: Trace, allow: Sequence[str]) -> None:
