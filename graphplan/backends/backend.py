@@ -17,6 +17,7 @@ from torch import Tensor
 
 from graphplan.errors import BackendError, CaptureMemoryError
 from graphplan.specs.roles import Footprint
+from graphplan.trace.records import HostConstant
 from graphplan.trace.rng import SavedStates
 
 BACKENDS = ("auto", "cudagraph", "tape", "eager")
@@ -51,19 +52,43 @@ class Recording(Protocol):
         """Give the memory back. A reset recording cannot be replayed."""
 
 
+_NO_STATES = SavedStates()
+
+
+@dataclass(frozen=True, slots=True)
+class TracedValues:
+    """What a step's recording has to be given, from the step's traces.
+
+    Attributes:
+        reads: what the step may read on the host: values that it asserts, and constants.
+        states: the states of generators that the step saves and puts back.
+        generators: generators other than torch's default ones that the step draws from.
+        device_constants: tensors that the step makes from Python values on the device.
+        host_constants: tensors that the step makes from Python values on the host and copies to the device.
+        watched: what to call the recording if torch shall watch the memory that it reads, else None.
+    """
+
+    reads: Sequence[Any] = ()
+    states: SavedStates = _NO_STATES
+    generators: Sequence[torch.Generator] = ()
+    device_constants: Sequence[Tensor] = ()
+    host_constants: Sequence[HostConstant] = ()
+    watched: str | None = None
+
+
+NOTHING_TRACED = TracedValues()
+
+
 class Backend(Protocol):
     """Records functions."""
 
     name: str
     executes: bool
     """Whether :meth:`record` also executes the work (the tape does, stream capture does not)."""
-    reads: Sequence[Any] = ()
-    """What the step that is recorded next may read on the host: values that it asserts, and constants."""
-    states: SavedStates = SavedStates()
-    """The states of generators that the step that is recorded next saves and puts back."""
 
-    def record(self, body: Callable[[], Any]) -> tuple[Recording, Any]:
-        """Run ``body`` once while recording it; return the recording and ``body``'s result.
+    def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[Recording, Any]:
+        """Run ``body`` once while recording it; return the recording and ``body``'s result. ``traced`` is what traces
+        of ``body`` have found.
 
         Raises:
             CaptureError: if the work cannot be recorded. The process is left able to go on.

@@ -21,7 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backends.backend import Backend, Nodes, Recording, first_line, is_out_of_memory
+from graphplan.backends.backend import (
+    NOTHING_TRACED,
+    Backend,
+    Nodes,
+    Recording,
+    TracedValues,
+    first_line,
+    is_out_of_memory,
+)
 from graphplan.backends.cudanodes import capture_options, forget_workspaces, new_graph, read_nodes, upload
 from graphplan.backends.cudapools import Loan, memory_apart
 from graphplan.backends.cudastates import CapturedStates
@@ -33,7 +41,6 @@ from graphplan.specs.roles import Footprint
 from graphplan.tensors.streams import lend
 from graphplan.trace.constants import DeviceConstants, HostConstants
 from graphplan.trace.host_reads import AnsweredReads
-from graphplan.trace.records import HostConstant
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
@@ -143,22 +150,11 @@ class CUDAGraphBackend(Backend):
     name = "cudagraph"
     executes = False
 
-    def __init__(
-        self,
-        device: torch.device,
-        generators: Sequence[torch.Generator] = (),
-        constants: Sequence[torch.Tensor] = (),
-        host_constants: Sequence[HostConstant] = (),
-    ) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.generators = list(generators)
         self._stream = torch.cuda.Stream(device)
         self._pool: Any = None
         self._living: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
-        self.constants = list(constants)
-        self.host_constants = host_constants
-        self.watched: str | None = None
-        """The name of what is recorded next, if torch shall watch what that reads."""
         self._eager_bytes = 0
         self._has_recorded = False
         self._lends = Loan.is_possible()
@@ -239,16 +235,16 @@ class CUDAGraphBackend(Backend):
         self.trim()
         return torch.cuda.memory_reserved(self.device) <= most
 
-    def record(self, body: Callable[[], Any]) -> tuple[GraphRecording, Any]:
+    def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[GraphRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
         if self._pool is None or not any(recording.alive for recording in self._living):
             # torch forgets a pool's handle when its last graph goes.
             self._pool = torch.cuda.graph_pool_handle()
         self._has_recorded = True
         graph, kept = new_graph()
-        self._register_generators(graph)
+        _register(traced.generators, graph)
         generator = torch.cuda.default_generators[self._stream.device_index]
-        states = CapturedStates(graph, generator, self.states) if self.states.saves else None
+        states = CapturedStates(graph, generator, traced.states) if traced.states.saves else None
         # What the steps on the way have left is young until a collection has come by. Old garbage may lie anywhere in
         # all that the process has, which takes 0.3 s.
         gc.collect(2 if self._living else 1)
@@ -260,13 +256,13 @@ class CUDAGraphBackend(Backend):
         try:
             # A collection in the middle could free another graph's memory, which is illegal during capture.
             with no_collections():
-                result = self._capture(graph, body, states, kept=kept)
+                result = self._capture(graph, body, traced, states, kept=kept)
         finally:
             forget_workspaces()
         upload(graph, self._stream)
         self._stream.synchronize()
         nbytes = torch.cuda.memory_reserved(self.device) - before
-        recording = GraphRecording(graph, self.device, nbytes, self.watched, self._pool, kept=kept, states=states)
+        recording = GraphRecording(graph, self.device, nbytes, traced.watched, self._pool, kept=kept, states=states)
         self._living.add(recording)
         _note_living(recording)
         return recording, result
@@ -290,14 +286,20 @@ class CUDAGraphBackend(Backend):
         _empty_cache()
 
     def _capture(
-        self, graph: torch.cuda.CUDAGraph, body: Callable[[], Any], states: CapturedStates | None, *, kept: bool
+        self,
+        graph: torch.cuda.CUDAGraph,
+        body: Callable[[], Any],
+        traced: TracedValues,
+        states: CapturedStates | None,
+        *,
+        kept: bool,
     ) -> Any:
         current = torch.cuda.current_stream(self.device)
-        constants = DeviceConstants(self.constants) if self.constants else nullcontext()
-        on_host = HostConstants(self.host_constants) if self.host_constants else nullcontext()
+        constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
+        on_host = HostConstants(traced.host_constants) if traced.host_constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
-        reads = AnsweredReads(self.reads) if any(read.asserted for read in self.reads) else nullcontext()
-        options = capture_options(graph.capture_begin, watched=self.watched is not None)
+        reads = AnsweredReads(traced.reads) if any(read.asserted for read in traced.reads) else nullcontext()
+        options = capture_options(graph.capture_begin, watched=traced.watched is not None)
         self._stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self._stream):
             try:
@@ -309,7 +311,7 @@ class CUDAGraphBackend(Backend):
             except BaseException as error:
                 # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
                 traceback.clear_frames(error.__traceback__)
-                intact = self._abandon(graph)
+                intact = self._abandon(graph, traced.generators)
                 if _is_own(error, intact=intact):
                     raise
                 raise CaptureError(
@@ -320,12 +322,12 @@ class CUDAGraphBackend(Backend):
                 if kept:
                     graph.instantiate()
             except RuntimeError as error:
-                self._abandon(graph)
+                self._abandon(graph, traced.generators)
                 raise CaptureError(f"CUDA refused the captured step: {first_line(error)}. {_FIX}") from error
         current.wait_stream(self._stream)
         return result
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> bool:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> bool:
         """End a capture that cannot be used, and leave the process as able to train as before it.
 
         Returns:
@@ -351,28 +353,22 @@ class CUDAGraphBackend(Backend):
             # Else the stream stays: autograd's accumulators and cuBLAS's workspaces belong to it.
             self._stream = torch.cuda.Stream(self.device)
         if not intact:
-            self._heal_generators()
+            self._heal_generators(generators)
         return intact
 
-    def _heal_generators(self) -> None:
+    def _heal_generators(self, generators: Sequence[torch.Generator]) -> None:
         """Make generators usable again that a capture which never ended has left in its state.
 
         A capture of nothing that ends well does it. A fresh copy of their state would do it too, but graphs that are
         alive would go on with the old one, and draw other numbers than eager steps from then on.
         """
         graph = torch.cuda.CUDAGraph()
-        self._register_generators(graph)
+        _register(generators, graph)
         with torch.cuda.stream(torch.cuda.Stream(self.device)), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             graph.capture_begin(**capture_options(graph.capture_begin, watched=False))
             graph.capture_end()
         graph.reset()
-
-    def _register_generators(self, graph: torch.cuda.CUDAGraph) -> None:
-        for generator in self.generators:
-            # One of the host's draws outside of the graph.
-            if generator.device.type == "cuda":
-                graph.register_generator_state(generator)
 
     def _give_back_pool(self) -> None:
         """Tell torch's allocator that a capture is over which CUDA gave up. torch itself may forget to: then no cached
@@ -385,6 +381,13 @@ class CUDAGraphBackend(Backend):
         if not any(recording.alive for recording in self._living):
             with suppress(RuntimeError):
                 torch._C._cuda_releasePool(*place)
+
+
+def _register(generators: Sequence[torch.Generator], graph: torch.cuda.CUDAGraph) -> None:
+    for generator in generators:
+        # One of the host's draws outside of the graph.
+        if generator.device.type == "cuda":
+            graph.register_generator_state(generator)
 
 
 def _empty_cache() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backends.backend import Backend, link
+from graphplan.backends.backend import NOTHING_TRACED, Backend, TracedValues, link
 from graphplan.environment.collector import no_collections
 from graphplan.environment.switches import SWITCHES, answers, switched
 from graphplan.errors import CaptureError
@@ -375,9 +375,9 @@ class TapeBackend(Backend):
     name = "tape"
     executes = True
 
-    def record(self, body: Callable[[], Any]) -> tuple[TapeRecording, Any]:
+    def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
-        mode = _TapeMode(KnownReads(self.reads))
+        mode = _TapeMode(KnownReads(traced.reads))
         with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.hear_read), no_collections():
             result = body()
         mode.faults.check()

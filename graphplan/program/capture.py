@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphplan.backends.backend import Backend, Recording
+from graphplan.backends.backend import Backend, Recording, TracedValues
 from graphplan.compare.tensors import geometry
 from graphplan.errors import FeedError, GuardError, HostEffectError
 from graphplan.feed.buffers import Buffers
@@ -93,9 +93,11 @@ def capture_program(
     buffers: Buffers,
     homes: Mapping[str, Any] = MappingProxyType({}),
     lends: bool = False,
+    watches: bool = False,
 ) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``. ``homes`` are what other programs of the step have bound in
-    carried slots, by path; ``lends``: whether results are the program's own memory.
+    carried slots, by path; ``lends``: whether results are the program's own memory; ``watches``: whether torch watches
+    the memory that replays read.
 
     On a backend that executes, the recorded pass is a real step; on one that does not, nothing has run yet. Either way
     :meth:`Program.run_recorded` finishes it.
@@ -125,7 +127,7 @@ def capture_program(
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, bound, () if backend.executes else plan.handles.host_draws)
     body = _Body(plan, feed, inputs, bindings, walk, sharding, lend_outputs(plan) if lends else {})
-    recording, after, outputs = _record(backend, body, copied)
+    recording, after, outputs = _record(backend, body, copied, _traced_values(plan, watches=watches))
     bindings.bind_back(after)
     # A program compares what a call begins with.
     flags.assign(found)
@@ -146,13 +148,27 @@ def capture_program(
     return program
 
 
-def _record(backend: Backend, body: _Body, copied: CopiedOwned) -> tuple[Recording, Walk, Outputs]:
+def _traced_values(plan: Plan, *, watches: bool) -> TracedValues:
+    handles = plan.handles
+    return TracedValues(
+        reads=plan.host_reads,
+        states=plan.states,
+        generators=handles.generators,
+        device_constants=handles.device_constants,
+        host_constants=handles.host_constants,
+        watched=f"the program of {plan.name} (fed {plan.feed})" if watches else None,
+    )
+
+
+def _record(
+    backend: Backend, body: _Body, copied: CopiedOwned, traced: TracedValues
+) -> tuple[Recording, Walk, Outputs]:
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
     copied.load({})
     copied.swap_in()
     try:
-        recording = backend.record(body)[0]
+        recording = backend.record(body, traced)[0]
     finally:
         copied.swap_out()
     assert body.after is not None

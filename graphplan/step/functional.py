@@ -15,8 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.backends.backend import Backend, refusing_memory, resolve_backend
-from graphplan.backends.cudagraph import CUDAGraphBackend
-from graphplan.backends.tape import TapeBackend
 from graphplan.environment.surroundings import check_surroundings
 from graphplan.errors import BackendError, CaptureError, ClosedError
 from graphplan.feed.buffers import Buffers
@@ -38,6 +36,7 @@ from graphplan.specs.policy import Policy
 from graphplan.step.compiled import refuse_graphs_within
 from graphplan.step.managed import Managed
 from graphplan.step.methods import check_form
+from graphplan.step.runner import Backends
 from graphplan.tensors.dtensors import is_imagined, is_wrapped, local
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.operator_schemas import tensors_in
@@ -268,15 +267,7 @@ def make_backend(name: str, plan: Plan) -> Backend:
     resolved = resolve_backend(name, plan.device)
     if resolved == "eager":
         raise BackendError("backend='eager' records nothing; choose from: auto, cudagraph, tape")
-    handles = plan.handles
-    backend: Backend = (
-        TapeBackend()
-        if resolved == "tape"
-        else CUDAGraphBackend(plan.device, handles.generators, handles.device_constants, handles.host_constants)
-    )
-    backend.reads = plan.host_reads
-    backend.states = plan.states
-    return backend
+    return Backends().get(resolved, plan.device)
 
 
 @refusing()

@@ -15,7 +15,6 @@ from weakref import WeakSet
 import torch
 
 from graphplan.backends.backend import Backend, refusing_memory
-from graphplan.backends.cudagraph import CUDAGraphBackend
 from graphplan.compare.building import build_later
 from graphplan.errors import HostEffectError, RefusalError, SkipReason
 from graphplan.feed.buffers import Buffers
@@ -228,13 +227,6 @@ class Stages:
         return result
 
     def _record(self, plan: Plan, feed: Feed, backend: Backend) -> Program:
-        backend.reads = plan.host_reads
-        backend.states = plan.states
-        if isinstance(backend, CUDAGraphBackend):
-            backend.generators = list(plan.handles.generators)
-            backend.constants = list(plan.handles.device_constants)
-            backend.host_constants = plan.handles.host_constants
-            backend.watched = f"the program of {plan.name} (fed {plan.feed})" if self._options.debug else None
         return capture_program(
             plan,
             feed,
@@ -243,4 +235,5 @@ class Stages:
             buffers=self._buffers,
             homes=ChainMap(*(dict(program.homes) for program in self._captured if program.is_open)),
             lends=self._options.outputs == "static",
+            watches=self._options.debug,
         )

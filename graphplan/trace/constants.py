@@ -25,41 +25,65 @@ from graphplan.trace.operator_schemas import TRANSFERS, host_operands, schema_of
 from graphplan.trace.records import HostConstant
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class DeviceConstants(TorchFunctionMode):
-    """Gives the traced constants, in their order, for what the step makes from Python values on the device."""
+    """Gives copies of the traced constants for what the step makes from Python values on the device: tensors, and
+    lists in an index.
+    """
 
     def __init__(self, constants: Sequence[Tensor]) -> None:
         super().__init__()
-        self._left = [(constant, constant.cpu()) for constant in constants]
+        self._constants = [(constant, constant.cpu()) for constant in constants]
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _INDEXING:
+            if args[0].device.type != "cpu":
+                args = (args[0], self._without_lists(args[1]), *args[2:])
+            return func(*args, **kwargs)
         make, given, options = func, args, kwargs
         if func is Tensor.new_tensor:
             make, given, options = torch.tensor, args[1:], {"dtype": args[0].dtype, "device": args[0].device, **kwargs}
-        device = options.get("device")
-        from_python = make in _MAKERS and not isinstance(given[0] if given else options.get("data"), Tensor)
-        if not from_python or device is None or torch.device(device).type == "cpu":
+        if make not in _MAKERS or isinstance(given[0] if given else options.get("data"), Tensor):
             return func(*args, **kwargs)
-        return self._next(make(*given, **{**options, "device": "cpu"}))
+        device = options.get("device")
+        if (torch.get_default_device() if device is None else torch.device(device)).type == "cpu":
+            return func(*args, **kwargs)
+        return self._copy_of(make(*given, **{**options, "device": "cpu"}))
 
-    def _next(self, wanted: Tensor) -> Tensor:
-        if not self._left:
-            raise CaptureError(
-                f"the captured step makes a device constant {wanted.tolist()} at {find_source()}, which the traced "
-                "steps did not make; make the same ones in each step, or hold the value in a tensor that an owner has"
-            )
-        constant, value = self._left.pop(0)
-        if not same_bits(value, wanted):
-            raise CaptureError(
-                f"the captured step makes a device constant {wanted.tolist()} at {find_source()}, the traced steps "
-                f"made {value.tolist()}; hold the value in a tensor that an owner has"
-            )
-        return constant.clone().requires_grad_(wanted.requires_grad)
+    def _without_lists(self, index: Any) -> Any:
+        """``index`` with tensors in place of its lists of numbers, as torch makes them."""
+        if isinstance(index, tuple):
+            return tuple(self._copy_of(_index_tensor(item)) if _is_numbers(item) else item for item in index)
+        # torch reads a list of lists as a tuple.
+        is_flat = _is_numbers(index) and not any(isinstance(item, _LISTS) for item in index)
+        return self._copy_of(_index_tensor(index)) if is_flat else index
+
+    def _copy_of(self, wanted: Tensor) -> Tensor:
+        for constant, value in self._constants:
+            if same_bits(value, wanted):
+                return constant.clone().requires_grad_(wanted.requires_grad)
+        raise CaptureError(
+            f"the captured step makes a device constant {wanted.tolist()} at {find_source()}, which the traced steps "
+            "did not make; make the same ones in each step, or hold the value in a tensor that an owner has"
+        )
+
+
+_LISTS = (list, tuple, range)
+
+
+def _is_numbers(item: Any) -> bool:
+    """Whether ``item`` is a list of integers or bools, or of such lists."""
+    return isinstance(item, _LISTS) and all(type(entry) in (int, bool) or _is_numbers(entry) for entry in item)
+
+
+def _index_tensor(numbers: Any) -> Tensor:
+    made = torch.tensor(numbers)
+    return made if made.dtype == torch.bool else made.long()
 
 
 class HostConstants(OperatorMode):

@@ -30,13 +30,13 @@ from graphplan.trace.footprint import Allocations
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.operator_schemas import (
-    CHECK,
     HOST_READS,
     NESTED_FIX,
     TRANSFERS,
     Schema,
     has_dynamic_shape,
     host_operands,
+    reads_on_host,
     schema_of,
     tensors_and_others,
     tensors_in,
@@ -363,7 +363,7 @@ class TraceMode(OperatorMode):
             if self._is_constant(tensor, given):
                 value = tensor.detach().clone()
                 self._trace.host_constants.append(HostConstant(value, value.to(out.device)))
-        if name in HOST_READS and not (name == CHECK and given[0][0].device.type == "cpu"):
+        if reads_on_host(name, [tensor for tensor, _ in given]):
             self._check_read(name, args, given, source)
 
     def _check_read(

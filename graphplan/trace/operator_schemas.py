@@ -29,8 +29,6 @@ _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
 """Where :mod:`torch.library` may have a kernel in Python for one of torch's own operators."""
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
-CHECK = "aten._linalg_check_errors.default"
-"""Looks at what an operator says of its success: on the host it does so in replays as well."""
 _LENGTHS = (
     "reads the lengths of sequences on the host",
     "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
@@ -44,13 +42,19 @@ _SUCCESS = (
     "reads whether an operator could do its work on the host",
     "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)",
 )
+_GROUPS = (
+    "reads the sizes of its groups on the host where it multiplies in another type than bfloat16",
+    "Have the model in bfloat16, or have it multiply its groups in another way (experts_implementation='batched_mm' in "
+    "transformers)",
+)
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
 )
 HOST_READS = {
     "aten._pack_padded_sequence.default": _LENGTHS,
-    CHECK: _SUCCESS,
+    "aten._linalg_check_errors.default": _SUCCESS,
+    "aten._grouped_mm.default": _GROUPS,
     "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
     "aten.quantize_per_tensor.tensor_qparams": _SCALE,
     "aten.quantize_per_tensor.tensors": _SCALE,
@@ -60,6 +64,8 @@ HOST_READS = {
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
 """What operators read on the host although no tag says so, and what to do instead."""
+_READS_ON_DEVICES = ("aten._linalg_check_errors.default", "aten._grouped_mm.default")
+"""Those that the tape repeats, reads and all."""
 _INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
 """Operators that may copy from one device to another."""
@@ -211,6 +217,13 @@ def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, A
         # Its lengths are numbers, which it copies to a device.
         return bool(args[0].device.type != "cpu")
     return schema.has_dynamic_shape
+
+
+def reads_on_host(name: str, given: Sequence[Tensor]) -> bool:
+    """Whether an operator is one of :data:`HOST_READS`, and reads what it is ``given``."""
+    if name not in HOST_READS or (name in _READS_ON_DEVICES and given[0].device.type == "cpu"):
+        return False
+    return HOST_READS[name] is not _GROUPS or given[0].dtype != torch.bfloat16
 
 
 def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

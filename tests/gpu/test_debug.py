@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graphplan import DeviceFault, graph_step
+from graphplan.backends.backend import TracedValues
 from graphplan.backends.cudagraph import CUDAGraphBackend, GraphRecording
 from graphplan.backends.cudanodes import capture_options
 from tests.devices import DEVICE, is_healthy, needs_cuda
@@ -70,9 +71,8 @@ def test_a_device_fault_names_its_program() -> None:
 def test_a_recording_that_reads_freed_memory_is_told() -> None:
     """While what it reads lives it replays; then it says so, and nothing is launched."""
     backend = CUDAGraphBackend(DEVICE)
-    backend.watched = "the doubling"
     read, written = Box(torch.ones(1 << 16, device=DEVICE)), torch.zeros(1 << 16, device=DEVICE)
-    recording, _ = backend.record(lambda: written.copy_(read.item * 2))
+    recording, _ = backend.record(lambda: written.copy_(read.item * 2), TracedValues(watched="the doubling"))
     recording.replay()
     assert written.sum().item() == 2 << 16
     written.zero_()

@@ -57,8 +57,23 @@ CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "pinned": lambda x: x * torch.ones(8).pin_memory().to(x.device, non_blocking=True),
     "copied into": lambda x: x * torch.empty(8, device=x.device).copy_(torch.arange(8.0)),
     "an index": lambda x: x[:, torch.arange(7, -1, -1)],
+    "a list as an index": lambda x: x[:, [7, 6, 5, 4, 3, 2, 1, 0]],
+    "several lists as an index": lambda x: x * x[[0, 1, 0, 1, 0, 1, 0, 1], (7, 6, 5, 4, 3, 2, 1, 0)],
+    "put at a list": lambda x: _put(torch.zeros_like(x), [0, 2], x[range(2)]),
+    "a number put at a list": lambda x: x + _put(torch.zeros_like(x), (slice(None), [1]), 2.0),
+    "a number on the default device": lambda x: x * _made_there(x.device),
     "put at an index": lambda x: torch.zeros_like(x).index_put((torch.tensor([0, 2]),), x[:2]),
 }
+
+
+def _put(tensor: Tensor, index: Any, value: Any) -> Tensor:
+    tensor[index] = value
+    return tensor
+
+
+def _made_there(device: torch.device) -> Tensor:
+    with device:
+        return torch.tensor([2.0])
 
 
 def _makes_constant(make: Callable[[Tensor], Tensor]) -> Rig:

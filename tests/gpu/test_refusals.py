@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from graphplan import (
     CaptureError,
@@ -148,6 +149,24 @@ def test_copying_from_the_host_is_refused(update: Callable[..., Any]) -> None:
     assert_refused(rig_of(update), TemporaryCopyError, line_of(update), backend=BACKEND)
     assert_falls_back(rig_of(update), SkipReason.TEMPORARY_COPY, line_of(update), backend=BACKEND)
     captures_still_work()
+
+
+def multiply_groups(model: Any, x: Tensor, loss: Tensor) -> Tensor:
+    rows = x.new_ones(16, 16, dtype=model.type)
+    return loss * functional.grouped_mm(rows, rows.expand(2, 16, 16), offs=model.ends).sum()  # culprit
+
+
+def _groups_rig(dtype: torch.dtype) -> Callable[[], Rig]:
+    return rig_of(multiply_groups, type=dtype, ends=lambda: torch.tensor([8, 16], dtype=torch.int32, device=DEVICE))
+
+
+@needs_cuda
+def test_groups_are_multiplied_in_bfloat16_only() -> None:
+    """In other types torch reads on the host where they end."""
+    words = [line_of(multiply_groups), "reads the sizes of its groups", "batched_mm"]
+    assert_refused(_groups_rig(torch.float32), HostSyncError, *words, backend=BACKEND)
+    if torch.cuda.get_device_capability(DEVICE) >= (9, 0):
+        assert_like_eager(_groups_rig(torch.bfloat16))
 
 
 def moving_constant(model: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     counts: Recorded = []
     plain = TapeBackend.record
 
-    def record(self: TapeBackend, body: Any) -> Any:
-        recording, result = plain(self, body)
+    def record(self: TapeBackend, body: Any, traced: Any) -> Any:
+        recording, result = plain(self, body, traced)
         counts.append(recording.operators)
         return recording, result
 

@@ -220,17 +220,30 @@ def test_who_raised_an_error(call: Callable[[], None], own: bool) -> None:
 
 
 def test_constants_that_only_the_capture_makes() -> None:
-    """Constants on a device come from the traces: another value, or one more, is refused with its line."""
+    """Constants on a device come from the traces: another value is refused with its line."""
     made = torch.ones(2)
-    with DeviceConstants([made, made, made]):
+    with DeviceConstants([made]):
         assert torch.equal(torch.tensor([1.0, 1.0], device="meta"), made)
         assert torch.equal(torch.empty(1, device="meta").new_tensor([1.0, 1.0]), made)
-        text = r"makes a device constant \[3\.0, 1\.0\] at test_interruptions\.py:\d+.*made \[1\.0, 1\.0\]; hold"
+        text = r"makes a device constant \[3\.0, 1\.0\] at test_interruptions\.py:\d+.*the traced steps did not make"
         with pytest.raises(CaptureError, match=text):
             torch.tensor([3.0, 1.0], device="meta")
-        text = r"makes a device constant 5\.0 at test_interruptions\.py:\d+.*which the traced steps did not make"
-        with pytest.raises(CaptureError, match=text):
-            torch.tensor(5.0, device="meta")
+
+
+def test_lists_in_the_index_of_a_devices_tensor() -> None:
+    """Those are constants as well; what torch reads as several indices, and indices that are no lists, are its own."""
+    rows, on_device = torch.tensor([1, 0]), torch.empty(3, 4, device="meta")
+    with DeviceConstants([rows, torch.tensor([], dtype=torch.long), torch.tensor([[0, 1], [2, 2]])]):
+        assert on_device[[1, 0]].shape == (2, 4)
+        assert on_device[:, [1, 0]].shape == on_device[:, (1, 0)].shape == (3, 2)
+        assert on_device[[1, 0], ..., range(1, -1, -1)].shape == (2,)
+        assert on_device[[]].shape == (0, 4)
+        assert on_device[:, [[0, 1], [2, 2]]].shape == (3, 2, 2)
+        assert on_device[1:, None, 0].shape == (2, 1)
+        on_device[:, [1, 0]] = 1.0
+        assert torch.equal(torch.arange(3)[[2, 1]], torch.tensor([2, 1]))
+        with pytest.raises(CaptureError, match=r"makes a device constant \[True, False, True\] at test_interruptions"):
+            on_device[[True, False, True]]
 
 
 class Decaying(SGD):
