@@ -232,7 +232,9 @@ def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         target = kwargs.get("device")
         given, is_on_device = args[:1], target is not None and target.type != "cpu"
     elif name == "aten.copy_.default" or name in _INDEXING:
-        given, is_on_device = args[1:2], args[0].device.type != "cpu"
+        # A number that is put at an index lies on the host; one that is put where a mask says so is filled in there.
+        is_put = name in _INDEX_PUTS and not _has_mask(args[1])
+        given, is_on_device = args[1 : 3 if is_put else 2], args[0].device.type != "cpu"
     else:
         return []
     return [tensor for tensor in tensors_in(given) if tensor.device.type == "cpu"] if is_on_device else []

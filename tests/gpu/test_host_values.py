@@ -61,6 +61,8 @@ CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "several lists as an index": lambda x: x * x[[0, 1, 0, 1, 0, 1, 0, 1], (7, 6, 5, 4, 3, 2, 1, 0)],
     "put at a list": lambda x: _put(torch.zeros_like(x), [0, 2], x[range(2)]),
     "a number put at a list": lambda x: x + _put(torch.zeros_like(x), (slice(None), [1]), 2.0),
+    "a number put at a tensor": lambda x: _put(x.clone(), torch.arange(2, device=x.device), 0.5),
+    "a number put where a mask says so": lambda x: _put(x.clone(), x > 0, 0.5),
     "a number on the default device": lambda x: x * _made_there(x.device),
     "put at an index": lambda x: torch.zeros_like(x).index_put((torch.tensor([0, 2]),), x[:2]),
 }
