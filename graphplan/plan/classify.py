@@ -44,7 +44,7 @@ def classify(
             if storage in shadows:
                 # It is in its slot only while the step runs: the program keeps the tensor, not the slot.
                 found[-1] = replace(found[-1], path=None, tensor=external.tensor)
-        if not owned and storage not in fed:
+        if not owned and storage not in fed and not external.is_passing:
             unchanged = position < len(earlier) and earlier[position] == storage
             found.append(_unowned(external, unowned, unchanged=unchanged))
             unowned += 1

@@ -141,6 +141,13 @@ def _check_operands(a: Operator, b: Operator, number: int, kept: set[int]) -> No
 def _check_externals(first: Trace, second: Trace) -> None:
     """What comes in at one place has to be one owner's slot, or one input, in both traces, at whatever address."""
     for old, (new, traced) in zip(first.externals, second.externals.items(), strict=True):
+        if traced.is_passing and not same_bits(first.externals[old].tensor, traced.tensor):
+            was, now = _short(first.externals[old].tensor), _short(traced.tensor)
+            raise HostScalarError(
+                f"{traced.operator} at {traced.source} gets {was} on one step and {now} on the next, which compiled "
+                "code makes of a number; a replay would freeze the first. Keep the number in a tensor, or feed it",
+                component=traced.source.component,
+            )
         if old == new:
             continue
         before, after = _names(first, old), _names(second, new)

@@ -22,6 +22,11 @@ def memory_uses(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage: _count_uses(storage) - 1 for storage in storages} if _count_uses is not None else {}
 
 
+def is_memory_shared(tensor: Tensor) -> bool:
+    """Whether another tensor may have ``tensor``'s memory."""
+    return _count_uses is None or next(iter(memory_uses([tensor]).values()), 2) > 1
+
+
 def places(tensors: Iterable[Tensor]) -> list[int]:
     """Where ``tensors`` begin."""
     return [local(tensor).data_ptr() for tensor in tensors]

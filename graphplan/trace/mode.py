@@ -177,6 +177,11 @@ class TraceMode(OperatorMode):
     def finish(self) -> None:
         """Check what only shows once the step is over."""
         self._check_seek(None)
+        trace = self._trace
+        there_before = {*trace.entry_slots, *trace.leaf_storages.values(), *trace.known_numbers}
+        for storage, external in trace.externals.items():
+            if storage not in there_before:
+                external.let_go()
         self._trace.footprint = self._allocations.footprint
         if self._trace.device is not None and self._trace.device.type != "cpu":
             self._trace.host_draws = self._draws.repeats()

@@ -47,14 +47,23 @@ _GROUPS = (
     "Have the model in bfloat16, or have it multiply its groups in another way (experts_implementation='batched_mm' in "
     "transformers)",
 )
+_FILLED = (
+    "reads the number that it fills in on the host",
+    "Give it as a Python number, or take torch.where",
+)
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
+)
+_FILLS = (
+    *("aten.masked_fill.Tensor", "aten.masked_fill_.Tensor"),
+    *("aten.index_fill.int_Tensor", "aten.index_fill_.int_Tensor"),
 )
 HOST_READS = {
     "aten._pack_padded_sequence.default": _LENGTHS,
     "aten._linalg_check_errors.default": _SUCCESS,
     "aten._grouped_mm.default": _GROUPS,
+    **dict.fromkeys(_FILLS, _FILLED),
     "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
     "aten.quantize_per_tensor.tensor_qparams": _SCALE,
     "aten.quantize_per_tensor.tensors": _SCALE,
@@ -64,7 +73,7 @@ HOST_READS = {
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
 """What operators read on the host although no tag says so, and what to do instead."""
-_READS_ON_DEVICES = ("aten._linalg_check_errors.default", "aten._grouped_mm.default")
+_READS_ON_DEVICES = ("aten._linalg_check_errors.default", "aten._grouped_mm.default", *_FILLS)
 """Those that the tape repeats, reads and all."""
 _INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
@@ -221,7 +230,8 @@ def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, A
 
 def reads_on_host(name: str, given: Sequence[Tensor]) -> bool:
     """Whether an operator is one of :data:`HOST_READS`, and reads what it is ``given``."""
-    if name not in HOST_READS or (name in _READS_ON_DEVICES and given[0].device.type == "cpu"):
+    read = given[-1 if name in _FILLS else 0] if given else None
+    if read is None or name not in HOST_READS or (name in _READS_ON_DEVICES and read.device.type == "cpu"):
         return False
     return HOST_READS[name] is not _GROUPS or given[0].dtype != torch.bfloat16
 

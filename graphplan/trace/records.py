@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from graphplan.observe.source import Source
 from graphplan.owners.slots import Slot
 from graphplan.specs.roles import Footprint, TensorSpec
 from graphplan.tensors.attributes import is_freed
+from graphplan.tensors.storages import is_memory_shared
 from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.host_reads import HostRead
@@ -40,6 +42,11 @@ class Operator(NamedTuple):
     threaded: bool = False
 
 
+def is_host_number(value: Any) -> bool:
+    """Whether ``value`` is a plain tensor of no dimensions in host memory."""
+    return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
+
+
 @dataclass(slots=True)
 class TracedExternal:
     """A storage that existed before the step, through the tensor that first brought it in (held alive)."""
@@ -51,6 +58,24 @@ class TracedExternal:
     mutated_by: str = ""
     mutated_at: Source | None = None
     communicated: bool = False
+    is_passing: bool = False
+    """Whether it is a number on the host that the step made, and that nothing holds once it is over: compiled code
+    makes such tensors of Python's numbers where no dispatcher sees it. ``tensor`` is a copy then.
+    """
+    _storage: torch.UntypedStorage | None = None
+
+    def let_go(self) -> None:
+        """Find out whether it is passing, if it was not there before. Its address stays taken."""
+        tensor = self.tensor
+        if not is_host_number(tensor) or self.mutated:
+            return
+        self._storage = tensor.untyped_storage()
+        reference, copy, is_shared = weakref.ref(tensor), tensor.detach().clone(), is_memory_shared(tensor)
+        self.tensor = copy
+        del tensor
+        held = reference()
+        self.is_passing = held is None and not is_shared
+        self.tensor = copy if held is None else held
 
     @property
     def is_buffer_of_collective(self) -> bool:
@@ -108,6 +133,8 @@ class Trace:
     device_constants: list[Tensor] = field(default_factory=list)
     host_constants: list[HostConstant] = field(default_factory=list)
     graph_elsewhere: bool = False
+    known_numbers: set[int | None] = field(default_factory=set)
+    """Storages of numbers on the host that were there before, if numbers passed through the trace before."""
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -47,9 +48,11 @@ _DEPTH = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_lay
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads")
 _INNER = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "d_inner")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "router_top_k")
 SIZES: dict[str, Any] = {
     **dict.fromkeys(_WIDTH, 32), **dict.fromkeys(_DEPTH, 2), **dict.fromkeys(_HEADS, 4), **dict.fromkeys(_INNER, 48),
-    **dict.fromkeys(_EXPERTS, 4), "num_key_value_heads": 2, "d_kv": 8, "head_dim": 8, "rotary_dim": 4, "vocab_size": 99,
+    **dict.fromkeys(_EXPERTS, 4), **dict.fromkeys(_CHOSEN, 2),
+    "num_key_value_heads": 2, "d_kv": 8, "head_dim": 8, "rotary_dim": 4, "vocab_size": 99,
     "max_position_embeddings": 64, "n_positions": 64, "patch_size": 8, "projection_dim": 16, "type_vocab_size": 2,
     "moe_intermediate_size": 24, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
@@ -89,10 +92,14 @@ def model_of(task: str, kind: str) -> tuple[Any, Any]:
     with suppress(Exception):
         config.num_labels = CLASSES
     found = getattr(modeling_auto, f"MODEL_FOR_{TASKS[task]}_MAPPING_NAMES")[kind]
-    model = getattr(transformers, found if isinstance(found, str) else found[0])(config)
-    if sum(param.numel() for param in model.parameters()) > LARGEST:
+    make = getattr(transformers, found if isinstance(found, str) else found[0])
+    count = 0
+    # Some are too large for the host.
+    with torch.device("meta"), suppress(Exception):
+        count = sum(param.numel() for param in make(config).parameters())
+    if count > LARGEST:
         raise ValueError("the defaults make a large model")
-    return model.train(), config
+    return make(config).train(), config
 
 
 def batches(task: str, config: Any) -> list[dict[str, Tensor]]:
@@ -165,20 +172,31 @@ def _end(*_: Any) -> None:
     raise TimeoutError(f"not done in {LONGEST} s")
 
 
+def _has_lost_device() -> bool:
+    """Whether an assertion on the device has ended what this process can do with it."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what is asked for, and print what is not replayed bit by bit, and how many are what."""
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("python -m recipes.zoo.sweep", description=__doc__, formatter_class=form)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="such as 'causal/*'")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="each Nth, from the Ith on: for several processes")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows, after those that it has")
     args = parser.parse_args(argv)
     # cuBLAS reads it when its first handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     warnings.filterwarnings("ignore")
     first, every = map(int, args.part.split("/"))
     chosen = [name for name in names() if any(fnmatch(name, pattern) for pattern in args.only)][first::every]
-    rows = []
+    rows = json.loads(args.json.read_text())["rows"] if args.json and args.json.exists() else []
+    chosen = [name for name in chosen if name not in {row["name"] for row in rows}]
     signal.signal(signal.SIGALRM, _end)
     with bar("architectures", len(chosen)) as step:
         for name in chosen:
@@ -192,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 signal.alarm(0)
             if args.json:
                 args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1))
+                if _has_lost_device():
+                    os.execv(sys.executable, [sys.executable, "-m", "recipes.zoo.sweep", *(argv or sys.argv[1:])])
     for row in rows:
         if row["is"] not in ("bitwise", "skipped"):
             print(f"{row['name']:36} {row['is']}: {row.get('why', row)}")

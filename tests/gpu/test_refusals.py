@@ -75,7 +75,16 @@ def read_mask(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     x[x > 0].sum()  # culprit
 
 
-READS = [read_item, pytest.param(read_cpu, marks=needs_cuda), read_tolist, read_bool, read_mask]
+def read_filled(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return x.masked_fill(x > 0, loss.detach()).sum()  # culprit
+
+
+def read_filled_rows(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return x.index_fill(0, torch.zeros_like(x[:1, 0], dtype=torch.long), loss.detach()).sum()  # culprit
+
+
+ON_DEVICES = [pytest.param(read, marks=needs_cuda) for read in (read_cpu, read_filled, read_filled_rows)]
+READS = [read_item, *ON_DEVICES, read_tolist, read_bool, read_mask]
 
 
 def draws_anew(model: Any, x: Tensor, loss: Tensor) -> Tensor:

@@ -44,13 +44,18 @@ def closure_rig(kind: str, holder: Any = Box) -> Rig:
     """A step that reads or writes a tensor through its closure, which no owner holds."""
     model = Mlp()
     optimizer = SGD(model.parameters(), lr=0.05, fused=True)
-    noise, total = holder(item=torch.randn(4)), holder(item=torch.zeros(()))
+    noise, total = (
+        holder(item=[torch.tensor(0.0)] if kind == "passing" else torch.randn(4)),
+        holder(item=torch.zeros(())),
+    )
 
     def step_of(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
         logits = model(x)
-        if kind == "fresh":
+        if kind in ("fresh", "number"):
             logits = logits + noise.item
+        if kind == "passing":
+            logits = logits * noise.item.pop()
         loss = F.cross_entropy(logits, y)
         loss.backward()
         if kind == "mutated":
@@ -62,10 +67,17 @@ def closure_rig(kind: str, holder: Any = Box) -> Rig:
         return loss
 
     def after(index: int) -> None:
-        noise.item = torch.randn(4)
+        noise.item = {"number": torch.tensor(2.0), "passing": [torch.tensor(float(index))]}.get(kind, torch.randn(4))
 
     extra = {"noise": [noise.item], "total": [total.item]} if kind == "mutated" else {}
     return Rig(step_of, {"model": model, "optimizer": optimizer}, list(float_batches(12)), after, extra)
+
+
+def test_a_number_on_the_host_that_nothing_owns_is_refused() -> None:
+    """It is like other tensors, whether something holds it after the step or only before."""
+    for kind in ("number", "passing"):
+        make = partial(closure_rig, kind)
+        assert_refused(make, UnownedTensorError, r"f32\[\] tensor that is neither fed nor owned", done=SECOND_TRACE)
 
 
 @pytest.mark.parametrize("kind", ["fresh", "mutated"])

@@ -3,13 +3,18 @@
 # Without annotations as strings, which the compiler of scripts cannot read.
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
-from graphplan import graph_step
+from graphplan import HostScalarError, graph_step
+from tests.devices import BACKEND, assert_like_eager, on_device
+from tests.models import CALLS, Box, float_batches
+from tests.twins import BEFORE_REPLAY, SECOND_TRACE, Rig, assert_refused
 
 X = torch.arange(8.0).reshape(2, 4) / 8
 
@@ -57,3 +62,32 @@ def test_values_of_a_scripted_module(change: Callable[[Any], Any], is_owner: boo
     assert replayed == eager
     assert call.stats.captured == 2
     assert call.stats.replayed > 8
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_numbers_that_a_scripted_function_makes_tensors_of() -> None:
+    """It makes them where no dispatcher sees it: they are constants, which must stay the same."""
+
+    @torch.jit.script
+    def root(x: Tensor, factor: int) -> Tensor:
+        return torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float) * torch.tensor(factor, dtype=torch.float))
+
+    def make(growth: int) -> Rig:
+        model = nn.Linear(8, 4)
+        optimizer = SGD(model.parameters(), lr=0.05, fused=True)
+        factor = Box(3)
+
+        def train_step(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(x) / root(x, factor.item)).square().mean()
+            loss.backward()
+            optimizer.step()
+            factor.item += growth
+            return loss.detach()
+
+        return Rig(train_step, {"model": model, "optimizer": optimizer}, list(float_batches(CALLS)))
+
+    assert_like_eager(on_device(partial(make, 0)), backend=BACKEND, replayed=CALLS - BEFORE_REPLAY)
+    text = r"gets \d+ on one step and \d+ on the next, which compiled code makes of a number"
+    assert_refused(on_device(partial(make, 1)), HostScalarError, text, done=SECOND_TRACE, backend=BACKEND)
