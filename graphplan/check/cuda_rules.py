@@ -1,4 +1,6 @@
-"""CUDA's rules for a step that is traced on the CPU: copies that do nothing there, between a device and the host."""
+"""CUDA's rules for a step that is traced on the CPU: copies between a device and the host, which do nothing there, and
+operators that wait for a device.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from graphplan.errors import HostSyncError, TemporaryCopyError
 from graphplan.observe.source import find_source
 from graphplan.trace.mode import refuse_trace
+from graphplan.trace.operator_schemas import AS_ON_DEVICE
 
 _COPIES = ("cpu", "to", "type_as")
 """Methods of tensors that copy between devices. What reads values is refused on the CPU, too."""
@@ -24,8 +27,8 @@ _NO_CONSTANTS = ("rand", "empty", "normal")
 
 @contextmanager
 def cuda_rules() -> Iterator[None]:
-    """Refuse steps that are traced in the block for copies to the host, and for copies of host memory to the device,
-    though all their tensors are on the host.
+    """Refuse steps that are traced in the block for copies to the host, for copies of host memory to the device, and
+    for operators that read on the host, though all their tensors are on the host.
     """
     on_host = WeakIdKeyDictionary()
     named = {getattr(function, "__name__", ""): function for function in _device._device_constructors()}
@@ -39,9 +42,11 @@ def cuda_rules() -> Iterator[None]:
     for name in _COPIES:
         # Tensor inherits these from its class in C.
         setattr(Tensor, name, _preceded(getattr(Tensor, name), partial(_check_copy, name, on_host)))
+    token = AS_ON_DEVICE.set(True)
     try:
         yield
     finally:
+        AS_ON_DEVICE.reset(token)
         for name in _COPIES:
             delattr(Tensor, name)
         for name, function in makers.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,8 +74,10 @@ HOST_READS = {
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
 """What operators read on the host although no tag says so, and what to do instead."""
-_READS_ON_DEVICES = ("aten._linalg_check_errors.default", "aten._grouped_mm.default", *_FILLS)
+_READS_ON_DEVICES = ("aten._linalg_check_errors.default", "aten._grouped_mm.default")
 """Those that the tape repeats, reads and all."""
+AS_ON_DEVICE = ContextVar("as_on_device", default=False)
+"""Whether steps that compute on the CPU are judged as if they computed on a device."""
 _INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
 """Operators that may copy from one device to another."""
@@ -230,8 +233,11 @@ def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, A
 
 def reads_on_host(name: str, given: Sequence[Tensor]) -> bool:
     """Whether an operator is one of :data:`HOST_READS`, and reads what it is ``given``."""
-    read = given[-1 if name in _FILLS else 0] if given else None
-    if read is None or name not in HOST_READS or (name in _READS_ON_DEVICES and read.device.type == "cpu"):
+    if name not in HOST_READS:
+        return False
+    if name in _FILLS:
+        return given[-1].device.type != "cpu"
+    if name in _READS_ON_DEVICES and given[0].device.type == "cpu" and not AS_ON_DEVICE.get():
         return False
     return HOST_READS[name] is not _GROUPS or given[0].dtype != torch.bfloat16
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphplan import check_step
 from graphplan.check import fit
@@ -106,6 +107,15 @@ def test_a_copy_of_host_memory_that_does_nothing_on_the_host(make: Callable[[Ten
     assert bool(found) == is_copied, result.text()
     assert all("Make it on the device (device=...)" in blocker for blocker in found)
     assert [torch.arange, torch.tensor, Tensor.to, Tensor.type_as] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_operators_read_of_a_device(dtype: torch.dtype) -> None:
+    """They are found on the CPU, where the tape repeats such reads."""
+    ends, weight = torch.tensor([8, 16], dtype=torch.int32), torch.randn(2, 16, 16, dtype=dtype)
+    result = check_step(lambda x: functional.grouped_mm(x, weight, offs=ends), [(torch.randn(16, 16, dtype=dtype),)])
+    found = [blocker for blocker in result.blockers if "_grouped_mm.default reads the sizes of its groups" in blocker]
+    assert bool(found) == (dtype == torch.float32), result.text()
 
 
 def test_a_part_that_is_replayed_meanwhile() -> None:
