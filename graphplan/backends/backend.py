@@ -66,6 +66,8 @@ class TracedValues:
         device_constants: tensors that the step makes from Python values on the device.
         host_constants: tensors that the step makes from Python values on the host and copies to the device.
         watched: what to call the recording if torch shall watch the memory that it reads, else None.
+        in_mode: whether the step is to run in a dispatch mode, as it did in the traces. Some formulas of autograd's
+            take another way then, on which they do not read on the host.
     """
 
     reads: Sequence[Any] = ()
@@ -74,6 +76,7 @@ class TracedValues:
     device_constants: Sequence[Tensor] = ()
     host_constants: Sequence[HostConstant] = ()
     watched: str | None = None
+    in_mode: bool = False
 
 
 NOTHING_TRACED = TracedValues()

@@ -298,7 +298,8 @@ class CUDAGraphBackend(Backend):
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
         on_host = HostConstants(traced.host_constants) if traced.host_constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
-        reads = AnsweredReads(traced.reads) if any(read.asserted for read in traced.reads) else nullcontext()
+        waits = traced.in_mode or any(read.waits for read in traced.reads)
+        reads = AnsweredReads(traced.reads) if waits else nullcontext()
         options = capture_options(graph.capture_begin, watched=traced.watched is not None)
         self._stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self._stream):

@@ -102,6 +102,7 @@ def build_plan(
         communicates=any(is_collective(op.name) for op in second.operators),
         rounding=second.rounding,
         may_reorder=first.graph_elsewhere or second.graph_elsewhere,
+        derives_otherwise=second.derives_otherwise,
         last_operators=_last_operators(second),
         handles=_handles(second, function=function, owners=owners, rates=rates, keep_alive=_shared(first, second)),
     )

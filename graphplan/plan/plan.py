@@ -106,6 +106,8 @@ class Plan:
         rounding: relative error of rounding to the coarsest floating-point type that the step computes in.
         may_reorder: whether autograd's engine may run the step's operators in another order on another step, as told
             apart in :func:`graphplan.plan.difference.is_reordered`.
+        derives_otherwise: whether torch derives an operator of the step by another formula in traces than in eager
+            steps, as it does within a dispatch mode: results differ by rounding.
         handles: what programs of the plan work with.
     """
 
@@ -135,6 +137,7 @@ class Plan:
     communicates: bool
     rounding: float
     may_reorder: bool
+    derives_otherwise: bool
     handles: Handles
 
     def by_role(self, role: Role) -> tuple[External, ...]:

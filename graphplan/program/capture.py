@@ -157,6 +157,7 @@ def _traced_values(plan: Plan, *, watches: bool) -> TracedValues:
         device_constants=handles.device_constants,
         host_constants=handles.host_constants,
         watched=f"the program of {plan.name} (fed {plan.feed})" if watches else None,
+        in_mode=plan.derives_otherwise,
     )
 
 

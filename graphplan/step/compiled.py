@@ -202,15 +202,23 @@ def refuse_beside_compiled(plan: Plan) -> None:
     """Refuse what a capture answers in a dispatch mode, within which compiled code does not run compiled.
 
     Raises:
-        HostSyncError: if the step asserts values of tensors.
+        HostSyncError: if the step asserts values of tensors, reads constants on the device, or derives products.
         TemporaryCopyError: if it copies constants from the host to the device.
     """
-    if plan.assertions:
+    if plan.derives_otherwise:
         raise HostSyncError(
-            f"the step {plan.assertions[0]}, and runs compiled code: a capture of both waits for the device. "
-            "Expected no assertion of the kind around compiled code; leave it out, use torch._assert_async, or do "
-            "without torch.compile"
+            "the step derives a product (prod, cumprod), for which torch looks for zeros on the host, and runs "
+            "compiled code. Expected no such derivative around compiled code; compute the product as exp of a sum of "
+            "logarithms, or do without torch.compile"
         )
+    for read in plan.host_reads:
+        if read.waits:
+            what = "asserts a tensor's value" if read.asserted else "reads a constant on the device"
+            raise HostSyncError(
+                f"the step {what} at {read.place}, and runs compiled code: a capture of both waits for the device. "
+                "Expected no reads of the kind around compiled code; leave them out (torch._assert_async asserts on "
+                "the device), or do without torch.compile"
+            )
     if plan.handles.host_constants:
         value = plan.handles.host_constants[0].value
         raise TemporaryCopyError(

@@ -2,7 +2,8 @@
 
 A value that code only asserts decides nothing but whether the step goes on (:mod:`graphplan.observe.branches`). Eager
 steps read it, and those that replays are checked with; a replay does not, and a capture on a device cannot. What is
-computed from Python's numbers alone is the same in each step.
+computed from Python's numbers alone is the same in each step: a mask of that kind, which selects a number of rows that
+torch would have to read, is given to the capture as the positions that it selects.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from graphplan.observe.branches import Branches, Use
 from graphplan.observe.source import runs_steps
 from graphplan.observe.watching import Aside
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.operator_schemas import schema_of
+from graphplan.trace.operator_schemas import NONZERO, has_dynamic_shape, schema_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MACHINERY = tuple(
@@ -59,11 +60,15 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """A read that does not refuse a step, and the value that was read; ``asserted``: not a constant's."""
+    """A read that does not refuse a step, and what a capture is given for it: the value that was read, the positions
+    that ``nonzero`` has found, or an operator's indices without masks. ``asserted``: it is not a constant's. ``waits``:
+    a capture would have to wait for it.
+    """
 
     place: Place
     value: Any
     asserted: bool
+    waits: bool = False
 
 
 def _branches_of(frame: FrameType) -> tuple[Branches, dict[int, tuple[Use, frozenset[Any]]]]:
@@ -152,7 +157,7 @@ class KnownReads:
 
 
 class AnsweredReads(OperatorMode):
-    """Gives the values that the traced steps read, so that a capture need not wait for the device."""
+    """Gives what the traced steps read, so that a capture need not wait for the device."""
 
     def __init__(self, reads: Sequence[HostRead]) -> None:
         super().__init__()
@@ -160,6 +165,13 @@ class AnsweredReads(OperatorMode):
 
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, or say what it read."""
-        if schema_of(func).reads_values and (place := find_place()) in self._known:
-            return self._known.take(place)
-        return aside.run(func, args, kwargs)
+        schema = schema_of(func)
+        is_shape = not schema.reads_values and has_dynamic_shape(schema, args, kwargs)
+        if not (schema.reads_values or is_shape) or (place := find_place()) not in self._known:
+            return aside.run(func, args, kwargs)
+        answer = self._known.take(place)
+        if not is_shape:
+            return answer
+        if schema.name == NONZERO:
+            return answer.clone()
+        return aside.run(func, (args[0], answer, *args[2:]), kwargs)

@@ -31,15 +31,19 @@ from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.operator_schemas import (
     HOST_READS,
+    INDEXING,
     NESTED_FIX,
+    NONZERO,
     TRANSFERS,
     Schema,
     has_dynamic_shape,
     host_operands,
+    is_mask,
     reads_on_host,
     schema_of,
     tensors_and_others,
     tensors_in,
+    without_masks,
     written_tensors,
 )
 from graphplan.trace.rate_reads import RateWatch
@@ -167,6 +171,8 @@ class TraceMode(OperatorMode):
             self._draws.add(self._internal_operand(out), func, args, kwargs, out)
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
         threaded = get_ident() != self._thread
+        if schema.derives_otherwise and torch.is_grad_enabled():
+            trace.derives_otherwise |= any(tensor.requires_grad for tensor in tensors)
         if threaded and not trace.graph_elsewhere:
             trace.graph_elsewhere = torch.is_grad_enabled() and not is_recomputed()
         trace.operators.append(
@@ -333,9 +339,32 @@ class TraceMode(OperatorMode):
             "do it, eager_if= names those",
         )
 
+    def _are_fixed(self, given: list[tuple[Tensor, Operand]]) -> bool:
+        """Whether all values are computed from Python's numbers alone."""
+        return all(operand in self._fixed for _, operand in given)
+
     def _are_constants(self, given: list[tuple[Tensor, Operand]]) -> bool:
         """Whether all values are computed on the host from Python's numbers alone."""
-        return all(tensor.device.type == "cpu" and operand in self._fixed for tensor, operand in given)
+        return self._are_fixed(given) and all(tensor.device.type == "cpu" for tensor, _ in given)
+
+    def _has_constant_shape(
+        self, name: str, args: tuple[Any, ...], out: Any, given: list[tuple[Tensor, Operand]]
+    ) -> bool:
+        """Whether the values that the shape of ``out`` depends on are computed from Python's numbers alone. A capture
+        on a device is given the positions that they select.
+        """
+        if name in INDEXING:
+            deciding = [pair for pair in given if any(pair[0] is index for index in args[1] if is_mask(index))]
+        elif name == NONZERO:
+            deciding = given
+        else:
+            return self._are_constants(given)
+        if not self._are_fixed(deciding):
+            return False
+        if any(tensor.device.type != "cpu" for tensor, _ in given):
+            positions = without_masks(args[1]) if name in INDEXING else out.detach().clone()
+            self._trace.host_reads.append(HostRead(find_place(), positions, asserted=False, waits=True))
+        return True
 
     def _is_constant(self, tensor: Tensor, given: list[tuple[Tensor, Operand]]) -> bool:
         """Whether ``tensor``, one of the ``given`` on the host, is computed from Python's numbers alone."""
@@ -352,15 +381,16 @@ class TraceMode(OperatorMode):
     ) -> None:
         name = schema.name
         if schema.reads_values:
-            is_constant = validates() or self._are_constants(given)
+            is_constant = validates() or self._are_fixed(given)
             if is_constant or is_asserted():
-                self._trace.host_reads.append(HostRead(find_place(), out, asserted=not is_constant))
+                waits = not is_constant or any(tensor.device.type != "cpu" for tensor, _ in given)
+                self._trace.host_reads.append(HostRead(find_place(), out, asserted=not is_constant, waits=waits))
             else:
                 is_comparison = name.startswith(("aten.equal", "aten.allclose"))
                 what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
                 is_drawn = any(operand in self._by_chance for _, operand in given)
                 self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source, is_drawn=is_drawn)
-        elif has_dynamic_shape(schema, args, kwargs) and not self._are_constants(given):
+        elif has_dynamic_shape(schema, args, kwargs) and not self._has_constant_shape(name, args, out, given):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         if name in TRANSFERS:
             self._check_transfer(name, args, out, given, source)

@@ -65,6 +65,11 @@ HOST_READS = {
     "aten._linalg_check_errors.default": _SUCCESS,
     "aten._grouped_mm.default": _GROUPS,
     **dict.fromkeys(_FILLS, _FILLED),
+    "aten.masked_scatter_backward.default": (
+        "reads on the host how many elements a mask selects",
+        "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
+        "torch.where",
+    ),
     "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
     "aten.quantize_per_tensor.tensor_qparams": _SCALE,
     "aten.quantize_per_tensor.tensors": _SCALE,
@@ -74,15 +79,20 @@ HOST_READS = {
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
 """What operators read on the host although no tag says so, and what to do instead."""
-_READS_ON_DEVICES = ("aten._linalg_check_errors.default", "aten._grouped_mm.default")
+_READS_ON_DEVICES = (
+    *("aten._linalg_check_errors.default", "aten._grouped_mm.default"),
+    "aten.masked_scatter_backward.default",
+)
 """Those that the tape repeats, reads and all."""
 AS_ON_DEVICE = ContextVar("as_on_device", default=False)
 """Whether steps that compute on the CPU are judged as if they computed on a device."""
-_INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
+INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
+NONZERO = "aten.nonzero.default"
+_DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
 TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
 """Operators that may copy from one device to another."""
 _BY_ARGUMENTS = (
-    *("aten.index.Tensor", *_INDEX_PUTS, "aten.repeat_interleave.Tensor"),
+    *(*INDEXING, "aten.repeat_interleave.Tensor"),
     *("aten.one_hot.default", "aten._ctc_loss.default"),
 )
 """Operators the shape of whose results depends on values for some arguments."""
@@ -138,6 +148,10 @@ class Schema:
     """Whether torch puts it together from other operators."""
     may_synchronize: bool
     """Whether the host may have to wait for what the operator reads or makes."""
+    derives_otherwise: bool
+    """Whether autograd takes another formula for its derivative within a dispatch mode: one that does not look on the
+    host for zeros.
+    """
 
     @property
     def may_write(self) -> bool:
@@ -193,6 +207,7 @@ def _new_schema(func: Any) -> Schema:
         allocates=name.startswith(_ALLOCATIONS),
         is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *HOST_READS),
+        derives_otherwise=name.startswith(_DERIVED_OTHERWISE),
     )
 
 
@@ -247,7 +262,7 @@ def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if name == "aten._to_copy.default":
         target = kwargs.get("device")
         given, is_on_device = args[:1], target is not None and target.type != "cpu"
-    elif name == "aten.copy_.default" or name in _INDEXING:
+    elif name == "aten.copy_.default" or name in INDEXING:
         # A number that is put at an index lies on the host; one that is put where a mask says so is filled in there.
         is_put = name in _INDEX_PUTS and not _has_mask(args[1])
         given, is_on_device = args[1 : 3 if is_put else 2], args[0].device.type != "cpu"
@@ -256,8 +271,21 @@ def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return [tensor for tensor in tensors_in(given) if tensor.device.type == "cpu"] if is_on_device else []
 
 
+def is_mask(index: Tensor | None) -> bool:
+    """Whether an index selects by whether its values are zero."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def without_masks(indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """``indices`` with the positions that masks select in place of the masks: a tensor for each dimension of a mask."""
+    found: list[Tensor | None] = []
+    for index in indices:
+        found += index.nonzero(as_tuple=True) if index is not None and is_mask(index) else (index,)
+    return found
+
+
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
-    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    return any(map(is_mask, indices))
 
 
 def tensors_and_others(

@@ -133,6 +133,8 @@ class Trace:
     device_constants: list[Tensor] = field(default_factory=list)
     host_constants: list[HostConstant] = field(default_factory=list)
     graph_elsewhere: bool = False
+    derives_otherwise: bool = False
+    """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
     known_numbers: set[int | None] = field(default_factory=set)
     """Storages of numbers on the host that were there before, if numbers passed through the trace before."""
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -167,10 +167,12 @@ class _Check:
         # More replays write where the eager step has.
         eager, (end, _) = self._where_all_have_room(lambda: (Run.of(replayed.tensors, left), self.snapshot(walk())))
         try:
+            plan = self._program.plan
+            may_reorder = plan.may_reorder or plan.derives_otherwise
             found = beyond_spread(
                 beyond, start.old, replayed.tensors, eager,
                 repeat=lambda nudge: self._repeat(start, replayed, nudge=nudge),
-                on_any=self._on_any, noise=self._noise, may_reorder=self._program.plan.may_reorder, device=self._home,
+                on_any=self._on_any, noise=self._noise, may_reorder=may_reorder, device=self._home,
             )  # fmt: skip
         finally:
             self.undo(end)

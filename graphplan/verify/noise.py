@@ -185,7 +185,7 @@ def beyond_spread(
         repeat: one more replay from ``old`` beside it; told True, one from parameters with other last bits.
         on_any: whether something is so on any rank, all of which repeat as often.
         noise: what earlier checks have shown, to which this one adds.
-        may_reorder: whether the step may add up in other orders. Replays keep to theirs, and eager steps need not.
+        may_reorder: whether eager steps may compute in another order, or by another formula, than replays.
         device: where to compute what lies on the host.
 
     Returns:

@@ -143,8 +143,15 @@ def put_by_mask(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
     return loss
 
 
+def scatter_by_mask(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    rows = x.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        torch.zeros_like(x).masked_scatter(x > 0, rows).sum().backward()  # culprit
+    return loss
+
+
 @needs_cuda
-@pytest.mark.parametrize("read", [read_in_backward, put_by_mask], ids=lambda read: read.__name__)
+@pytest.mark.parametrize("read", [read_in_backward, put_by_mask, scatter_by_mask], ids=lambda read: read.__name__)
 def test_reading_in_a_thread_of_autograds_is_refused(read: Callable[..., Any]) -> None:
     """By code of the step's in that thread; and where none runs there, and the forward pass has read before."""
     assert_refused(rig_of(read), HostSyncError, line_of(read), backend=BACKEND)

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan import CaptureError, GraphPlanError, HostSyncError, TemporaryCopyError, compile_plan
 from graphplan.step.compiled import refuse_beside_compiled
 from graphplan.trace.constants import HostConstants
+from graphplan.trace.host_reads import AnsweredReads, HostRead, KnownReads, Place
+from graphplan.trace.operator_schemas import without_masks
 from graphplan.trace.records import HostConstant
 from tests.twins import line_of
 
@@ -126,3 +128,32 @@ def test_beside_compiled_code_assertions_are_refused() -> None:
 
     with pytest.raises(HostSyncError, match=r"asserts .*, and runs compiled code: a capture of both waits"):
         refuse_beside_compiled(compile_plan(step, torch.ones(2), owners={}))
+
+
+def test_beside_compiled_code_products_are_not_derived() -> None:
+    x = torch.ones(3, requires_grad=True)
+    plan = compile_plan(lambda y: torch.autograd.grad((x * y).prod(), x), torch.ones(3), owners={"x": x})
+    with pytest.raises(HostSyncError, match=r"derives a product .*, and runs compiled code"):
+        refuse_beside_compiled(plan)
+    with torch.no_grad():
+        refuse_beside_compiled(compile_plan(lambda y: (x * y).prod(), torch.ones(3), owners={"x": x}))
+
+
+def test_a_capture_is_given_the_positions_that_masks_select(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which the traces found them, and whatever the masks hold by then."""
+    x, mask = torch.arange(6.0).reshape(2, 3), torch.tensor([[True, False, True], [False, False, True]])
+
+    def select(mask: Tensor) -> list[Tensor]:
+        changed = x.clone()
+        changed[mask] = -x[mask]
+        return [x[mask], changed, mask.nonzero(), x[:, mask[0]]]
+
+    places: list[Place] = []
+    with monkeypatch.context() as noting, AnsweredReads([]):
+        noting.setattr(KnownReads, "__contains__", lambda known, place: bool(places.append(place)))
+        expected = select(mask)
+    values = [*(without_masks([mask]) for _ in range(3)), mask.nonzero(), without_masks([None, mask[0]])]
+    reads = [HostRead(place, value, False, True) for place, value in zip(places, values, strict=True)]
+    with AnsweredReads(reads):
+        found = select(torch.zeros_like(mask))
+    assert all(map(torch.equal, found, expected))
