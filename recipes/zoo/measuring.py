@@ -58,21 +58,24 @@ def compare(found: State, oracles: Sequence[Oracle]) -> Row:
     return {"equal": verdict, "distance": gap, "spread": spread, "tensor": tensor}
 
 
-def oracles_of(run: Run, eager: State, train: Callable[[Run, bool], State]) -> list[Oracle]:
-    """Eager runs: with prepared optimizers and captured paths, with either alone, and once more for eager's spread."""
+def oracles_of(
+    run: Run, eager: State, train: Callable[[Run, bool], State], *, with_optimizer: bool = True
+) -> list[Oracle]:
+    """Eager runs: with prepared optimizers and captured paths, with either alone, and once more for eager's spread.
+    ``with_optimizer``: whether the optimizer's step is captured, too; what cannot be does not run where it hears so.
+    """
     untimed = replace(run, warm=run.warm + run.steps, steps=0)
 
     def captured() -> State:
         with answering_captured():
             return train(untimed, True)
 
-    again: list[Oracle] = [("prepared, again", captured)] if run.gpu else []
-    return [
-        ("prepared", captured),
-        ("as it is", lambda: eager),
-        ("prepared, not captured", lambda: train(untimed, True)),
-        *again,
-    ]
+    def prepared() -> State:
+        return train(untimed, True)
+
+    whole, other = [("prepared", captured)], ("prepared, not captured", prepared)
+    again = ("prepared, again", captured if with_optimizer else prepared)
+    return [*whole[:with_optimizer], ("as it is", lambda: eager), other, *[again][: run.gpu]]
 
 
 def brief(run: Run) -> Run:
@@ -88,7 +91,7 @@ def in_trainer(run: Run, row: Row) -> None:
     row |= facts
     train = lambda untimed, prepared: fit(untimed, *[Prepared()][:prepared])[1]  # noqa: E731
     if run.equality:
-        row |= compare(found, oracles_of(run, state, train))
+        row |= compare(found, oracles_of(run, state, train, with_optimizer=row.get("form") == "whole"))
 
 
 def in_loop(run: Run, row: Row) -> None:
@@ -99,7 +102,7 @@ def in_loop(run: Run, row: Row) -> None:
     row |= facts
     train = lambda untimed, prepared: loop(untimed, manage=False, prepared=prepared)[1]  # noqa: E731
     if run.equality:
-        row |= compare(found, oracles_of(run, state, train))
+        row |= compare(found, oracles_of(run, state, train, with_optimizer=row.get("form") == "whole"))
 
 
 def in_service(run: Run, row: Row) -> None:
