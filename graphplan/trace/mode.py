@@ -134,8 +134,10 @@ class TraceMode(OperatorMode):
         tensors, scalars = tensors_and_others(schema, args, kwargs)
         operands, offsets = self._take_operands(tensors, name)
         source = self._source_of(name, operands)
-        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
-        stay_fixed = not schema.is_random and self._fixed.issuperset(operands)
+        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes. What
+        # other ranks or an extension's operators give, nobody knows.
+        is_certain_of = schema.is_native and not (schema.is_random or schema.communicates)
+        stay_fixed = is_certain_of and self._fixed.issuperset(operands)
         written = written_tensors(schema, args, kwargs) if schema.may_write else ()
         for tensor in written:
             self._mark_written(tensor, schema, source)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributions import Normal
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +22,7 @@ from graphplan.feed.signature import flatten
 from graphplan.trace.host_reads import AnsweredReads, HostRead, Place
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
+from tests.sharded import one_rank
 
 ASSERTED = r"""
 assert x
@@ -362,6 +363,26 @@ def test_constants_that_are_written_to_are_none() -> None:
 
     fast = graph_step(read, backend="tape")
     with pytest.raises(HostSyncError, match=r"Tensor\.tolist reads"):
+        for _ in range(6):
+            fast(torch.ones(3))
+
+
+def _agreed(x: Tensor) -> Tensor:
+    flag = torch.ones(1)
+    distributed.all_reduce(flag)
+    return flag
+
+
+@torch.library.custom_op("graphplan_tests::ticket", mutates_args=())
+def _ticket() -> Tensor:
+    return torch.ones(1)
+
+
+@pytest.mark.parametrize("make", [_agreed, lambda x: torch.ops.graphplan_tests.ticket()], ids=["collective", "custom"])
+def test_what_others_give_is_no_constant(make: Callable[[Tensor], Tensor]) -> None:
+    """Another rank's numbers, or those of an operator of the user's own."""
+    fast = graph_step(lambda x: x * 2 if make(x).item() > 0 else x, backend="tape")
+    with one_rank(), pytest.raises(HostSyncError, match=r"_local_scalar_dense\.default reads a tensor's value"):
         for _ in range(6):
             fast(torch.ones(3))
 
