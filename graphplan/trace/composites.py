@@ -1,8 +1,9 @@
-"""Dispatch modes that hear of the parts of operators, in inference mode too.
+"""Dispatch modes that hear of the parts of operators, those of inference tensors too.
 
 Operators that torch puts together from others (``narrow`` with a tensor, ``einsum``) are taken apart where torch looks
-after autograd, and come to a dispatch mode in parts. In inference mode they come whole: what they read on the host does
-not show, and the parts would not see the caller's autocast, which is off within a mode.
+after autograd, and come to a dispatch mode in parts. In inference mode, and with tensors that were made there, they
+come whole: what they read on the host does not show, and the parts would not see the caller's autocast, which is off
+within a mode.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class OperatorMode(TorchDispatchMode):
         if types and is_wrapped(types):
             return NotImplemented
         with Aside() as aside:
-            if torch.is_inference_mode_enabled() and schema_of(func).is_composite and not is_imagined():
+            if schema_of(func).is_composite and not is_imagined():
                 with self, _as_outside(func, self._casts):
                     return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
             try:

@@ -84,6 +84,15 @@ class TracedExternal:
         return self.communicated and fills and (self.operator, self.source) == (self.mutated_by, self.mutated_at)
 
 
+class Deciding(NamedTuple):
+    """The version of an owner's tensor whose values decide which way the step takes, and what refuses the step if they
+    do not stay.
+    """
+
+    version: int
+    refusal: RefusalError
+
+
 class HostConstant(NamedTuple):
     """A tensor that the step makes in host memory of Python's numbers alone, and gives to the device; a copy there."""
 
@@ -135,6 +144,8 @@ class Trace:
     graph_elsewhere: bool = False
     derives_otherwise: bool = False
     """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
+    deciding: dict[int, Deciding] = field(default_factory=dict)
+    """By storage."""
     known_numbers: set[int | None] = field(default_factory=set)
     """Storages of numbers on the host that were there before, if numbers passed through the trace before."""
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 from torch.distributions import Distribution
 
 from tests.test_layers import imported_modules
@@ -82,6 +83,8 @@ def test_an_example_runs_and_replays(
     monkeypatch.setattr(sys, "argv", [str(file)])
     # torch.compile turns it off for the rest of the process.
     monkeypatch.setattr(Distribution, "_validate_args", True)
+    # What an example stores under a name that conf/ has, too, would stay for later tests.
+    monkeypatch.setattr(ConfigStore.instance(), "repo", dict(ConfigStore.instance().repo))
     # In this process: to import the libraries anew takes as long as most of the examples.
     run_path(str(file), run_name="__main__")
     printed = capsys.readouterr().out
