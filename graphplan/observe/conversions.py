@@ -5,7 +5,8 @@ asks each tensor in the list for a number as Python does, by ``t.__float__()`` a
 A profile function does not hear of the first either, and in the second not of the arguments. So these methods are
 others while a watcher is there. So is ``torch.nn.functional.one_hot``, which on the host reads classes only to see
 whether they are in range, where it is told how many there are. And so are ``Tensor.tolist`` and the like: a recording
-of a step whose traces had a profile function is spared that.
+of a step whose traces had a profile function is spared that. Calls of scripted code are watched as well
+(:mod:`graphplan.observe.scripts`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from graphplan.observe.scripts import leave_scripts, watch_scripts
 from graphplan.observe.watching import is_silent
 
 READERS = {name: f"Tensor.{name}" for name in ("tolist", "numpy")}
@@ -145,6 +147,7 @@ def _replace() -> None:
         setattr(torch._C, name, _reader(name, torch._C))
     torch.tensor_split = _split(_SPLIT)
     torch.nn.functional.one_hot = wraps(_ONE_HOT)(_one_hot)
+    watch_scripts(Conversions.tell)
 
 
 def _put_back() -> None:
@@ -155,3 +158,4 @@ def _put_back() -> None:
         setattr(torch._C, name, export)
     torch.tensor_split = _SPLIT
     torch.nn.functional.one_hot = _ONE_HOT
+    leave_scripts()

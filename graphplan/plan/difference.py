@@ -9,12 +9,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from graphplan.errors import ControlFlowError, FeedError, GeneratorSeekError, HostScalarError
+from graphplan.errors import ControlFlowError, FeedError, GeneratorSeekError, HostScalarError, HostSyncError
 from graphplan.feed.signature import Feed, is_literal
 from graphplan.observe.source import optimizer_fix
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.copying import same_bits
 from graphplan.trace.changes import same_value, told_apart
+from graphplan.trace.host_reads import ENGINE
 from graphplan.trace.records import Operator, Trace
 
 
@@ -30,6 +31,7 @@ def check_difference(first: Trace, second: Trace) -> None:
     for trace in (first, second):
         if trace.violation is not None:
             raise trace.violation
+    _check_reads(first, second)
     kept = _kept(first, second)
     for number, (a, b) in enumerate(zip_longest(first.operators, second.operators)):
         if a is None or b is None:
@@ -53,6 +55,34 @@ def check_difference(first: Trace, second: Trace) -> None:
             f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
             "back. Have each step save and restore alike, or pass on_failure='eager'"
         )
+
+
+def _check_reads(first: Trace, second: Trace) -> None:
+    """What was read as a constant has to be one, and read in one order."""
+    for old, new in zip(first.host_reads, second.host_reads, strict=False):
+        if old.place != new.place:
+            # The step went another way, of which its operators tell more.
+            return
+        if old.constant and new.constant and not _is_same_read(old.value, new.value):
+            raise HostSyncError(
+                f"{new.place} reads other values than one step before, of what should follow from Python's numbers or "
+                "from tensors that the step does not write; a replay would keep the first. Something else writes them: "
+                "code between the steps, or code of an extension that graphplan cannot see. Keep the value on the "
+                "device (torch.where, a mask of fixed shape)"
+            )
+        if new.waits and new.place == ENGINE and (first.graph_elsewhere or second.graph_elsewhere):
+            raise HostSyncError(
+                "a derivative of a derivative reads values of a device on the host, in an order that may change from "
+                "step to step; a replay would keep one. Keep them on the device (torch.where, a mask of fixed shape)"
+            )
+
+
+def _is_same_read(old: Any, new: Any) -> bool:
+    if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+        return same_bits(old, new)
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_is_same_read, old, new))
+    return same_value(old, new)
 
 
 def is_reordered(first: Trace, second: Trace) -> bool:

@@ -25,7 +25,7 @@ from graphplan.observe.branches import Branches, Use
 from graphplan.observe.source import runs_steps
 from graphplan.observe.watching import Aside
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.operator_schemas import NONZERO, has_dynamic_shape, schema_of
+from graphplan.trace.operator_schemas import INDEXING, NONZERO, has_dynamic_shape, schema_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MACHINERY = tuple(
@@ -61,13 +61,15 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HostRead:
     """A read that does not refuse a step, and what a capture is given for it: the value that was read, the positions
-    that ``nonzero`` has found, or an operator's indices without masks. ``asserted``: it is not a constant's. ``waits``:
-    a capture would have to wait for it.
+    that ``nonzero`` has found, or an operator's indices without masks. ``asserted``: the step's code asserts it.
+    ``constant``: it is the same in each step. Neither is what torch itself looks at to see whether it is in range.
+    ``waits``: a capture would have to wait for it.
     """
 
     place: Place
     value: Any
-    asserted: bool
+    asserted: bool = False
+    constant: bool = False
     waits: bool = False
 
 
@@ -166,7 +168,7 @@ class AnsweredReads(OperatorMode):
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator, or say what it read."""
         schema = schema_of(func)
-        is_shape = not schema.reads_values and has_dynamic_shape(schema, args, kwargs)
+        is_shape = schema.name in (*INDEXING, NONZERO) and has_dynamic_shape(schema, args, kwargs)
         if not (schema.reads_values or is_shape) or (place := find_place()) not in self._known:
             return aside.run(func, args, kwargs)
         answer = self._known.take(place)

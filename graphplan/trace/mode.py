@@ -18,6 +18,7 @@ from graphplan.environment.devices import default_generators
 from graphplan.environment.origin import is_ours
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.observe.conversions import validates
+from graphplan.observe.scripts import given_to_script
 from graphplan.observe.source import Source, find_source, is_recomputed, optimizer_fix
 from graphplan.observe.watching import Aside
 from graphplan.tensors.dtensors import is_imagined
@@ -31,6 +32,7 @@ from graphplan.trace.footprint import Allocations
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
 from graphplan.trace.memory_watch import MemoryWatch
 from graphplan.trace.operator_schemas import (
+    FROM_OUTSIDE,
     HOST_READS,
     INDEXING,
     NESTED_FIX,
@@ -138,7 +140,7 @@ class TraceMode(OperatorMode):
         source = self._source_of(name, operands)
         # A constant that others are added to is one, too: the step counter of an optimizer that the step makes. What
         # other ranks or an extension's operators give, nobody knows.
-        is_certain_of = schema.is_native and not (schema.is_random or schema.communicates)
+        is_certain_of = schema.is_native and not (schema.is_random or schema.communicates or name in FROM_OUTSIDE)
         sources = self._constancy.sources(operands) if is_certain_of else None
         written = written_tensors(schema, args, kwargs) if schema.may_write else ()
         for tensor in written:
@@ -193,9 +195,8 @@ class TraceMode(OperatorMode):
         for storage, deciding in trace.deciding.items():
             if trace.externals[storage].mutated and trace.violation is None:
                 refuse(trace, deciding.refusal)
-        there_before = {*trace.entry_slots, *trace.leaf_storages.values(), *trace.known_numbers}
         for storage, external in trace.externals.items():
-            if storage not in there_before:
+            if storage not in trace.entry_slots:
                 external.let_go()
         self._trace.footprint = self._allocations.footprint
         if self._trace.device is not None and self._trace.device.type != "cpu":
@@ -245,7 +246,9 @@ class TraceMode(OperatorMode):
             if slots and storage not in self._trace.leaf_storages.values() and is_steady(tensor, slots):
                 self._constancy.add([operand], frozenset({storage}))
             self._watch.meet(storage)
-            self._trace.externals[storage] = TracedExternal(tensor, name, source)
+            given = given_to_script()
+            is_scripted = given is not None and storage not in given
+            self._trace.externals[storage] = TracedExternal(tensor, name, source, is_scripted=is_scripted)
         return self._operands[storage]
 
     def _internal_operand(self, tensor: Tensor) -> Operand:
@@ -342,7 +345,7 @@ class TraceMode(OperatorMode):
         """Note a read of a tensor's memory that is no operator."""
         given = [(tensor, self._internal_operand(tensor))] if tensor is not None and name == "Tensor.tolist" else []
         if given and self._are_constants(given):
-            self._trace.host_reads.append(HostRead(find_place(), None, asserted=False))
+            self._trace.host_reads.append(HostRead(find_place(), None))
             return
         self.refuse(
             HostSyncError,
@@ -380,9 +383,9 @@ class TraceMode(OperatorMode):
             return self._are_constants(given)
         if not self._decide(deciding, what, source):
             return False
-        if any(tensor.device.type != "cpu" for tensor, _ in given):
-            positions = without_masks(args[1]) if name in INDEXING else out.detach().clone()
-            self._trace.host_reads.append(HostRead(find_place(), positions, asserted=False, waits=True))
+        positions = without_masks(args[1]) if name in INDEXING else out.detach().clone()
+        waits = any(tensor.device.type != "cpu" for tensor, _ in given)
+        self._trace.host_reads.append(HostRead(find_place(), positions, constant=True, waits=waits))
         return True
 
     def _is_constant(self, tensor: Tensor, given: list[tuple[Tensor, Operand]]) -> bool:
@@ -418,11 +421,13 @@ class TraceMode(OperatorMode):
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
         what = f"{name} {what} (.item(), float(), bool(), if)"
-        is_constant = validates() or all(operand in self._constancy for _, operand in given)
-        is_only_asserted = not is_constant and is_asserted()
-        if is_constant or is_only_asserted or self._decide(given, what, source):
+        is_torchs, is_made = validates(), all(operand in self._constancy for _, operand in given)
+        is_only_asserted = not (is_torchs or is_made) and is_asserted()
+        if is_torchs or is_only_asserted or self._decide(given, what, source):
+            is_constant = not (is_torchs or is_only_asserted)
             waits = is_only_asserted or any(tensor.device.type != "cpu" for tensor, _ in given)
-            self._trace.host_reads.append(HostRead(find_place(), out, asserted=is_only_asserted, waits=waits))
+            read = HostRead(find_place(), out, is_only_asserted, is_constant, waits)
+            self._trace.host_reads.append(read)
         else:
             is_drawn = any(operand in self._by_chance for _, operand in given)
             self._refuse_sync(what, source, is_drawn=is_drawn)

@@ -88,6 +88,8 @@ AS_ON_DEVICE = ContextVar("as_on_device", default=False)
 """Whether steps that compute on the CPU are judged as if they computed on a device."""
 INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 NONZERO = "aten.nonzero.default"
+FROM_OUTSIDE = ("aten.from_file.default",)
+"""What gives other values than those of its arguments."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
 TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
 """Operators that may copy from one device to another."""

@@ -42,11 +42,6 @@ class Operator(NamedTuple):
     threaded: bool = False
 
 
-def is_host_number(value: Any) -> bool:
-    """Whether ``value`` is a plain tensor of no dimensions in host memory."""
-    return type(value) is Tensor and not value.dim() and value.device.type == "cpu"
-
-
 @dataclass(slots=True)
 class TracedExternal:
     """A storage that existed before the step, through the tensor that first brought it in (held alive)."""
@@ -58,16 +53,19 @@ class TracedExternal:
     mutated_by: str = ""
     mutated_at: Source | None = None
     communicated: bool = False
+    is_scripted: bool = False
+    """Whether scripted code had it first, and was not given it."""
     is_passing: bool = False
-    """Whether it is a number on the host that the step made, and that nothing holds once it is over: compiled code
-    makes such tensors of Python's numbers where no dispatcher sees it. ``tensor`` is a copy then.
+    """Whether it is a number on the host that scripted code made of a number, where no dispatcher saw it: nothing holds
+    it once the step is over. ``tensor`` is a copy then.
     """
     _storage: torch.UntypedStorage | None = None
 
     def let_go(self) -> None:
-        """Find out whether it is passing, if it was not there before. Its address stays taken."""
+        """Find out whether it is passing, if scripted code has it and was not given it. Its address stays taken."""
         tensor = self.tensor
-        if not is_host_number(tensor) or self.mutated:
+        is_number = type(tensor) is Tensor and not tensor.dim() and tensor.device.type == "cpu"
+        if not (self.is_scripted and is_number) or self.mutated:
             return
         self._storage = tensor.untyped_storage()
         reference, copy, is_shared = weakref.ref(tensor), tensor.detach().clone(), is_memory_shared(tensor)
@@ -146,8 +144,6 @@ class Trace:
     """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
     deciding: dict[int, Deciding] = field(default_factory=dict)
     """By storage."""
-    known_numbers: set[int | None] = field(default_factory=set)
-    """Storages of numbers on the host that were there before, if numbers passed through the trace before."""
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 

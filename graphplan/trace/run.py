@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -29,7 +28,7 @@ from graphplan.trace.changes import Changes, Recorder
 from graphplan.trace.findings import refuse
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
-from graphplan.trace.records import OutputTensor, Trace, is_host_number
+from graphplan.trace.records import OutputTensor, Trace
 from graphplan.trace.rng import TracedStates, saving_states
 
 _HELD = (
@@ -64,8 +63,6 @@ def trace(
     names = feed.names() if tensors else []
     recorder = Recorder(owners, walk, {names[index]: leaf for index, leaf in tensors})
     _note_entry(record, feed, recorder, sharding)
-    if before is not None and any(external.is_passing for external in before.externals.values()):
-        record.known_numbers = {storage_id(thing) for thing in gc.get_objects() if is_host_number(thing)}
     watch = RateWatch(record, rates)
     result = _run(fn, feed, fed, TraceMode(record, watch, before), record, sharding)
     named, record.output_structure = flatten_result(result)

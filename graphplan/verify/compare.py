@@ -242,7 +242,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _last_place(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
 
 
 class Sides(NamedTuple):

@@ -104,7 +104,7 @@ def _has_numbers(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-_ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
 def can_be_nudged(tensor: Tensor) -> bool:

@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from graphplan import HostScalarError, graph_step
+from graphplan import HostScalarError, HostSyncError, UnownedTensorError, graph_step
 from tests.devices import BACKEND, assert_like_eager, on_device
 from tests.models import CALLS, Box, float_batches
 from tests.twins import BEFORE_REPLAY, SECOND_TRACE, Rig, assert_refused
@@ -91,3 +92,44 @@ def test_numbers_that_a_scripted_function_makes_tensors_of() -> None:
     assert_like_eager(on_device(partial(make, 0)), backend=BACKEND, replayed=CALLS - BEFORE_REPLAY)
     text = r"gets \d+ on one step and \d+ on the next, which compiled code makes of a number"
     assert_refused(on_device(partial(make, 1)), HostScalarError, text, done=SECOND_TRACE, backend=BACKEND)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_scripted_function_that_reads_a_list() -> None:
+    """No operator shows it."""
+
+    @torch.jit.script
+    def scaled(x: Tensor, lengths: Tensor) -> Tensor:
+        found: list[int] = lengths.tolist()
+        return x / torch.tensor(float(found[0]))
+
+    class Scales(nn.Module):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return scaled(x, lengths)
+
+    for call in (scaled, torch.jit.script(Scales())):
+        step = graph_step(lambda x, n, call=call: call(x, n), backend="tape")
+        with pytest.raises(HostSyncError, match=r"tolist\(\) in the scripted \w+ reads a tensor's values on the host"):
+            for number in range(6):
+                step(X, torch.tensor([number + 1, 2]))
+    before = torch._C.ScriptFunction.__call__
+    graph_step(lambda x: x * 2, backend="tape")(X)
+    assert torch._C.ScriptFunction.__call__ is before
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_number_that_a_scripted_function_is_given() -> None:
+    """Was not made in it: it is like any other tensor that nothing owns."""
+
+    @torch.jit.script
+    def times(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    given = SimpleQueue[Tensor]()
+    step = graph_step(lambda x: times(x, given.get()), backend="tape")
+    with pytest.raises(UnownedTensorError, match="neither fed nor owned reaches"):
+        for _ in range(6):
+            given.put(torch.tensor(2.0))
+            step(X)

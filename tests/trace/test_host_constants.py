@@ -5,7 +5,9 @@ The device is torch's ``meta``, which copies nothing; ``tests/gpu/test_host_valu
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphplan import CaptureError, GraphPlanError, HostSyncError, TemporaryCopyError, compile_plan
+from graphplan import CaptureError, GraphPlanError, HostSyncError, TemporaryCopyError, compile_plan, graph_step
+from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.signature import flatten
+from graphplan.plan.difference import check_difference
 from graphplan.step.compiled import refuse_beside_compiled
 from graphplan.trace.constants import HostConstants
-from graphplan.trace.host_reads import AnsweredReads, HostRead, KnownReads, Place
+from graphplan.trace.host_reads import ENGINE, AnsweredReads, HostRead, KnownReads, Place
 from graphplan.trace.operator_schemas import without_masks
-from graphplan.trace.records import HostConstant
+from graphplan.trace.records import HostConstant, Trace
+from graphplan.trace.run import trace
 from tests.twins import line_of
 
 GIVEN: dict[str, Callable[[], Tensor]] = {
@@ -153,7 +159,61 @@ def test_a_capture_is_given_the_positions_that_masks_select(monkeypatch: pytest.
         noting.setattr(KnownReads, "__contains__", lambda known, place: bool(places.append(place)))
         expected = select(mask)
     values = [*(without_masks([mask]) for _ in range(3)), mask.nonzero(), without_masks([None, mask[0]])]
-    reads = [HostRead(place, value, False, True) for place, value in zip(places, values, strict=True)]
+    reads = [HostRead(place, value, constant=True, waits=True) for place, value in zip(places, values, strict=True)]
     with AnsweredReads(reads):
         found = select(torch.zeros_like(mask))
     assert all(map(torch.equal, found, expected))
+
+
+def test_only_what_a_traced_step_read_is_answered() -> None:
+    """One line may select of tensors on the host, and then of others: all of it is noted, and in that order."""
+    record = Trace()
+
+    def select(x: Tensor, mask: Tensor) -> Tensor:
+        return x[mask]
+
+    def step(x: Tensor) -> list[Tensor]:
+        first = select(torch.arange(4), torch.tensor([True, False, False, True]))
+        return [first, select(x, torch.tensor([False, True, True, False]))]
+
+    feed = flatten((torch.arange(4.0),), {})
+    expected = step(*feed.leaves)
+    trace(step, feed, CallArguments(*feed.rebuild(feed.leaves)).watch(), owners={}, device=None, record=record)
+    assert [read.value[0].tolist() for read in record.host_reads] == [[0, 3], [1, 2]]
+    with AnsweredReads(record.host_reads):
+        assert all(map(torch.equal, step(*feed.leaves), expected))
+
+
+def test_constants_that_something_unseen_writes_are_none() -> None:
+    """The positions are compared from step to step."""
+
+    def step(x: Tensor) -> Tensor:
+        mask = torch.zeros(4)
+        ctypes.memmove(mask.data_ptr(), x.contiguous().data_ptr(), 16)
+        return x[mask > 0]
+
+    fast = graph_step(step, backend="tape", warmup_steps=1)
+    with pytest.raises(
+        HostSyncError, match=r"test_host_constants\.py:\d+ in step.* reads other values than one step bef"
+    ):
+        for number in range(6):
+            fast(torch.tensor([1.0, -1.0, number - 1.5, 1.0]))
+
+
+def test_what_comes_from_a_file_is_no_constant(tmp_path: Path) -> None:
+    file = tmp_path / "mask"
+    torch.from_file(str(file), shared=True, size=4).copy_(torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    fast = graph_step(lambda x: x[torch.from_file(str(file), size=4) > 0], backend="tape")
+    with pytest.raises(HostSyncError, match=r"aten\.index\.Tensor makes a tensor whose shape depends on values"):
+        for _ in range(6):
+            fast(torch.ones(4))
+
+
+def test_reads_in_no_certain_order_are_refused() -> None:
+    """Those of autograd's engine, where it may run operators in another order."""
+    read = HostRead(ENGINE, torch.tensor([[0]]), constant=True, waits=True)
+    first, second = Trace(host_reads=[read]), Trace(host_reads=[read])
+    check_difference(first, second)
+    second.graph_elsewhere = True
+    with pytest.raises(HostSyncError, match=r"a derivative of a derivative reads values of a device"):
+        check_difference(first, second)

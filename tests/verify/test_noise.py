@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphplan import graph_step
 from graphplan.verify.compare import Run
@@ -191,3 +191,25 @@ def test_a_fault_in_what_the_step_writes_to_is_found(noise: bool, coarse: bool) 
     with pytest.warns(UserWarning, match=match):
         graphed(torch.randn(8, 32))
     assert torch.equal(model.weight, before)
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+def test_derivatives_by_another_formula_round_otherwise(dtype: torch.dtype) -> None:
+    """Of products, in checks of real and of complex steps."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def train_step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).prod(1).abs().sum() if dtype.is_complex else model(x).prod(1).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = graph_step(train_step, owners={"model": model, "optimizer": optimizer}, backend="tape", verify=1)
+    for _ in range(20):
+        step(torch.rand(5, 4, dtype=dtype))
+    assert step.plan.derives_otherwise
+    assert step.stats.verified == step.stats.replayed == 14

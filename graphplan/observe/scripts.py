@@ -1,0 +1,61 @@
+"""Calls of scripted code: it makes tensors of Python's numbers, and may read tensors, where no dispatcher sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from graphplan.tensors.storages import storage_id
+
+_KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
+_CALLS = {kind: vars(kind)["__call__"] for kind in _KINDS}
+_READS = "prim::tolist"
+"""What reads a tensor and is no operator."""
+
+
+class _Here(local):
+    """What the scripted code that a thread runs was given, the innermost call last."""
+
+    def __init__(self) -> None:
+        self.given: list[set[int | None]] = []
+
+
+_HERE = _Here()
+
+
+def given_to_script() -> set[int | None] | None:
+    """The storages of the tensors that scripted code which runs in this thread was given; None if none runs."""
+    return _HERE.given[-1] if _HERE.given else None
+
+
+def watch_scripts(tell: Callable[[str], None]) -> None:
+    """Have calls of scripted code noted, and ``tell`` called before those that read tensors unseen."""
+    for kind in _KINDS:
+        kind.__call__ = _calling(kind.__call__, tell)
+
+
+def leave_scripts() -> None:
+    """No longer note them."""
+    for kind, call in _CALLS.items():
+        kind.__call__ = call
+
+
+def _calling(call: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:
+    @wraps(call)
+    def calling(script: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if _READS in str(script.inlined_graph):
+            tell(f"tolist() in the scripted {script.name}")
+        leaves = pytree.tree_leaves((args, kwargs))
+        _HERE.given.append({storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)})
+        try:
+            return call(script, *args, **kwargs)
+        finally:
+            _HERE.given.pop()
+
+    return calling
