@@ -9,7 +9,7 @@ within a mode.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, wraps
 from typing import Any
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan.errors import Faults
 from graphplan.observe.watching import Aside, is_kept_from_compiler
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
-from graphplan.trace.operator_schemas import schema_of
+from graphplan.trace.operator_schemas import schema_of, tensors_in
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 _VIEWS = torch._C.DispatchKey.ADInplaceOrView
@@ -64,7 +64,7 @@ class OperatorMode(TorchDispatchMode):
         if types and is_wrapped(types):
             return NotImplemented
         with Aside() as aside:
-            if schema_of(func).is_composite and not is_imagined():
+            if schema_of(func).is_composite and _comes_whole(args, kwargs) and not is_imagined():
                 with self, _as_outside(func, self._casts):
                     return aside.run(func._op_dk, (_COMPOSITE, *args), kwargs or {})
             try:
@@ -73,6 +73,13 @@ class OperatorMode(TorchDispatchMode):
                 out = aside.carry_on(error, func, args, kwargs or {})
                 self.faults.note(error)
                 return out
+
+
+def _comes_whole(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
+    """Whether torch does not take apart what it is given that."""
+    if torch.is_inference_mode_enabled():
+        return True
+    return any(tensor.is_inference() for tensor in tensors_in([*args, *(kwargs or {}).values()]))
 
 
 @contextmanager

@@ -147,7 +147,7 @@ class Schema:
     communicates: bool
     allocates: bool
     is_composite: bool
-    """Whether torch puts it together from other operators."""
+    """Whether torch puts it together from other operators, on every device."""
     may_synchronize: bool
     """Whether the host may have to wait for what the operator reads or makes."""
     derives_otherwise: bool
@@ -207,10 +207,16 @@ def _new_schema(func: Any) -> Schema:
         is_ignored=name.startswith(_IGNORED),
         communicates=is_collective(name),
         allocates=name.startswith(_ALLOCATIONS),
-        is_composite=torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        is_composite=_is_composite(func.name()),
         may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *HOST_READS),
         derives_otherwise=name.startswith(_DERIVED_OTHERWISE),
     )
+
+
+def _is_composite(name: str) -> bool:
+    # Some have a kernel of their own on devices that they were not written for at first.
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not (has_kernel(name, "CPU") or has_kernel(name, "CUDA"))
 
 
 def _has_python_kernel(func: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graphplan import HostSyncError
+from graphplan import HostSyncError, graph_step
 from tests.failure_modes.naive import changing_rig, loss_of, stay
 from tests.models import CALLS, Memory, Mlp, float_batches
 from tests.twins import Rig, assert_equals_eager, assert_refused
@@ -88,3 +88,25 @@ def test_a_refusal_in_inference_mode() -> None:
         return memory.mean * memory.seen.item()
 
     assert_refused(partial(predicting_rig, reads), HostSyncError, r"\.item\(\)")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_operators_that_are_composite_and_have_a_kernel(mode: Callable[[], Any]) -> None:
+    """They stay whole: their parts round otherwise."""
+    grad, x = torch.rand(8, 16), torch.randn(8, 16)
+    fast = graph_step(lambda x: torch.ops.aten.silu_backward(grad, x), backend="tape", verify=1)
+    with mode():
+        for _ in range(8):
+            assert torch.equal(fast(x), torch.ops.aten.silu_backward(grad, x))
+    assert fast.stats.verified >= 2
+    assert fast.plan.operators["aten.silu_backward.default"] == 1
+
+
+def test_operators_on_tensors_that_were_made_in_inference_mode_are_taken_apart() -> None:
+    """Though the step is not in it: else what they read on the host would go unseen."""
+    with torch.inference_mode():
+        flag = torch.tensor(True)
+    fast = graph_step(lambda x: x * 2 if flag else x, backend="tape")
+    with pytest.raises(HostSyncError, match=r"aten\._local_scalar_dense\.default reads a tensor's value on the host"):
+        for _ in range(6):
+            fast(torch.ones(2))
