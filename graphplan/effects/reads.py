@@ -19,7 +19,6 @@ from graphplan.observe.source import find_load
 from graphplan.owners.contents import is_proxy, unseen
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.tensor_metadata import difference
-from graphplan.specs.paths import Path
 from graphplan.trace.changes import is_alike, same_value, told_apart
 from graphplan.trace.records import Trace
 
@@ -82,7 +81,6 @@ class Reads:
                 stale[path] = scalar
         if stale:
             _refuse_stale(stale, first, second)
-        values |= _versions(first, second, walk)
         comparisons = {path: made for path, made in found.comparisons.items() if path in values}
         traits = find_inspected(first, second, walk, values, allow, grown, loose=loose)
         return cls(*map(MappingProxyType, (values, comparisons, traits)))
@@ -99,28 +97,6 @@ class Reads:
                 what, was, now = difference(path, old, new)
                 return f"{what} was {was}{when} and is {now}"
         return None
-
-
-def _versions(first: Trace, second: Trace, walk: Walk) -> dict[str, Any]:
-    """Versions of owners' tensors whose values decide which way the step takes.
-
-    Raises:
-        HostSyncError: for one that was written between the traces, or is another one after a step.
-    """
-    before = {
-        slot.path: deciding.version
-        for storage, deciding in first.deciding.items()
-        for slot in first.entry_slots.get(storage, ())
-    }
-    found: dict[str, Any] = {}
-    for storage, deciding in second.deciding.items():
-        rebound = first.changes.rebindings.keys() | second.changes.rebindings.keys()
-        paths = [slot.path for slot in second.entry_slots.get(storage, ()) if slot.path not in rebound]
-        path = next((path for path in paths if before.get(path) == deciding.version), None)
-        if path is None or walk.value(Path.version(path)) is None:
-            raise deciding.refusal
-        found[Path.version(path)] = deciding.version
-    return found
 
 
 def _check_length(path: str, grown: Grown, allow: Iterable[str]) -> None:

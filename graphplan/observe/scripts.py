@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphplan.tensors.storages import storage_id
 
@@ -17,6 +18,12 @@ _KINDS: tuple[Any, ...] = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 _CALLS = {kind: vars(kind)["__call__"] for kind in _KINDS}
 _READS = "prim::tolist"
 """What reads a tensor and is no operator."""
+
+
+def _reads_unseen(script: Any) -> bool:
+    # To look through a graph may run operators on its constants.
+    with _disable_current_modes():
+        return bool(script.inlined_graph.findAllNodes(_READS, recurse=True))
 
 
 class _Here(local):
@@ -49,7 +56,7 @@ def leave_scripts() -> None:
 def _calling(call: Callable[..., Any], tell: Callable[[str], None]) -> Callable[..., Any]:
     @wraps(call)
     def calling(script: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if _READS in str(script.inlined_graph):
+        if _reads_unseen(script):
             tell(f"tolist() in the scripted {script.name}")
         leaves = pytree.tree_leaves((args, kwargs))
         _HERE.given.append({storage_id(leaf) for leaf in leaves if isinstance(leaf, Tensor)})

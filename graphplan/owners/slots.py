@@ -17,8 +17,7 @@ from graphplan.owners.group_counts import GroupCounts
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.naming import free_name
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, Members, Numbers, present
-from graphplan.specs.paths import Of, Path, names
+from graphplan.owners.views import Cell, Members, present
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id
@@ -214,17 +213,8 @@ class Walk:
         return slot
 
     def value(self, path: str) -> Scalar | None:
-        """The Python value, object or size of that path, or the version of a tensor."""
-        if names(path, Of.VERSION):
-            return self._version(path.place) if isinstance(path, Path) else None
+        """The Python value, object or size of that path."""
         return self.scalars.get(path) or self.objects.get(path)
-
-    def _version(self, place: str) -> Scalar | None:
-        slot = self.slots.get(place)
-        tensor = None if slot is None else slot.get()
-        if not isinstance(tensor, Tensor) or tensor.is_inference():
-            return None
-        return Scalar(Numbers(tensor, ("_version",)), "_version", tensor, "_version")
 
     def traits(self, path: str) -> Any:
         """What the tensors of that path are like, or the Python value that lies there now; or ``GONE``."""

@@ -65,10 +65,9 @@ def _check_reads(first: Trace, second: Trace) -> None:
             return
         if old.constant and new.constant and not _is_same_read(old.value, new.value):
             raise HostSyncError(
-                f"{new.place} reads other values than one step before, of what should follow from Python's numbers or "
-                "from tensors that the step does not write; a replay would keep the first. Something else writes them: "
-                "code between the steps, or code of an extension that graphplan cannot see. Keep the value on the "
-                "device (torch.where, a mask of fixed shape)"
+                f"{new.place} reads other values than one step before, though they should follow from Python's numbers "
+                "alone; a replay would keep the first. Code of an extension writes them, which graphplan cannot see. "
+                "Keep the value on the device (torch.where, a mask of fixed shape)"
             )
         if new.waits and new.place == ENGINE and (first.graph_elsewhere or second.graph_elsewhere):
             raise HostSyncError(

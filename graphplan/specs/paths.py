@@ -18,8 +18,6 @@ class Of(Enum):
     """The gradient of the parameter that lies there."""
     LENGTH = "length"
     """How many items the container that lies there has."""
-    VERSION = "version"
-    """How often the tensor that lies there was written to."""
     MEMBERS = "members"
     """The parameters of the group of an optimizer that lies there."""
 
@@ -49,11 +47,6 @@ class Path(str):
     def length(cls, place: str) -> Path:
         """The length of a container."""
         return cls._of(f"len({place})", place, Of.LENGTH)
-
-    @classmethod
-    def version(cls, place: str) -> Path:
-        """The version of a tensor."""
-        return cls._of(f"{place}._version", place, Of.VERSION)
 
     @classmethod
     def members(cls, place: str) -> Path:

@@ -25,7 +25,6 @@ from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.constancy import Constancy, is_steady
 from graphplan.trace.deciding_arguments import explain
 from graphplan.trace.findings import refuse
 from graphplan.trace.footprint import Allocations
@@ -50,7 +49,7 @@ from graphplan.trace.operator_schemas import (
     written_tensors,
 )
 from graphplan.trace.rate_reads import RateWatch
-from graphplan.trace.records import Deciding, HostConstant, Operator, Trace, TracedExternal
+from graphplan.trace.records import HostConstant, Operator, Trace, TracedExternal
 from graphplan.trace.uniform import UNIFORM, Operand, UniformDraws
 
 _SYNC_FIX = (
@@ -86,12 +85,6 @@ def watch_memory(tensor: Tensor) -> MemoryWatch | None:
     return None
 
 
-def _refusal(error: type[RefusalError], message: str, component: str | None, *, is_drawn: bool = False) -> RefusalError:
-    said = explain(is_drawn=is_drawn)
-    message = f"{message.rstrip('.')}.{said}" if said else message
-    return error(message, component=component or find_source().component)
-
-
 class TraceMode(OperatorMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation. ``before`` is the step's
     trace before this one.
@@ -108,7 +101,10 @@ class TraceMode(OperatorMode):
         self._operands: dict[int | None, Operand] = {}
         """Of each storage, those that the step made and the others numbered apart."""
         self._internals = 0
-        self._constancy = Constancy()
+        self._fixed: set[Operand] = set()
+        """What is made of Python's numbers alone, or is certain whatever is drawn: other values of it would be another
+        program's.
+        """
         self._draws = UniformDraws()
         self._by_chance: set[Operand] = set()
         """How numbers that were drawn on the host compare with others."""
@@ -125,7 +121,9 @@ class TraceMode(OperatorMode):
     ) -> None:
         """Note a violation; the first one counts. ``is_drawn``: it reads how a number drawn on the host compares."""
         if self._trace.violation is None:
-            refuse(self._trace, _refusal(error, message, component, is_drawn=is_drawn))
+            said = explain(is_drawn=is_drawn)
+            message = f"{message.rstrip('.')}.{said}" if said else message
+            refuse(self._trace, error(message, component=component or find_source().component))
 
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it down."""
@@ -141,7 +139,7 @@ class TraceMode(OperatorMode):
         # A constant that others are added to is one, too: the step counter of an optimizer that the step makes. What
         # other ranks or an extension's operators give, nobody knows.
         is_certain_of = schema.is_native and not (schema.is_random or schema.communicates or name in FROM_OUTSIDE)
-        sources = self._constancy.sources(operands) if is_certain_of else None
+        stay_fixed = is_certain_of and self._fixed.issuperset(operands)
         written = written_tensors(schema, args, kwargs) if schema.may_write else ()
         for tensor in written:
             self._mark_written(tensor, schema, source)
@@ -163,18 +161,16 @@ class TraceMode(OperatorMode):
             is_fresh |= self._birth(tensor)
             if tensor.is_nested:
                 self._refuse_nested("gets" if any(tensor is given for given in tensors) else "makes", name, source)
-        if written and sources is not None:
-            self._constancy.add((operand for operand in operands if operand[0] == "internal"), sources)
+        if stay_fixed:
+            self._fixed.update(operands)
         computes = not (written or schema.is_random or schema.allocates)
         is_certain = False
         if self._draws.drawn:
             if self._draws.decides(name, operands):
                 self._by_chance.update(map(self._internal_operand, made))
             is_certain = self._draws.take(name, args, operands, views=bool(made) and not is_fresh)
-        if constant is not None or is_certain:
-            self._constancy.add(map(self._internal_operand, made))
-        elif computes and sources is not None:
-            self._constancy.add(map(self._internal_operand, made), sources)
+        if constant is not None or is_certain or (computes and stay_fixed):
+            self._fixed.update(map(self._internal_operand, made))
         if name in UNIFORM:
             self._draws.add(self._internal_operand(out), func, args, kwargs, out)
         launches = (bool(written) or is_fresh) and not schema.allocates and constant is None
@@ -192,9 +188,6 @@ class TraceMode(OperatorMode):
         """Check what only shows once the step is over."""
         self._check_seek(None)
         trace = self._trace
-        for storage, deciding in trace.deciding.items():
-            if trace.externals[storage].mutated and trace.violation is None:
-                refuse(trace, deciding.refusal)
         for storage, external in trace.externals.items():
             if storage not in trace.entry_slots:
                 external.let_go()
@@ -241,10 +234,7 @@ class TraceMode(OperatorMode):
         if storage in self._trace.gathered:
             self._birth(tensor)
         else:
-            operand = self._operands[storage] = ("external", len(self._trace.externals))
-            slots = self._trace.entry_slots.get(storage, ())
-            if slots and storage not in self._trace.leaf_storages.values() and is_steady(tensor, slots):
-                self._constancy.add([operand], frozenset({storage}))
+            self._operands[storage] = ("external", len(self._trace.externals))
             self._watch.meet(storage)
             given = given_to_script()
             is_scripted = given is not None and storage not in given
@@ -269,8 +259,8 @@ class TraceMode(OperatorMode):
         storage = storage_id(tensor)
         self.writes[storage] += 1
         external = self._trace.externals.get(storage or 0)
-        operand = self._operands.get(storage, _NOWHERE)
-        self._constancy.discard(operand)
+        operand = self._operands.get(storage, _NOWHERE) if external is None else _NOWHERE
+        self._fixed.discard(operand)
         self._draws.discard(operand)
         if external is None:
             return
@@ -354,26 +344,19 @@ class TraceMode(OperatorMode):
             "do it, eager_if= names those",
         )
 
+    def _are_fixed(self, given: list[tuple[Tensor, Operand]]) -> bool:
+        """Whether all values are computed from Python's numbers alone."""
+        return all(operand in self._fixed for _, operand in given)
+
     def _are_constants(self, given: list[tuple[Tensor, Operand]]) -> bool:
         """Whether all values are computed on the host from Python's numbers alone."""
-        return all(tensor.device.type == "cpu" and operand in self._constancy for tensor, operand in given)
-
-    def _decide(self, given: list[tuple[Tensor, Operand]], what: str, source: Source) -> bool:
-        """Whether all values are the same in each step, as far as is known. What reads them is refused in the end if
-        the step writes the owners' tensors from which they follow.
-        """
-        sources = self._constancy.sources(operand for _, operand in given)
-        for storage in sources or ():
-            if storage not in self._trace.deciding:
-                version = self._trace.externals[storage].tensor._version
-                self._trace.deciding[storage] = Deciding(version, self._sync_refusal(what, source))
-        return sources is not None
+        return self._are_fixed(given) and all(tensor.device.type == "cpu" for tensor, _ in given)
 
     def _has_constant_shape(
-        self, name: str, args: tuple[Any, ...], out: Any, given: list[tuple[Tensor, Operand]], what: str, source: Source
+        self, name: str, args: tuple[Any, ...], out: Any, given: list[tuple[Tensor, Operand]]
     ) -> bool:
-        """Whether the values that the shape of ``out`` depends on are the same in each step. A capture on a device is
-        given the positions that they select.
+        """Whether the values that the shape of ``out`` depends on are computed from Python's numbers alone. A capture
+        on a device is given the positions that they select.
         """
         if name in INDEXING:
             deciding = [pair for pair in given if any(pair[0] is index for index in args[1] if is_mask(index))]
@@ -381,7 +364,7 @@ class TraceMode(OperatorMode):
             deciding = given
         else:
             return self._are_constants(given)
-        if not self._decide(deciding, what, source):
+        if not self._are_fixed(deciding):
             return False
         positions = without_masks(args[1]) if name in INDEXING else out.detach().clone()
         waits = any(tensor.device.type != "cpu" for tensor, _ in given)
@@ -390,7 +373,7 @@ class TraceMode(OperatorMode):
 
     def _is_constant(self, tensor: Tensor, given: list[tuple[Tensor, Operand]]) -> bool:
         """Whether ``tensor``, one of the ``given`` on the host, is computed from Python's numbers alone."""
-        return any(one is tensor and operand in self._constancy for one, operand in given)
+        return any(one is tensor and operand in self._fixed for one, operand in given)
 
     def _check_sync(
         self,
@@ -404,10 +387,8 @@ class TraceMode(OperatorMode):
         name = schema.name
         if schema.reads_values:
             self._check_value(name, out, source, given)
-        elif has_dynamic_shape(schema, args, kwargs):
-            what = f"{name} makes a tensor whose shape depends on values"
-            if not self._has_constant_shape(name, args, out, given, what, source):
-                self._refuse_sync(what, source)
+        elif has_dynamic_shape(schema, args, kwargs) and not self._has_constant_shape(name, args, out, given):
+            self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         if name in TRANSFERS:
             self._check_transfer(name, args, out, given, source)
         for tensor in host_operands(name, args, kwargs):
@@ -421,12 +402,11 @@ class TraceMode(OperatorMode):
         is_comparison = name.startswith(("aten.equal", "aten.allclose"))
         what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
         what = f"{name} {what} (.item(), float(), bool(), if)"
-        is_torchs, is_made = validates(), all(operand in self._constancy for _, operand in given)
-        is_only_asserted = not (is_torchs or is_made) and is_asserted()
-        if is_torchs or is_only_asserted or self._decide(given, what, source):
-            is_constant = not (is_torchs or is_only_asserted)
+        is_torchs, is_constant = validates(), self._are_fixed(given)
+        is_only_asserted = not (is_torchs or is_constant) and is_asserted()
+        if is_torchs or is_constant or is_only_asserted:
             waits = is_only_asserted or any(tensor.device.type != "cpu" for tensor, _ in given)
-            read = HostRead(find_place(), out, is_only_asserted, is_constant, waits)
+            read = HostRead(find_place(), out, is_only_asserted, is_constant and not is_torchs, waits)
             self._trace.host_reads.append(read)
         else:
             is_drawn = any(operand in self._by_chance for _, operand in given)
@@ -455,18 +435,18 @@ class TraceMode(OperatorMode):
         return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
 
     def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> None:
-        if self._trace.violation is None:
-            refuse(self._trace, self._sync_refusal(what, source, fix, is_drawn=is_drawn))
-
-    def _sync_refusal(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> RefusalError:
         source = self._told(source)
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and what.startswith("aten.bincount") and "torchmetrics" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"
         place = find_place()
         by = "" if source.by is not None or place.filename == source.filename else f" (by {place})"
-        message = f"{what} at {source}{by}; a replay would keep the first value. {fix}"
-        return _refusal(HostSyncError, message, source.component, is_drawn=is_drawn)
+        self.refuse(
+            HostSyncError,
+            f"{what} at {source}{by}; a replay would keep the first value. {fix}",
+            component=source.component,
+            is_drawn=is_drawn,
+        )
 
     def _check_transfer(
         self, name: str, args: tuple[Any, ...], out: Any, given: list[tuple[Tensor, Operand]], source: Source

@@ -82,15 +82,6 @@ class TracedExternal:
         return self.communicated and fills and (self.operator, self.source) == (self.mutated_by, self.mutated_at)
 
 
-class Deciding(NamedTuple):
-    """The version of an owner's tensor whose values decide which way the step takes, and what refuses the step if they
-    do not stay.
-    """
-
-    version: int
-    refusal: RefusalError
-
-
 class HostConstant(NamedTuple):
     """A tensor that the step makes in host memory of Python's numbers alone, and gives to the device; a copy there."""
 
@@ -142,8 +133,6 @@ class Trace:
     graph_elsewhere: bool = False
     derives_otherwise: bool = False
     """Whether the step derives an operator whose derivative has another formula in traces than in eager steps."""
-    deciding: dict[int, Deciding] = field(default_factory=dict)
-    """By storage."""
     unowned_writes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     unowned_draws: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)
 

@@ -133,3 +133,17 @@ def test_a_number_that_a_scripted_function_is_given() -> None:
         for _ in range(6):
             given.put(torch.tensor(2.0))
             step(X)
+
+
+NUMBER, ROW = torch.tensor(2.0), torch.arange(4.0)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("function", [lambda x: x * 2 + 1, lambda x: x * NUMBER, lambda x: x + ROW])
+def test_functions_that_torch_traced(function: Callable[[Tensor], Tensor]) -> None:
+    """They have their constants as tensors."""
+    traced, linear = torch.jit.trace(function, X), nn.Linear(4, 4)
+    step = graph_step(lambda x: traced(linear(x)), owners={"linear": linear}, backend="tape", verify=1)
+    for number in range(8):
+        assert torch.equal(step(X + number), traced(linear(X + number)))
+    assert step.stats.verified >= 2
