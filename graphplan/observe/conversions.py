@@ -23,7 +23,9 @@ from torch import Tensor
 from graphplan.observe.scripts import leave_scripts, watch_scripts
 from graphplan.observe.watching import is_silent
 
-READERS = {name: f"Tensor.{name}" for name in ("tolist", "numpy")}
+_IN_PYTHON = ("tolist", "numpy", "apply_", "map_", "map2_")
+"""Methods that give Python what a tensor holds, the last ones element by element to a function."""
+READERS = {name: f"Tensor.{name}" for name in _IN_PYTHON}
 READERS |= dict.fromkeys(("_to_dlpack", "_to_dlpack_versioned"), "Tensor.__dlpack__")
 """Functions in C that look at a tensor's memory, which a profile function does hear of, and what leads to them."""
 _NUMBERS = ("__float__", "__index__", "__int__", "__bool__", "__complex__")
@@ -136,7 +138,7 @@ def _one_hot(*args: Any, **kwargs: Any) -> Any:
 _SPLIT = torch.tensor_split
 _ONE_HOT: Callable[..., Any] = torch.nn.functional.one_hot
 _METHODS = {name: _number(name) for name in _NUMBERS} | {"tensor_split": _split(torch._C.TensorBase.tensor_split)}
-_METHODS |= {name: _reader(name, torch._C.TensorBase) for name in ("tolist", "numpy")}
+_METHODS |= {name: _reader(name, torch._C.TensorBase) for name in _IN_PYTHON}
 _EXPORTS = {name: getattr(torch._C, name) for name in READERS if hasattr(torch._C, name)}
 
 

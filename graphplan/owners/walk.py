@@ -29,7 +29,7 @@ from graphplan.owners.naming import free_name
 from graphplan.owners.referents import Source
 from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
 from graphplan.owners.value_walk import Values
-from graphplan.owners.views import Extent, Length, Numbers, Rest, Room, attributes_of
+from graphplan.owners.views import Extent, Length, Numbers, Rest, Room, Setting, attributes_of
 from graphplan.specs.paths import Path
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -177,8 +177,11 @@ class _Walker(Values):
         """What a scripted module keeps in C++, where its code reads it: no bytecode names that."""
         known = getattr(module, "_concrete_type", None)
         for name in known.get_attributes() if known is not None else ("training",):
-            if all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(getattr(module, name))):
-                self.walk.scalars[f"{path}.{name}"] = Scalar(Numbers(module, (name,)), name, module, name, name=name)
+            place, value = f"{path}.{name}", getattr(module, name)
+            if type(value) is Tensor and name not in module._buffers and name not in module._parameters:
+                self.walk.slots[place] = Slot(Setting(module), name, module, name, path=place, name=name)
+            elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
+                self.walk.scalars[place] = Scalar(Numbers(module, (name,)), name, module, name, name=name)
 
     def _hook(self, hook: Any, path: str, hooks: Any, number: int, depth: int) -> None:
         """What a hook has that is no plain function: a partial's arguments, an object's attributes."""

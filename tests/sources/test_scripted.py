@@ -147,3 +147,31 @@ def test_functions_that_torch_traced(function: Callable[[Tensor], Tensor]) -> No
     for number in range(8):
         assert torch.equal(step(X + number), traced(linear(X + number)))
     assert step.stats.verified >= 2
+
+
+class Holds(nn.Module):
+    """Has a tensor that is neither a parameter nor a buffer."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("is_owner", [False, True])
+@pytest.mark.parametrize(
+    "change", [lambda layer: setattr(layer, "scale", torch.tensor(3.0)), lambda layer: layer.scale.fill_(3)]
+)
+def test_a_tensor_that_a_scripted_module_holds(change: Callable[[Any], Any], is_owner: bool) -> None:
+    layer = torch.jit.script(Holds())
+    step = graph_step(lambda x: layer(x), owners={"layer": layer} if is_owner else None, backend="tape", verify="off")
+    for number in range(16):
+        if number == 9:
+            change(layer)
+        assert torch.equal(step(X), X * (2 if number < 9 else 3))
+    assert step.stats.replayed >= 8

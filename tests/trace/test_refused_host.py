@@ -91,7 +91,16 @@ def shape_one_hot(model: nn.Module, x: Tensor, loss: Tensor) -> None:
     F.one_hot(x.abs().long())  # culprit
 
 
-READS = [read_item, read_float, read_format, read_bool, read_tolist, read_numpy, read_asarray, read_index]
+def read_each(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return torch.ones_like(x).map_(x, lambda one, other: one * other)  # type: ignore[attr-defined]  # culprit
+
+
+def change_each(model: nn.Module, x: Tensor, loss: Tensor) -> Tensor:
+    return x.clone().apply_(abs)  # culprit
+
+
+READS = [read_each, change_each]
+READS += [read_item, read_float, read_format, read_bool, read_tolist, read_numpy, read_asarray, read_index]
 READS += [read_equal, read_finite, shape_nonzero, shape_mask, shape_select, shape_unique, shape_one_hot]
 
 
