@@ -92,6 +92,81 @@ def compile_plan(
     return _compile(fn, args, owners, restore, allow, prepare_optimizers, strong)
 
 
+class _Traces:
+    """Traces of a function, each of a real step, and what undoes these steps."""
+
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], owners: Owners, *, prepare: bool) -> None:
+        self._fn = fn
+        self.managed = Managed(fn, owners, prepare=prepare)
+        self.feed = flatten(args, {})
+        check_feed(self.feed, None)
+        _, walk = come_to_rest(self.managed.owners)
+        fed = {self.feed.names()[index]: tensor for index, tensor in self.feed.tensors()}
+        self._snapshots = [Snapshot(walk, extra=list(fed.values()))]
+        self._flags = Flags(walk, fed)
+        self._found = self._flags.read()
+        self._records: list[Trace] = []
+
+    def two(self) -> tuple[Trace, Trace]:
+        """Traces of two steps in a row, once all that the step's code names is known."""
+        managed = self.managed
+        with managed.rates:
+            _, walk = managed.discover(self._run, self._copy)
+        managed.take_names(self._records[0].ran, walk)
+        device = find_device(managed.walk(), self.feed)
+        check_feed(self.feed, device)
+        self._begin_again()
+        with managed.rates:
+            _, walk = managed.discover(lambda: self._run(device))
+        managed.check_kept()
+        if managed.take_names(self._records[1].ran, walk):
+            # What was not named until now is put back to here, and from here by undoing the two traces' writes.
+            self._snapshots.append(Snapshot(managed.walk()))
+            self._begin_again()
+            with managed.rates:
+                self._run(device)
+        self._begin_again()
+        with managed.rates:
+            self._run(device)
+        first, second = self._records[-2:]
+        return first, second
+
+    def undo(self) -> None:
+        """Put everything back to what it was before the first step."""
+        # An optimizer that was not named was copied with its device learning rate in place.
+        with self.managed.rates:
+            for snapshot in reversed(self._snapshots):
+                snapshot.restore()
+        for record in reversed(self._records):
+            record.undo_unowned_writes()
+
+    def _run(self, device: torch.device | None = None) -> tuple[Any, Walk]:
+        before = self._records[-1] if self._records else None
+        self._records.append(Trace())
+        # Containers of its own: what the step does to them is not to last.
+        fed = CallArguments(*self.feed.rebuild(self.feed.leaves)).watch()
+        return trace(
+            self._fn,
+            self.feed,
+            fed,
+            owners=self.managed.owners,
+            device=device,
+            record=self._records[-1],
+            rates=lambda: self.managed.rates.storages,
+            before=before,
+        )
+
+    def _copy(self, thing: Any) -> None:
+        """What was not named is copied before its first run; its flags are already prepared, and stay so."""
+        _, walk = come_to_rest({"": thing})
+        self._snapshots.append(Snapshot(walk, without=LENT, within=True))
+
+    def _begin_again(self) -> None:
+        # A program begins with the flags that are there now. What optimizers count with goes on.
+        counted = self.managed.walk().counted
+        self._flags.assign({path: value for path, value in self._found.items() if path not in counted})
+
+
 @refusing()
 def _compile(
     fn: Callable[..., Any],
@@ -106,64 +181,18 @@ def _compile(
 ) -> Plan:
     check_surroundings("a plan is compiled")
     check_form(fn)
-    managed = Managed(fn, owners, prepare=prepare)
-    feed = flatten(args, {})
-    check_feed(feed, None)
-    _, walk = come_to_rest(managed.owners)
-    snapshots = [Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()])]
-    flags = Flags(walk, {feed.names()[index]: tensor for index, tensor in feed.tensors()})
-    found = flags.read()
-
-    def on_first_sight(thing: Any) -> None:
-        # What was not named is copied before its first run; its flags are already prepared, and stay so.
-        _, walk = come_to_rest({"": thing})
-        snapshots.append(Snapshot(walk, without=LENT, within=True))
-
-    traces: list[Trace] = []
-
-    def run(device: torch.device | None) -> tuple[Any, Walk]:
-        before = traces[-1] if traces else None
-        traces.append(Trace())
-        rates = lambda: managed.rates.storages  # noqa: E731
-        # Containers of its own: what the step does to them is not to last.
-        fed = CallArguments(*feed.rebuild(feed.leaves)).watch()
-        return trace(fn, feed, fed, owners=managed.owners, device=device, record=traces[-1], rates=rates, before=before)
-
-    def begin_again() -> None:
-        # A program begins with the flags that are there now. What optimizers count with goes on.
-        counted = managed.walk().counted
-        flags.assign({path: value for path, value in found.items() if path not in counted})
-
+    traces = _Traces(fn, args, owners, prepare=prepare)
+    managed = traces.managed
     try:
+        first, second = traces.two()
+        held = _weak_owners(managed.owners) if weak else lambda: managed.owners
         with managed.rates:
-            _, walk = managed.discover(lambda: run(None), on_first_sight)
-        managed.take_names(traces[0].ran, walk)
-        device = find_device(managed.walk(), feed)
-        check_feed(feed, device)
-        begin_again()
-        with managed.rates:
-            _, walk = managed.discover(lambda: run(device))
-        managed.check_kept()
-        if managed.take_names(traces[1].ran, walk):
-            # What was not named until now is put back to here, and from here by undoing the two traces' writes.
-            snapshots.append(Snapshot(managed.walk()))
-            begin_again()
-            with managed.rates:
-                run(device)
-        begin_again()
-        with managed.rates:
-            run(device)
-            first, second = traces[-2:]
-            held = _weak_owners(managed.owners) if weak else lambda: managed.owners
-            return build_plan(first, second, feed, owners=held, function=function, allow=allow, rates=managed.rates)
+            return build_plan(
+                first, second, traces.feed, owners=held, function=function, allow=allow, rates=managed.rates
+            )
     finally:
         if restore:
-            # An optimizer that was not named was copied with its device learning rate in place.
-            with managed.rates:
-                for snapshot in reversed(snapshots):
-                    snapshot.restore()
-            for record in reversed(traces):
-                record.undo_unowned_writes()
+            traces.undo()
 
 
 def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
