@@ -161,7 +161,7 @@ def _new_place(code: CodeType) -> _Place:
         code,
         is_library=is_library(name),
         is_familiar=is_library(name) and is_familiar(name),
-        is_step=code.co_name == "step",
+        is_step=code.co_name == "step" and "self" in (*code.co_varnames, *code.co_freevars),
         runs_step=runs_steps(code),
         sources={},
     )
@@ -201,6 +201,46 @@ def find_source(innermost: FrameType | None = None) -> Source:
 
 _Component = tuple[str, str, bool]
 _STEP: _Component = ("step", "", False)
+
+
+class Sources:
+    """:func:`find_source` for operator after operator of one thread. Most come from a frame, or from one that is called
+    by a frame, that an operator before came from, and what lies around those is known: to look through the whole stack
+    takes a quarter of a trace.
+
+    Frames that are known are held, and with them what their variables hold, until the next operator or :meth:`forget`.
+    """
+
+    def __init__(self) -> None:
+        self._around: dict[int, FrameType] = {}
+        """Frames of the user's code that are no optimizer's, and run no step of one, by identity: outer ones first."""
+
+    def find(self) -> Source:
+        """Where what is called by the caller's caller comes from."""
+        innermost = sys._getframe(2)
+        frame: FrameType | None = innermost
+        around, inner = self._around, list[FrameType]()
+        while frame is not None:
+            if id(frame) in around:
+                # Held, so that no other frame can have its identity.
+                while next(reversed(around)) != id(frame):
+                    around.popitem()
+                around.update((id(each), each) for each in reversed(inner))
+                return _source(inner[0] if inner else frame, _STEP)
+            if id(frame.f_code) not in _SILENT:
+                place = _place_of(frame.f_code)
+                if place.is_step or place.runs_step or place.is_familiar:
+                    break
+                if not place.is_library:
+                    inner.append(frame)
+            frame = frame.f_back
+        # What is called by a frame that an optimizer's step has left for its closure is no optimizer's either.
+        self._around = {id(each): each for each in reversed(inner) if find_source(each).component == "step"}
+        return find_source(innermost)
+
+    def forget(self) -> None:
+        """Let go of all frames."""
+        self._around = {}
 
 
 def _source(frame: FrameType, component: _Component, by: FrameType | None = None) -> Source:

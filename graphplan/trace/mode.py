@@ -19,7 +19,7 @@ from graphplan.environment.origin import is_ours
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.observe.conversions import validates
 from graphplan.observe.scripts import given_to_script
-from graphplan.observe.source import Source, find_source, is_recomputed, optimizer_fix
+from graphplan.observe.source import Source, Sources, find_source, is_recomputed, optimizer_fix
 from graphplan.observe.watching import Aside
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
@@ -97,6 +97,7 @@ class TraceMode(OperatorMode):
         self._before = before.operators
         self._source: Source | None = None
         """Where the operator at hand comes from, if that was looked for."""
+        self._sources = Sources()
         self._watch = watch
         self._operands: dict[int | None, Operand] = {}
         """Of each storage, those that the step made and the others numbered apart."""
@@ -186,6 +187,7 @@ class TraceMode(OperatorMode):
 
     def finish(self) -> None:
         """Check what only shows once the step is over."""
+        self._sources.forget()
         self._check_seek(None)
         trace = self._trace
         for storage, external in trace.externals.items():
@@ -204,7 +206,10 @@ class TraceMode(OperatorMode):
             before = self._before[position]
             if before.name == name and before.operands == operands:
                 return before.source
-        return self._source or find_source()
+        return self._source or self._find()
+
+    def _find(self) -> Source:
+        return self._sources.find() if get_ident() == self._thread else find_source()
 
     def _take_operands(self, tensors: list[Tensor], name: str) -> tuple[tuple[Operand, ...], tuple[int, ...]]:
         """What an operator gets, and where in what came from outside: the rest follows from the operators before."""
@@ -220,7 +225,7 @@ class TraceMode(OperatorMode):
     def _meet(self, tensor: Tensor, name: str) -> Operand:
         """The operand of a storage that turns up for the first time."""
         storage = storage_id(tensor)
-        source = self._source = self._source or find_source()
+        source = self._source = self._source or self._find()
         if storage is None:
             self.refuse(
                 CaptureError,

@@ -1,0 +1,110 @@
+"""Where operators come from, asked one after another: as if each were looked for alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphplan import graph_step
+from graphplan.observe.source import Source, Sources, find_source, runs_step
+
+Ask = Callable[[], None]
+
+
+class _Asked:
+    """Asks both ways."""
+
+    def __init__(self) -> None:
+        self.sources = Sources()
+        self.pairs: list[tuple[Source, Source]] = []
+
+    def __call__(self) -> None:
+        # Each of them looks at who calls its caller.
+        self.pairs.append((self._at_once(), find_source()))
+
+    def _at_once(self) -> Source:
+        return self.sources.find()
+
+
+class Descends(torch.optim.Optimizer):
+    """Does some of its work in a helper, which also calls the closure."""
+
+    def __init__(self, params: Any, ask: Ask) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.ask = ask
+
+    def step(self, closure: Any = None) -> None:
+        self.ask()
+        self._run(closure)
+
+    def _run(self, closure: Any) -> None:
+        self.ask()
+        closure()
+        self.ask()
+        self._update()
+
+    def _update(self) -> None:
+        self.ask()
+
+
+class Layer(nn.Module):
+    def __init__(self, ask: Ask) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            self.ask()
+        return x
+
+
+def test_each_is_named_as_if_it_were_alone() -> None:
+    asked = _Asked()
+    model = nn.Sequential(Layer(asked), nn.Sequential(Layer(asked), Layer(asked)))
+    optimizer = Descends([nn.Parameter(torch.ones(2))], asked)
+
+    def forward() -> None:
+        asked()
+        model(torch.ones(2))
+        asked()
+
+    @runs_step
+    def run() -> None:
+        forward()
+        optimizer.step(forward)
+        for each in (asked for _ in range(3)):
+            each()
+        optimizer.step(lambda: model(torch.ones(2)))
+
+    run()
+    assert len(asked.pairs) == 8 + 4 + 8 + 3 + 4 + 6
+    assert all(found == expected for found, expected in asked.pairs)
+    assert [expected.component for _, expected in asked.pairs][8:12] == [*["optimizer"] * 3, "step"]
+    assert {expected.optimizer for _, expected in asked.pairs} == {"", "Descends"}
+
+
+def test_frames_are_let_go_with_the_trace() -> None:
+    """What a step's variables held would stay alive otherwise."""
+    held: list[Any] = []
+
+    class Value:
+        pass
+
+    def step(x: Tensor) -> Tensor:
+        value = Value()
+        held.append(weakref.ref(value))
+        return x * 2
+
+    fast = graph_step(step, backend="tape", warmup_steps=1, allow=("held",), on_failure="eager")
+    gc.disable()
+    try:
+        for _ in range(2):
+            fast(torch.ones(2))
+            assert held[-1]() is None
+    finally:
+        gc.enable()
