@@ -117,6 +117,10 @@ class TraceMode(OperatorMode):
         for generator in before.generators:
             self._watch_generator(generator)
 
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._sources.forget()
+
     def refuse(
         self, error: type[RefusalError], message: str, *, component: str | None = None, is_drawn: bool = False
     ) -> None:
@@ -187,7 +191,6 @@ class TraceMode(OperatorMode):
 
     def finish(self) -> None:
         """Check what only shows once the step is over."""
-        self._sources.forget()
         self._check_seek(None)
         trace = self._trace
         for storage, external in trace.externals.items():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -88,7 +90,8 @@ def test_each_is_named_as_if_it_were_alone() -> None:
     assert {expected.optimizer for _, expected in asked.pairs} == {"", "Descends"}
 
 
-def test_frames_are_let_go_with_the_trace() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_frames_are_let_go_with_the_trace(fails: bool) -> None:
     """What a step's variables held would stay alive otherwise."""
     held: list[Any] = []
 
@@ -98,13 +101,17 @@ def test_frames_are_let_go_with_the_trace() -> None:
     def step(x: Tensor) -> Tensor:
         value = Value()
         held.append(weakref.ref(value))
+        x = x + 1
+        if fails and len(held) == 2:
+            raise ValueError("the user's own")
         return x * 2
 
     fast = graph_step(step, backend="tape", warmup_steps=1, allow=("held",), on_failure="eager")
     gc.disable()
     try:
         for _ in range(2):
-            fast(torch.ones(2))
+            with suppress(ValueError):
+                fast(torch.ones(2))
             assert held[-1]() is None
     finally:
         gc.enable()
