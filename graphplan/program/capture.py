@@ -96,8 +96,7 @@ def capture_program(
     watches: bool = False,
 ) -> Program:
     """Record ``plan``'s step on ``feed`` under ``policy``. ``homes`` are what other programs of the step have bound in
-    carried slots, by path; ``lends``: whether results are the program's own memory; ``watches``: whether torch watches
-    the memory that replays read.
+    carried slots, by path; ``lends``: results are the program's own memory; ``watches``: torch watches what it reads.
 
     On a backend that executes, the recorded pass is a real step; on one that does not, nothing has run yet. Either way
     :meth:`Program.run_recorded` finishes it.

@@ -25,7 +25,7 @@ from graphplan.trace.operator_schemas import TRANSFERS, host_operands, schema_of
 from graphplan.trace.records import HostConstant
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
-_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
+_SUBSCRIPTS = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class DeviceConstants(TorchFunctionMode):
@@ -41,7 +41,7 @@ class DeviceConstants(TorchFunctionMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _INDEXING:
+        if func in _SUBSCRIPTS:
             if args[0].device.type != "cpu":
                 args = (args[0], self._without_lists(args[1]), *args[2:])
             return func(*args, **kwargs)

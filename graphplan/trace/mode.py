@@ -141,8 +141,8 @@ class TraceMode(OperatorMode):
         tensors, scalars = tensors_and_others(schema, args, kwargs)
         operands, offsets = self._take_operands(tensors, name)
         source = self._source_of(name, operands)
-        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes. What
-        # other ranks or an extension's operators give, nobody knows.
+        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes. Results
+        # of collectives and of extensions' operators may differ from step to step.
         is_certain_of = schema.is_native and not (schema.is_random or schema.communicates or name in FROM_OUTSIDE)
         stay_fixed = is_certain_of and self._fixed.issuperset(operands)
         written = written_tensors(schema, args, kwargs) if schema.may_write else ()
@@ -426,8 +426,8 @@ class TraceMode(OperatorMode):
         # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
         read = [pair for pair in given if pair[0] is not args[0]] or given
         if not self._are_constants(read):
-            what, fix = HOST_READS[name]
-            self._refuse_sync(f"{name} {what}", source, fix)
+            hidden = HOST_READS[name]
+            self._refuse_sync(f"{name} {hidden.what}", source, hidden.fix)
 
     def _refuse_nested(self, verb: str, name: str, source: Source) -> None:
         self.refuse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,47 +30,74 @@ _ALLOCATIONS = ("aten.empty", "aten.new_empty", "aten._efficientzerotensor")
 _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutograd", "BackendSelect")
 """Where :mod:`torch.library` may have a kernel in Python for one of torch's own operators."""
 _INDEX_PUTS = ("aten.index_put_.default", "aten.index_put.default", "aten._index_put_impl_.default")
-_LENGTHS = (
+AS_ON_DEVICE = ContextVar("as_on_device", default=False)
+"""Whether steps that compute on the CPU are judged as if they computed on a device."""
+
+
+def _always(given: Sequence[Tensor]) -> bool:
+    return True
+
+
+def _on_device(given: Sequence[Tensor]) -> bool:
+    # The tape repeats these operators, reads and all.
+    return given[0].device.type != "cpu" or AS_ON_DEVICE.get()
+
+
+class HiddenRead(NamedTuple):
+    """What an operator reads on the host although no tag says so, what to do instead, and whether it reads it of the
+    tensors that it is given.
+    """
+
+    what: str
+    fix: str
+    reads: Callable[[Sequence[Tensor]], bool] = _always
+
+
+_LENGTHS = HiddenRead(
     "reads the lengths of sequences on the host",
     "Keep the batch padded, under a mask, or give the lengths as a list of numbers, each of which is a program of its "
     "own",
 )
-_SCALE = (
+_SCALE = HiddenRead(
     "reads the scale of its quantised result on the host",
     "Quantise in floating point (torch.fake_quantize_per_tensor_affine), or give scale and zero point as numbers",
 )
-_SUCCESS = (
+_SUCCESS = HiddenRead(
     "reads whether an operator could do its work on the host",
     "Use the form that does not look (torch.linalg.cholesky_ex, inv_ex, solve_ex)",
+    _on_device,
 )
-_GROUPS = (
+_GROUPS = HiddenRead(
     "reads the sizes of its groups on the host where it multiplies in another type than bfloat16",
     "Have the model in bfloat16, or have it multiply its groups in another way (experts_implementation='batched_mm' in "
     "transformers)",
+    lambda given: _on_device(given) and given[0].dtype != torch.bfloat16,
 )
-_FILLED = (
+_SELECTED = HiddenRead(
+    "reads on the host how many elements a mask selects",
+    "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
+    "torch.where",
+    _on_device,
+)
+_FILLED = HiddenRead(
     "reads the number that it fills in on the host",
     "Give it as a Python number, or take torch.where",
+    lambda given: given[-1].device.type != "cpu",
 )
 NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
 )
-_FILLS = (
-    *("aten.masked_fill.Tensor", "aten.masked_fill_.Tensor"),
-    *("aten.index_fill.int_Tensor", "aten.index_fill_.int_Tensor"),
-)
 HOST_READS = {
     "aten._pack_padded_sequence.default": _LENGTHS,
     "aten._linalg_check_errors.default": _SUCCESS,
     "aten._grouped_mm.default": _GROUPS,
-    **dict.fromkeys(_FILLS, _FILLED),
-    "aten.masked_scatter_backward.default": (
-        "reads on the host how many elements a mask selects",
-        "Bring what the mask selects from to its shape with an index that is computed (cumsum of the mask), and take "
-        "torch.where",
-    ),
-    "aten._nested_tensor_from_mask_left_aligned.default": ("reads the mask on the host", NESTED_FIX),
+    "aten.masked_scatter_backward.default": _SELECTED,
+    "aten.masked_fill.Tensor": _FILLED,
+    "aten.masked_fill_.Tensor": _FILLED,
+    "aten.index_fill.int_Tensor": _FILLED,
+    "aten.index_fill_.int_Tensor": _FILLED,
+    "aten._nested_tensor_from_mask_left_aligned.default": HiddenRead("reads the mask on the host", NESTED_FIX),
     "aten.quantize_per_tensor.tensor_qparams": _SCALE,
     "aten.quantize_per_tensor.tensors": _SCALE,
     "aten.quantize_per_tensor_dynamic.default": _SCALE,
@@ -78,14 +105,6 @@ HOST_READS = {
     "aten._make_per_channel_quantized_tensor.default": _SCALE,
     "aten._empty_per_channel_affine_quantized.default": _SCALE,
 }
-"""What operators read on the host although no tag says so, and what to do instead."""
-_READS_ON_DEVICES = (
-    *("aten._linalg_check_errors.default", "aten._grouped_mm.default"),
-    "aten.masked_scatter_backward.default",
-)
-"""Those that the tape repeats, reads and all."""
-AS_ON_DEVICE = ContextVar("as_on_device", default=False)
-"""Whether steps that compute on the CPU are judged as if they computed on a device."""
 INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 NONZERO = "aten.nonzero.default"
 FROM_OUTSIDE = ("aten.from_file.default",)
@@ -256,13 +275,8 @@ def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, A
 
 def reads_on_host(name: str, given: Sequence[Tensor]) -> bool:
     """Whether an operator is one of :data:`HOST_READS`, and reads what it is ``given``."""
-    if name not in HOST_READS:
-        return False
-    if name in _FILLS:
-        return given[-1].device.type != "cpu"
-    if name in _READS_ON_DEVICES and given[0].device.type == "cpu" and not AS_ON_DEVICE.get():
-        return False
-    return HOST_READS[name] is not _GROUPS or given[0].dtype != torch.bfloat16
+    read = HOST_READS.get(name)
+    return read is not None and read.reads(given)
 
 
 def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
