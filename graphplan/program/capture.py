@@ -118,13 +118,12 @@ def capture_program(
     inputs = StaticInputs(plan, feed, buffers, copies=Role.INPUT in policy.copy_roles)
     copied = CopiedOwned(plan, policy, buffers, walk)
     _check_shared(plan, feed, walk, copied, inputs)
-    bound = copied.stand_ins
-    _make_homes(plan, feed, walk, homes, bound)
+    _make_homes(plan, feed, walk, homes, copied.stand_ins)
     flags = Flags(walk)
     found = {path: value for path, value in flags.read().items() if path in plan.left}
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
-    bindings = Bindings(plan, walk, bound, () if backend.executes else plan.handles.host_draws)
+    bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
     body = _Body(plan, feed, inputs, bindings, walk, sharding, lend_outputs(plan) if lends else {})
     recording, after, outputs = _record(backend, body, copied, _traced_values(plan, watches=watches))
     bindings.bind_back(after)
