@@ -118,6 +118,18 @@ def _writes_rate(module: Any) -> None:
         group["lr"] = 1e-3  # culprit
 
 
+def _copies_group(module: Any) -> None:
+    module.log("rate", dict(module.optimizers().param_groups[0])["lr"])  # culprit
+
+
+def _counts_on(module: Any) -> None:
+    module.lr_schedulers().last_epoch += 1  # culprit
+
+
+def _sets_back(module: Any) -> None:
+    module.lr_schedulers().last_epoch = 0  # culprit
+
+
 def _hands_epoch(module: Any) -> None:
     module.lr_schedulers().step(3)  # culprit
 
@@ -126,6 +138,9 @@ AFTERWARDS = {
     _steps_again: "uses a learning rate of an optimizer whose scheduler it has stepped",
     _logs_rate: "uses a learning rate of an optimizer whose scheduler it has stepped",
     _writes_rate: "uses a learning rate of an optimizer whose scheduler it has stepped",
+    _copies_group: "uses a learning rate of an optimizer whose scheduler it has stepped",
+    _counts_on: "reads 'last_epoch' of a scheduler that it has stepped",
+    _sets_back: "writes 'last_epoch' of a scheduler that it has stepped",
     _logs_last: "reads 'get_last_lr' of a scheduler that it has stepped",
     _hands_epoch: r"hands a value to lr_schedulers\[0\]\.step\(\)",
 }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import is_
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -20,9 +19,7 @@ from graphplan.callback.loop.seam import Run, Seam
 from graphplan.compare.comparing import Checks
 from graphplan.errors import HostEffectError
 from graphplan.observe.source import find_source
-from graphplan.observe.watching import Aside
-from graphplan.owners.walk import walk_owners
-from graphplan.trace.mode import is_traced, refuse_trace
+from graphplan.trace.mode import refuse_trace
 
 
 class ManualSeam(Seam):
@@ -88,81 +85,105 @@ class Stepped(tuple[int, ...]):
 
 
 class Schedules:
-    """The schedulers of a fit by manual optimization: real in steps that run as Python, made up for after replays.
+    """The schedulers of a fit by manual optimization: ``scheduler.step()`` in the step is noted, and made after it.
 
     A scheduler works on Python numbers, so that its step is no part of a recording: before each replay the latest
     learning rates are put where the optimizer reads them. What a recording must not hold is anything that comes of the
-    new numbers. So while a step's Python runs, a scheduler steps where it stands, and what it changed is put aside from
-    the step's end until after the call: the step looks like one without schedulers, and after a replay of it they step.
-    In a trace, any further use of a scheduler or learning rate that has moved on is refused.
+    new numbers. So the rest of the step is watched: where it uses a scheduler that was stepped, or a learning rate of
+    its optimizer, a trace is refused, and any other step makes the noted steps at once.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._schedulers: list[Any] = []
         self._rates: dict[int, Any] = {}
-        self._changes: list[_Change] | None = None
+        self._noted: list[int] = []
         self._watch = ExitStack()
 
     def start(self) -> None:
         """Before a call: which learning rates there are, as numbers."""
         self._schedulers = [config.scheduler for config in self._trainer.lr_scheduler_configs]
         self._rates = {id(group): group["lr"] for scheduler in self._schedulers for group in _groups(scheduler)}
-        self._changes = None
 
     @contextmanager
     def noting(self) -> Iterator[list[int]]:
-        """While the step's Python runs: collect which schedulers step, and in the end put aside what they changed."""
-        self._changes = []
-        notes: list[int] = []
+        """While the step's Python runs: collect which schedulers step."""
+        self._noted = []
         with ExitStack() as left:
             for number, scheduler in enumerate(self._schedulers):
                 if self._is_host_work(scheduler):
-                    scheduler.step = partial(self._step, notes, number)
+                    scheduler.step = partial(self._step, number)
                     left.callback(vars(scheduler).pop, "step")
-            left.callback(lambda: self._watch.close())
-            yield notes
-        for change in reversed(self._changes):
-            change.undo()
+            left.callback(self._watch.close)
+            yield self._noted
 
     def _is_host_work(self, scheduler: Any) -> bool:
         """Not where it fills a tensor of the user's, or is stepped in a way of its own."""
         rates = [self._rates[id(group)] for group in _groups(scheduler) if id(group) in self._rates]
         return bool(rates) and not any(isinstance(rate, Tensor) for rate in rates) and "step" not in vars(scheduler)
 
-    def _step(self, notes: list[int], number: int, *args: Any, **kwargs: Any) -> None:
+    def _step(self, number: int, *args: Any, **kwargs: Any) -> None:
         """In place of a scheduler's ``step``."""
-        assert self._changes is not None
+        scheduler = self._schedulers[number]
         if args or kwargs:
-            _refuse(f"hands a value to lr_schedulers[{number}].step()")
-        notes.append(number)
-        self._watch.close()
-        scheduler, groups = self._schedulers[number], _groups(self._schedulers[number])
-        containers = [*walk_owners({"scheduler": scheduler}).containers, *groups]
-        before = [(container, _copy(container)) for container in containers]
-        for group in groups:
-            if isinstance(group["lr"], Tensor):
-                # It stands in for the number while the step is traced or captured.
-                group["lr"] = self._rates[id(group)]
-        with Aside():
+            self._use(f"hands a value to lr_schedulers[{number}].step()")
             type(scheduler).step(scheduler, *args, **kwargs)
-        self._changes += [_Change(container, old) for container, old in before]
-        if is_traced():
-            stepped = dict.fromkeys(self._schedulers[note] for note in notes)
-            for optimizer in dict.fromkeys(one.optimizer for one in stepped):
-                _watch_rates(optimizer, self._watch)
-            for one in stepped:
-                _watch_scheduler(one, self._watch)
+            return
+        if number not in self._noted:
+            self._watch_scheduler(scheduler)
+            self._watch_rates(scheduler.optimizer.param_groups)
+        self._noted.append(number)
+
+    def _watch_scheduler(self, scheduler: Any) -> None:
+        kind: Any = type(scheduler)
+        use = self._use
+
+        def read(self: Any, name: str) -> Any:
+            if name not in ("step", "optimizer") and not name.startswith("__"):
+                use(f"reads {name!r} of a scheduler that it has stepped")
+            return kind.__getattribute__(self, name)
+
+        def write(self: Any, name: str, value: Any) -> None:
+            use(f"writes {name!r} of a scheduler that it has stepped")
+            kind.__setattr__(self, name, value)
+
+        watched = {"__module__": kind.__module__, "__getattribute__": read, "__setattr__": write}
+        scheduler.__class__ = type(kind.__name__, (kind,), watched)
+        self._watch.callback(object.__setattr__, scheduler, "__class__", kind)
+
+    def _watch_rates(self, groups: list[dict[str, Any]]) -> None:
+        for index, group in enumerate(groups):
+            if not isinstance(group, _WatchedGroup):
+                groups[index] = _WatchedGroup(group, self._use)
+                self._watch.callback(groups.__setitem__, index, group)
+
+    def _use(self, what: str) -> None:
+        """The step uses what its schedulers change: they step now.
+
+        Raises:
+            HostEffectError: with the line of code, in a trace.
+        """
+        refuse_trace(
+            HostEffectError,
+            f"the step {what} at {find_source()}; after a replay its schedulers step with nothing handed to them, when "
+            "all else is over. Step a scheduler last in training_step and without a value, or in on_train_batch_end or "
+            "on_train_epoch_end",
+        )
+        self._watch.close()
+        noted = list(self._noted)
+        self._noted.clear()
+        for number in noted:
+            scheduler = self._schedulers[number]
+            for group in _groups(scheduler):
+                if isinstance(group["lr"], Tensor) and id(group) in self._rates:
+                    # It stands in for the number in a capture, and while an optimizer steps.
+                    group["lr"] = self._rates[id(group)]
+            type(scheduler).step(scheduler)
 
     def finish(self, stepped: Stepped) -> None:
-        """After a call: what its schedulers changed, or after a replay their steps."""
-        if self._changes is None:
-            for number in stepped:
-                self._schedulers[number].step()
-            return
-        for change in self._changes:
-            change.redo()
-        self._changes = None
+        """After a call: the steps that were noted in it, or in the one that it repeats."""
+        for number in stepped:
+            self._schedulers[number].step()
 
 
 def _groups(scheduler: Any) -> list[dict[str, Any]]:
@@ -170,107 +191,28 @@ def _groups(scheduler: Any) -> list[dict[str, Any]]:
     return optimizer.param_groups if isinstance(optimizer, Optimizer) else []
 
 
-def _refuse(what: str) -> None:
-    refuse_trace(
-        HostEffectError,
-        f"the step {what} at {find_source()}; after a replay its schedulers step with nothing handed to them, when all "
-        "else is over. Step a scheduler last in training_step and without a value, or in on_train_batch_end or "
-        "on_train_epoch_end",
-    )
-
-
-def _copy(container: Any) -> Any:
-    """What a container holds, by key where it has keys."""
-    if isinstance(container, MutableMapping):
-        return dict(container)
-    return set(container) if isinstance(container, set) else list(container)
-
-
-class _Change:
-    """What has changed in ``container`` since it was ``old``: keys of a mapping, or else all of it, under None."""
-
-    def __init__(self, container: Any, old: Any) -> None:
-        self._container, new = container, _copy(container)
-        if isinstance(container, MutableMapping):
-            pairs = [(key, old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in dict.fromkeys((*old, *new))]
-        else:
-            pairs = [(None, old, new)]
-        self._pairs = [(key, before, after) for key, before, after in pairs if not _same(before, after, container)]
-
-    def undo(self) -> None:
-        """Put the old state back, but for what the step has changed again."""
-        now = _copy(self._container) if isinstance(self._container, MutableMapping) else {None: _copy(self._container)}
-        self._pairs = [pair for pair in self._pairs if _same(now.get(pair[0], _NOTHING), pair[2], self._container)]
-        for key, before, _ in self._pairs:
-            self._put(key, before)
-
-    def redo(self) -> None:
-        """Put the new state back."""
-        for key, _, after in self._pairs:
-            self._put(key, after)
-
-    def _put(self, key: Any, value: Any) -> None:
-        container = self._container
-        if not isinstance(container, MutableMapping):
-            container.clear()
-            (container.update if isinstance(container, set) else container.extend)(value)
-        elif value is _NOTHING:
-            del container[key]
-        else:
-            container[key] = value
-
-
-_NOTHING = object()
-
-
-def _same(one: Any, other: Any, container: Any) -> bool:
-    """Whether two values of a mapping, or two contents of another container, are the same objects."""
-    if isinstance(container, MutableMapping):
-        return one is other
-    return one == other if isinstance(container, set) else len(one) == len(other) and all(map(is_, one, other))
-
-
-class _Watched:
-    """Scheduler whose attributes are not to be read any more."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name not in ("step", "optimizer") and not name.startswith("__"):
-            _refuse(f"reads {name!r} of a scheduler that it has stepped")
-        return super().__getattribute__(name)
-
-
-def _watch_scheduler(scheduler: Any, watch: ExitStack) -> None:
-    kind = type(scheduler)
-    scheduler.__class__ = type(kind.__name__, (_Watched, kind), {"__module__": kind.__module__})
-    watch.callback(setattr, scheduler, "__class__", kind)
-
-
 class _WatchedGroup(dict[str, Any]):
-    """Group of an optimizer whose learning rate is not to be used any more."""
+    """Stands for a group of an optimizer, and tells ``use`` of each use but that of its parameters."""
+
+    def __init__(self, group: dict[str, Any], use: Callable[[str], None]) -> None:
+        super().__init__(group)
+        self.group, self.use = group, use
 
 
 def _watching(name: str) -> Callable[..., Any]:
     plain = getattr(dict, name)
 
-    def method(self: _WatchedGroup, *args: Any) -> Any:
+    def method(self: _WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         if not args or args[0] != "params":
-            _refuse("uses a learning rate of an optimizer whose scheduler it has stepped")
-        return plain(self, *args)
+            self.use("uses a learning rate of an optimizer whose scheduler it has stepped")
+        return plain(self.group, *args, **kwargs)
 
     method.__name__ = name
     return method
 
 
-for _name in ("__getitem__", "__setitem__", "get", "pop", "items", "values"):
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__iter__", "get", "pop", "setdefault", "update", "items", "keys",
+    "values", "copy",
+):  # fmt: skip
     setattr(_WatchedGroup, _name, _watching(_name))
-
-
-def _watch_rates(optimizer: Optimizer, watch: ExitStack) -> None:
-    for index, group in enumerate(optimizer.param_groups):
-        watched = optimizer.param_groups[index] = _WatchedGroup(group)
-        watch.callback(_unwatch, optimizer.param_groups, index, group, watched)
-
-
-def _unwatch(groups: list[dict[str, Any]], index: int, group: dict[str, Any], watched: _WatchedGroup) -> None:
-    group.update(dict.items(watched))
-    groups[index] = group
