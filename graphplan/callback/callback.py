@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from graphplan.callback.callback_options import CallbackOptions, Variant
 from graphplan.callback.evaluation import EvaluationSeam
-from graphplan.callback.figures import RUNS, Figures, StockBatches, check_format, told
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
 from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
 from graphplan.callback.logging.bars import LazyNumbers, ThrottledBar
@@ -24,14 +23,16 @@ from graphplan.callback.loop.automatic import AutomaticSeam
 from graphplan.callback.loop.manual import ManualSeam
 from graphplan.callback.loop.seam import Run, Seam
 from graphplan.callback.loop.training_loop import LoopSeam
+from graphplan.callback.stock_batches import StockBatches
 from graphplan.environment.lightnings import blank_callback, callback_class, name_of
 from graphplan.environment.origin import leave_out_own_frames
 from graphplan.errors import FaultError, GraphPlanError, NotCapturedError, OptionError, SkipReason
 from graphplan.plan.plan import Plan
 from graphplan.program.faults import refusal_of, refusing
+from graphplan.report.figures import CLOSED, Figures, without_programs
+from graphplan.report.rendering import check_format, report_of_runs
 from graphplan.report.stats import Stats
 from graphplan.report.table import show
-from graphplan.report.text import CLOSED, without_programs
 from graphplan.specs.options import takes, with_arguments
 from graphplan.step.gate import AGAIN, Clock, Gate
 from graphplan.step.peers import find_peers
@@ -39,6 +40,8 @@ from graphplan.step.runner import Backends
 
 _TRAINING, _EVALUATION = "training", "evaluation"
 _STEP_ENDS = "on_train_batch_end"
+_RUNS = 16
+"""Earlier runs that a report tells of."""
 _LIGHTNINGS_OWN = ("log", "log_dict")
 """Methods of the module that Lightning sets on every callback."""
 
@@ -90,7 +93,7 @@ class GraphPlanCallback(Callback):
         self._eval_policy = given.evaluation
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
-        self._earlier: deque[tuple[str, Figures]] = deque(maxlen=RUNS)
+        self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
         self._backends = Backends()
         self._patches: list[Any] = []
         self._kept: list[Any] = []
@@ -143,7 +146,7 @@ class GraphPlanCallback(Callback):
         check_format(format)
         training, evaluation = (self._of(part, describes=format != "text") for part in (_TRAINING, _EVALUATION))
         runs = [*self._earlier, (_TRAINING, training)]
-        return told([*runs, (_EVALUATION, evaluation)] if evaluation.stats.calls else runs, format)
+        return report_of_runs([*runs, (_EVALUATION, evaluation)] if evaluation.stats.calls else runs, format)
 
     def _begin_figures(self, part: str) -> None:
         """Keep what a run before did, for the report, and begin with nothing."""

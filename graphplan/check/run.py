@@ -13,9 +13,9 @@ from graphplan.check.facts import facts_of
 from graphplan.check.result import Result, blockers_of
 from graphplan.errors import SkipReason
 from graphplan.plan.plan import Plan
+from graphplan.report.figures import CLOSED
 from graphplan.report.progress import bar
 from graphplan.report.stats import Stats
-from graphplan.report.text import CLOSED
 from graphplan.step.graphed_step import graph_step
 from graphplan.trace.findings import collecting
 

@@ -19,7 +19,7 @@ def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     """The reports of one or several steps, each with its title, as an HTML document.
 
     Args:
-        sections: titles, and data as :func:`graphplan.report.data.describe_data` gives it.
+        sections: titles, and data as :func:`graphplan.report.figures.Figures.data` gives it.
 
     Raises:
         OptionError: if jinja2 or matplotlib is not installed.

@@ -1,17 +1,19 @@
-"""One report in the form that was asked for."""
+"""Reports in the form that was asked for."""
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from graphplan.errors import OptionError
 from graphplan.program.program import Program
+from graphplan.report.figures import Figures
 from graphplan.report.page import page
 
-FORMATS = ("text", "json", "html", "dot")
+_FORMATS = ("text", "json", "html")
 _LABEL = 64
 """Characters of a name that a drawing shows; names of kernels have their template arguments in them."""
 
@@ -42,8 +44,7 @@ class Reports(ABC):
         Raises:
             OptionError: for a format or a program that there is not, or where what draws a page is not installed.
         """
-        if format not in FORMATS:
-            raise OptionError(f"format is {format!r}; expected one of: {', '.join(FORMATS)}")
+        check_format(format, "dot")
         if program is not None and format != "dot":
             raise OptionError(f"program is given with format={format!r}; expected format='dot', which draws one or all")
         if format == "text":
@@ -53,6 +54,32 @@ class Reports(ABC):
         if format == "html":
             return page([("calls", self.data())])
         return _draw(_chosen(self.drawn(), program))
+
+
+def check_format(format: str, *more: str) -> None:
+    """Refuse a form that there is not.
+
+    Raises:
+        OptionError: naming those that there are.
+    """
+    known = (*_FORMATS, *more)
+    if format not in known:
+        raise OptionError(f"format is {format!r}; expected one of: {', '.join(known)}")
+
+
+def report_of_runs(runs: Sequence[tuple[str, Figures]], format: str) -> str:
+    """The figures of a callback's runs, each with what ran (training, evaluation), as one report."""
+    if format == "text" and len(runs) == 1:
+        return runs[0][1].text()
+    of_each, numbers = Counter(part for part, _ in runs), Counter[str]()
+    sections = []
+    for part, figures in runs:
+        numbers[part] += 1
+        sections.append((f"{part} {numbers[part]}" if of_each[part] > 1 else part, figures))
+    if format == "text":
+        return "\n".join(f"{title}:\n{figures.text()}" for title, figures in sections)
+    data = [(title, figures.data()) for title, figures in sections]
+    return page(data) if format == "html" else json.dumps(dict(data), indent=2)
 
 
 def _chosen(programs: Sequence[Program], number: int | None) -> list[tuple[int, Program]]:

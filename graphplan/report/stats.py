@@ -13,6 +13,11 @@ from graphplan.environment.logs import log_eager, log_event
 from graphplan.errors import SkipReason
 
 KINDS = ("eager", "replayed")
+COUNTS = (
+    "eager", "traced", "captured", "replayed", "recaptured", "verified", "bytes_verified", "launches_eager",
+    "launches_replayed", "bytes_copied", "bytes_static",
+)  # fmt: skip
+"""Counts of a step; those of several steps are their sums."""
 TEXTS = 64
 OTHERS = "others"
 """A table has so many texts; what comes after them, each perhaps with another number in it, is counted as others."""
@@ -201,26 +206,13 @@ class Stats:
         self.changes = (self.changes + more)[:STRETCHES]
         if other.changes:
             self.last_end, self.last_kind = other.last_end, other.last_kind
-        for name in (
-            "eager",
-            "traced",
-            "captured",
-            "replayed",
-            "recaptured",
-            "verified",
-            "bytes_verified",
-            "launches_eager",
-            "launches_replayed",
-            "bytes_copied",
-            "bytes_static",
-        ):
+        for name in COUNTS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.bytes_estimated = max(self.bytes_estimated, other.bytes_estimated)
         self.skipped.update(other.skipped)
-        for text, count in other.events.items():
-            _tally(self.events, text, count)
-        for text, count in other.reasons.items():
-            _tally(self.reasons, text, count)
+        for own, table in ((self.events, other.events), (self.reasons, other.reasons)):
+            for text, count in table.items():
+                _tally(own, text, count)
         self.measured |= other.measured
         self.follow &= other.follow
         self.laps += other.laps

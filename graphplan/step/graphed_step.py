@@ -14,10 +14,9 @@ from graphplan.errors import GraphPlanError, OptionError, SkipReason
 from graphplan.feed.signature import Feed
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
-from graphplan.report.data import describe_data, describe_program
+from graphplan.report.figures import Figures, describe_program
 from graphplan.report.rendering import Reports
 from graphplan.report.stats import Stats
-from graphplan.report.text import describe
 from graphplan.specs.options import takes
 from graphplan.step.call_lock import CallLock, running_step
 from graphplan.step.capture_sizes import ShapeStats
@@ -197,18 +196,19 @@ class GraphedStep(Method, CallLock, Reports):
 
     @override
     def text(self) -> str:
-        return describe(**self._told())
+        return self._figures().text()
 
     @override
     def data(self) -> dict[str, Any]:
-        data = describe_data(**self._told(), programs=list(map(describe_program, self.programs)))
+        data = self._figures(programs=list(map(describe_program, self.programs))).data()
         return data if self._padded is None else {**data, "shapes": self.shapes.data()}
 
-    def _told(self) -> dict[str, Any]:
+    def _figures(self, programs: Sequence[Any] = ()) -> Figures:
         notes = [*self.facts, *self.machine.compiled.notes]
         if Tensors is None:
             notes.append(f"guards: {native.state()}")
-        return {"stats": self.stats, "plans": self.stats.captured - self.stats.recaptured, "notes": notes}
+        stats = self.stats
+        return Figures(stats, stats.captured - stats.recaptured, notes, programs=programs)
 
     @property
     def prepared(self) -> list[str]:

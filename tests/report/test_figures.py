@@ -21,9 +21,9 @@ from rich.console import Console
 from graphplan import GraphPlanCallback, OptionError, graph_step, graphed
 from graphplan.environment import logs
 from graphplan.errors import SkipReason
+from graphplan.report.figures import Figures
 from graphplan.report.stats import Stats, Stretch
 from graphplan.report.table import show
-from graphplan.report.text import describe, summary
 from tests.check.subjects import Data, Good, HostOptimizer
 
 
@@ -96,8 +96,8 @@ def test_nothing_is_said_of_eager_time_that_was_not_measured() -> None:
     stats = made("eeerrr")
     assert stats.step_us("eager") is None
     assert stats.gain() is None
-    assert "step 1000000 µs where replayed" in summary(stats, plans=1)
-    assert "->" not in summary(stats, plans=1)
+    assert "step 1000000 µs where replayed" in Figures(stats, plans=1).headline()
+    assert "->" not in Figures(stats, plans=1).headline()
 
 
 def test_seconds_saved_and_spent() -> None:
@@ -107,7 +107,10 @@ def test_seconds_saved_and_spent() -> None:
     gain = stats.gain()
     assert gain is not None
     assert (gain.saved, gain.spent, gain.net) == (8.0, 2.0, 6.0)
-    assert "step 3000000 -> 1000000 µs; saved 8.0 s and spent 2.0 s on it: net +6.0 s" in summary(stats, plans=1)
+    assert (
+        "step 3000000 -> 1000000 µs; saved 8.0 s and spent 2.0 s on it: net +6.0 s"
+        in Figures(stats, plans=1).headline()
+    )
 
 
 def test_steps_are_counted_as_the_trainer_counts_them() -> None:
@@ -249,5 +252,5 @@ def test_names_that_no_logger_has(unchanged_loggers: None) -> None:
         logs.configure("+gards")
     logs.configure("all")
     assert all(logging.getLogger(f"graphplan.{name}").level == logging.INFO for name in logs.NAMES)
-    assert describe(Stats(), plans=0).startswith("graphplan: 0 plans")
-    assert "phases" not in describe(Stats(), plans=0)
+    assert Figures().text().startswith("graphplan: 0 plans")
+    assert "phases" not in Figures().text()

@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan.callback.callback_options import Variant
-from graphplan.callback.figures import Figures
 from graphplan.callback.gates import needed_warmup
 from graphplan.callback.hooks import OwnHooks, hooked_callbacks
 from graphplan.callback.logging.step_logs import StepLogs
@@ -42,7 +41,7 @@ from graphplan.feed.call_arguments import CallArguments, hands_over
 from graphplan.feed.signature import with_new_containers
 from graphplan.owners.slots import Via
 from graphplan.program.faults import lost, refusal_of
-from graphplan.report.data import describe_program
+from graphplan.report.figures import Figures, describe_program
 from graphplan.report.stats import Stats
 from graphplan.step.compiled import CompiledModules
 from graphplan.step.gate import Gate

@@ -1,0 +1,162 @@
+"""What a report says of the calls of a step, or of the steps of a fit: as text for people, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from graphplan.plan.plan import COLUMNS, Plan
+from graphplan.program.program import Program
+from graphplan.report.stats import COUNTS, KINDS, Stats
+from graphplan.specs.roles import Role
+
+CLOSED = "no step of this fit can be captured"
+"""How the note on a fit begins that is refused as a whole, before its first step."""
+
+
+@dataclass
+class Figures:
+    """Counts of calls, and facts beside them.
+
+    Attributes:
+        plans: number of plans that were captured.
+        notes: further lines of the report.
+        plan: the latest plan.
+        part: what is replayed of a step, if that is not all of it.
+        updates: the optimizers' steps, if they were counted, as a Trainer's ``global_step`` is.
+        programs: descriptions of the programs, by :func:`describe_program`; in the data only.
+    """
+
+    stats: Stats = field(default_factory=Stats)
+    plans: int = 0
+    notes: list[str] = field(default_factory=list)
+    plan: Plan | None = None
+    part: str = ""
+    updates: int | None = None
+    programs: Sequence[dict[str, Any]] = ()
+
+    def headline(self) -> str:
+        """One line: plans, steps replayed of all, why others were not, recaptures, time per step, extra memory. Where
+        the optimizers' steps are not as many as the calls, both numbers are told.
+        """
+        stats = self.stats
+        is_same = self.updates in (None, stats.calls)
+        unit = "steps" if is_same else f"calls of training_step ({self.updates} optimizer steps)"
+        reasons = [f"{count}: {reason.value}" for reason, count in stats.skipped.most_common(2)]
+        why = f" ({'; '.join(reasons)})" if reasons else ""
+        parts = [
+            f"{self.plans} plan{'' if self.plans == 1 else 's'}",
+            f"{stats.replayed} of {stats.calls} {unit} replayed{self.part and f' ({self.part})'}",
+            f"{stats.eager} eager{why}, {stats.traced} traced, {stats.captured} captured",
+        ]
+        if stats.recaptured:
+            parts.append(f"{stats.recaptured} recaptured")
+        before, after = stats.step_us("eager"), stats.step_us("replayed")
+        if before is not None and after is not None:
+            parts.append(f"step {before:.0f} -> {after:.0f} µs")
+        elif after is not None:
+            where = "where replayed" if stats.follow else "on the host where replayed"
+            parts.append(f"{'step' if stats.follow else 'call'} {after:.0f} µs {where}")
+        gain = stats.gain()
+        if gain is not None:
+            parts.append(f"saved {gain.saved:.1f} s and spent {gain.spent:.1f} s on it: net {gain.net:+.1f} s")
+        if stats.verified:
+            parts.append(f"{stats.verified} replays checked against eager")
+        parts.append(f"extra memory {stats.bytes_static / 2**20:.1f} MiB")
+        return "graphplan: " + "; ".join(parts)
+
+    def text(self) -> str:
+        """The headline, why steps were eager, what was invalidated, launches and phases, one fact per line."""
+        stats = self.stats
+        lines = [self.headline()]
+        lines += [f"  eager {count}x: {text}" for text, count in stats.reasons.items()]
+        lines += [f"  event {count}x: {text}" for text, count in stats.events.items()]
+        lines += [f"  {note}" for note in self.notes]
+        lines.append(
+            f"  launches: {stats.launches_eager} by eager steps, {stats.launches_replayed} by replays; "
+            f"{stats.bytes_copied / 2**20:.1f} MiB copied in"
+        )
+        if stats.bytes_estimated:
+            lines.append(
+                f"  memory: the largest program was estimated at {stats.bytes_estimated / 2**20:.1f} MiB before its "
+                f"capture; static inputs and programs take {stats.bytes_static / 2**20:.1f} MiB"
+            )
+        if stats.verified:
+            size = stats.bytes_verified / 2**20
+            lines.append(
+                f"  verify: {stats.verified} replays equal the eager step; each check copies {size:.1f} MiB of state"
+            )
+        if any(stats.phase_counts.values()):
+            phases = [f"{name} {stats.phases[name] * 1e3:.1f} ms / {n}" for name, n in stats.phase_counts.items() if n]
+            lines.append("  phases: " + ", ".join(phases))
+        return "\n".join(lines)
+
+    def data(self) -> dict[str, Any]:
+        """The same as data, ready to be written as JSON, with the timeline and the programs."""
+        stats, gain = self.stats, self.stats.gain()
+        phases = {
+            name: {"seconds": stats.phases[name], "calls": calls} for name, calls in stats.phase_counts.items() if calls
+        }
+        return {
+            "headline": self.headline(),
+            "plans": self.plans,
+            "optimizer_steps": self.updates,
+            "stats": {name: getattr(stats, name) for name in ("calls", *COUNTS)},
+            "skipped": {reason.name.lower(): count for reason, count in stats.skipped.items()},
+            "reasons": dict(stats.reasons),
+            "events": dict(stats.events),
+            "notes": list(self.notes),
+            "phases": phases,
+            "step_us": {kind: stats.step_us(kind) for kind in KINDS},
+            "seconds": None if gain is None else {"saved": gain.saved, "spent": gain.spent, "net": gain.net},
+            "timeline": [asdict(stretch) for stretch in stats.timeline()],
+            "programs": list(self.programs),
+        }
+
+
+def without_programs(stats: Stats, backend: str, warmup_steps: int) -> str:
+    """One line on a fit in which nothing was captured; empty where something was."""
+    if backend == "eager":
+        return f"graphplan: {stats.eager} steps, all eager: backend='eager'"
+    if stats.captured:
+        return ""
+    start = f"graphplan: no step was captured in {stats.calls} steps"
+    if stats.skipped and max(stats.skipped.values()) > stats.calls // 2:
+        (reason, count), *_ = stats.skipped.most_common(1)
+        return f"{start}; {count} of them were eager: {reason.value}"
+    return (
+        f"{start}; the first capture comes with step {warmup_steps + 3} of one batch signature, or seven later where "
+        "eager ones are timed (see min_speedup)"
+    )
+
+
+def describe_program(program: Program) -> dict[str, Any]:
+    """A program with its plan and its nodes, as plain data."""
+    plan, nodes = program.plan, program.nodes
+    roles = {
+        str(role): {"tensors": len(externals), "bytes": sum(external.spec.nbytes for external in externals)}
+        for role, externals in ((role, plan.by_role(role)) for role in Role)
+    }
+    return {
+        "name": plan.name,
+        "key": str(plan.feed),
+        "device": str(plan.device),
+        "table": [COLUMNS, *plan.rows(program.policy)],
+        "reads": list(plan.reads.values),
+        "inputs": {external.name: str(external.spec) for external in plan.inputs},
+        "roles": roles,
+        "policy": {
+            "static": sorted(map(str, program.policy.static_roles)),
+            "copied": sorted(map(str, program.policy.copy_roles)),
+        },
+        "replays": program.replays,
+        "launches": {"eager": plan.launches, "replay": 1},
+        "bytes": {"pool": program.nbytes, "output": program.lent_bytes, "copied_per_replay": program.bytes_per_replay},
+        "nodes": {
+            "count": len(nodes.all),
+            "types": dict(nodes.types()),
+            "names": dict(nodes.names()),
+            "missing": nodes.missing,
+        },
+    }
