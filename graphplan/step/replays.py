@@ -116,7 +116,7 @@ class Replays:
                     feed.leaves,
                     partial(self._eager, program, fed, feed.leaves),
                     allow=self._options.allow,
-                    device=room,
+                    place=partial(self._place, nbytes, room),
                     on_any=self._on_any if program.plan.communicates else bool,
                     noise=self._noises.setdefault(program, Noise()),
                 )
@@ -195,6 +195,14 @@ class Replays:
         if is_none is None:
             raise PeerError("another rank has left the check")
         return not is_none
+
+    def _place(self, nbytes: int, room: torch.device) -> torch.device:
+        """Where a check's next copy of ``nbytes`` goes: pinned memory, where not all have room on the device, costs ten
+        times as much to allocate.
+        """
+        device = self._runner.device
+        assert device is not None
+        return find_room(nbytes, device, self._runner.backend.may_take, copies=1)[0] or room
 
     def _unchecked(
         self, program: Program, feed: Feed, reason: str, *, is_needed: bool

@@ -70,7 +70,7 @@ class _Check:
         program: Program,
         feed: Sequence[Any],
         allow: Sequence[str],
-        device: torch.device,
+        place: Callable[[], torch.device],
         on_any: Callable[[bool], bool],
         noise: Noise,
     ) -> None:
@@ -80,7 +80,7 @@ class _Check:
         self._feed = feed
         # Asked for each of hundreds of paths.
         self.is_allowed: Callable[[str], bool] = partial(is_allowed, allow=tuple(allow)) if allow else _is_never
-        self._device = device
+        self._place = place
         plan = program.plan
         self._home = plan.device
         fed = {f"input {index}": leaf for index, leaf in enumerate(feed) if isinstance(leaf, Tensor)}
@@ -104,7 +104,7 @@ class _Check:
         others = [held[path] for path in untouched & held.keys() if id(held[path]) not in walk.found]
         every = [*tensors.values(), *others]
         generators = self._program.plan.handles.generators
-        return Snapshot(walk, tensors=every, generators=generators, device=self._device), tensors
+        return Snapshot(walk, tensors=every, generators=generators, device=self._place()), tensors
 
     def undo(self, snapshot: Snapshot) -> None:
         """Put everything back, and have the results that were lent before be good again."""
@@ -143,7 +143,7 @@ class _Check:
     def first_replay(self, start: _Start) -> tuple[State, Moves | None]:
         """Copies of what a replay leaves, and how far it has moved everything, where that tells noise."""
         left, values = self.replay(start.walk)
-        replayed = State(dict(zip(left, copy_all(list(left.values()), self._device), strict=True)), values)
+        replayed = State(dict(zip(left, copy_all(list(left.values()), self._place()), strict=True)), values)
         moves = Moves.of(start.old, replayed.tensors, self._home) if self._noise.is_known else None
         return replayed, moves
 
@@ -242,7 +242,7 @@ def check_replay(
     eager: Callable[[Callable[[], Walk]], Any],
     *,
     allow: Sequence[str],
-    device: torch.device,
+    place: Callable[[], torch.device],
     on_any: Callable[[bool], bool] = bool,
     noise: Noise | None = None,
 ) -> Verdict:
@@ -253,7 +253,7 @@ def check_replay(
         leaves: the call's flat arguments, on the step's device.
         eager: the same call of the step itself; it may ask for a walk over what its owners hold afterwards.
         allow: paths that replays may leave out, so that they may differ.
-        device: where copies go.
+        place: gives the device that the next copies go to.
         on_any: whether something is so on any rank, told whether it is on this one: where ranks communicate in the
             step, all of them have to run it as often. A PeerError from it ends the check.
         noise: what earlier checks of ``program`` have shown of it, to which this one adds.
@@ -263,7 +263,7 @@ def check_replay(
             program, or on another rank for a copy.
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
-    check = _Check(program, leaves, allow, device, on_any, noise or Noise())
+    check = _Check(program, leaves, allow, place, on_any, noise or Noise())
     # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
     # which are no longer to be told from those that other code keeps.
     program.plan.handles.rates.push()

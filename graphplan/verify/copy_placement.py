@@ -15,15 +15,15 @@ _MARGIN = 1.2
 
 
 def find_room(
-    nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True
+    nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True, copies: int = _COPIES
 ) -> tuple[torch.device | None, str]:
-    """Where copies of ``nbytes`` of state fit: on ``device``, if they may also take so much there, else on the host,
-    else nowhere.
+    """Where ``copies`` of ``nbytes`` of state each fit: on ``device``, if they may also take so much there, else on the
+    host, else nowhere.
 
     Returns:
         The device, or None with the reason.
     """
-    needed = int(nbytes * _COPIES * _MARGIN)
+    needed = int(nbytes * copies * _MARGIN)
     host = torch.device("cpu")
     for place in dict.fromkeys((device, host)):
         free = free_bytes(place)

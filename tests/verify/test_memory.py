@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphplan.backends.tape import TapeBackend
+from graphplan.step import replays
 from graphplan.verify import check
 from graphplan.verify import copy_placement as memory
 from graphplan.verify.copy_placement import find_room
@@ -62,6 +64,30 @@ def test_copies_that_would_take_much_more_than_eager_steps(monkeypatch: pytest.M
     free(monkeypatch, cuda=1 << 30, cpu=1 << 30)
     assert find_room(1000, DEVICE, lambda nbytes: nbytes > 3600) == (HOST, "")
     assert find_room(1000, DEVICE, lambda nbytes: nbytes == 3600) == (DEVICE, "")
+
+
+def test_one_copy_needs_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Than the three of a whole check."""
+    free(monkeypatch, cuda=1200, cpu=1200)
+    assert find_room(1000, DEVICE)[0] is None
+    assert find_room(1000, DEVICE, lambda nbytes: nbytes == 1200, copies=1)[0] == DEVICE
+
+
+def test_copies_of_one_check_lie_in_several_places(
+    equals_eager: Callable[..., Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device has room for one copy alone, the next one goes to the host, and the two are compared."""
+    asked: list[int] = []
+    answers = cycle((HOST, device, HOST))
+
+    def few(nbytes: int, where: torch.device, may_take: Any, copies: int = 3) -> tuple[torch.device, str]:
+        asked.append(copies)
+        return next(answers), ""
+
+    monkeypatch.setattr(replays, "find_room", few)
+    step = equals_eager(make_rig, verify=1)
+    assert step.stats.verified == step.stats.replayed == CALLS - BEFORE_REPLAY
+    assert asked == [3, 1, 1] * step.stats.verified
 
 
 def test_what_is_free_on_the_host() -> None:
