@@ -59,7 +59,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"timed steps, a multiple of {3 * BLOCK} (default: {TIMED[False]}, on CUDA {TIMED[True]})",
     )
     parser.add_argument("--warm", type=int, help=f"steps before those (default: {WARM[False]}, on CUDA {WARM[True]})")
-    parser.add_argument("--stages", nargs="+", default=STAGES, choices=STAGES, help="what is measured of each")
+    parser.add_argument(
+        "--stages",
+        nargs="+",
+        default=STAGES,
+        choices=(*STAGES, "turns"),
+        help="what is measured of each; turns: fits without and with the callback in turns, for small differences",
+    )
     parser.add_argument(
         "--no-equality", dest="equality", action="store_false", help="leave out the eager runs to compare with"
     )

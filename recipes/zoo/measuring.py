@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +21,7 @@ Row = dict[str, Any]
 Oracle = tuple[str, Callable[[], State]]
 Stage = Callable[[Run, Row], None]
 _WARM_EAGER = 10
+_TURNS = 3
 _SPREAD = 3
 """How many times as far from eager as eager is from itself a run may be."""
 
@@ -94,6 +96,19 @@ def in_trainer(run: Run, row: Row) -> None:
         row |= compare(found, oracles_of(run, state, train, with_optimizer=row.get("form") == "whole"))
 
 
+def in_turns(run: Run, row: Row) -> None:
+    """A Trainer without and with the callback, several times each, in turns: a host's speed drifts within minutes, by
+    more than what a step that is not replayed may lose.
+    """
+    eager, managed = [], []
+    for _ in range(_TURNS):
+        eager.append(fit(replace(run, warm=_WARM_EAGER))[0]["us"])
+        facts, _ = fit(run, GraphPlanCallback(on_failure="eager"))
+        managed.append(facts["us"])
+    row |= facts
+    row |= {"eager_us": median(eager), "us": median(managed), "eager_runs_us": eager, "runs_us": managed}
+
+
 def in_loop(run: Run, row: Row) -> None:
     """A plain loop without and with ``graph_step``."""
     eager, state = loop(brief(run), manage=False)
@@ -123,6 +138,7 @@ def stages_of(run: Run) -> Iterator[tuple[str, Stage]]:
     """What is measured of an entry: a library's own LightningModule has no plain loop."""
     case = run.make()
     yield "fit", in_trainer
+    yield "turns", in_turns
     if not isinstance(case.model, pl.LightningModule):
         yield "loop", in_loop
         if case.predict is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Row = dict[str, Any]
-STAGES = ("fit", "loop", "service")
+STAGES = ("fit", "turns", "loop", "service")
 COLUMNS = (
     "entry", "where", "without µs", "with µs", "speed-up", "replayed", "equal to eager", "first replay", "floor µs",
     "why not replayed",
@@ -72,6 +72,8 @@ def headline(rows: list[Row]) -> str:
     lines = []
     for name in STAGES:
         stages = [row[name] for row in rows if name in row]
+        if not stages:
+            continue
         gains = [gain for gain in map(speedup, stages) if gain is not None]
         whole = sum(stage.get("share", 0) > 0.5 and stage.get("form") == "whole" for stage in stages)
         different = sum(stage.get("equal") == "different" for stage in stages)
