@@ -11,9 +11,8 @@ from torch import nn
 from graphplan.errors import OptionError
 from graphplan.inference.graphed import Graphed
 from graphplan.inference.graphed_options import ServeOptions
-from graphplan.inference.pieces.models import SplitModel
-from graphplan.inference.pieces.scopes import Segment
-from graphplan.inference.pieces.segments import Segments
+from graphplan.inference.segments import Segment, Segments
+from graphplan.inference.split_models import SplitModel
 from graphplan.specs.options import takes_optionally
 
 

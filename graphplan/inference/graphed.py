@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import update_wrapper
 from threading import get_ident
 from types import MethodType
@@ -13,13 +13,11 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from graphplan.environment.surroundings import surroundings
-from graphplan.errors import BusyError, CopyError, NotCapturedError, OptionError, SkipReason
-from graphplan.feed.signature import flatten
+from graphplan.errors import BusyError, CopyError, FeedError, NotCapturedError, OptionError, SkipReason
+from graphplan.feed.signature import Feed, flatten, is_dense
 from graphplan.inference.bucketed import Bucketed
-from graphplan.inference.call_feed import dense_feed
 from graphplan.inference.graphed_options import ServeOptions
-from graphplan.inference.listing import Memory, list_programs
-from graphplan.inference.prewarming import Prewarmed, Specimen, prewarm
+from graphplan.inference.prewarming import Prewarmed, bare, prewarm
 from graphplan.inference.shared_pool import Pool
 from graphplan.plan.plan import Plan
 from graphplan.program.leases import plain
@@ -36,6 +34,21 @@ from graphplan.tensors.trees import map_result
 
 _LIMITS = ("evicted: ", "calls of further signatures are eager: ")
 """How events begin that a limit has led to."""
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by what they are for. ``input`` is one allocation per input for all shapes, ``param`` what the programs use
+    of the owners' or copy of it, ``state`` what they carry, ``output`` what is lent (``outputs="static"``), ``pool``
+    what the programs compute in.
+    """
+
+    input: int
+    param: int
+    state: int
+    output: int
+    pool: int
 
 
 class Graphed(Method, Reports):
@@ -60,7 +73,8 @@ class Graphed(Method, Reports):
         self._dynamic = Dynamic(fn, options.dynamic)
         self._is_direct = options.enable_if is None and options.shapes == "exact"
         self._first: dict[Any, tuple[int, ...]] = {}
-        self._specimen: Specimen | None = None
+        self._example: Feed | None = None
+        """A call without its values."""
         self._warned: set[str] = set()
         self._thread: int | None = None
         if isinstance(fn, nn.Module):
@@ -115,9 +129,9 @@ class Graphed(Method, Reports):
         with self._step.machine.timing.having_run():
             if stats.captured > captured:
                 self._warn_of_limits()
-            if self._specimen is None or stats.captured > captured:
-                feed = dense_feed(args, kwargs)
-                self._specimen = self._specimen if feed is None else Specimen.of(feed)
+            if self._example is None or stats.captured > captured:
+                feed = _dense_feed(args, kwargs)
+                self._example = self._example if feed is None else bare(feed)
         return result
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +140,7 @@ class Graphed(Method, Reports):
             return self._step.skip(args, kwargs, SkipReason.ENABLE_IF)
         if options.backend == "eager" or surroundings() is not None:
             return self._step(*args, **kwargs)
-        feed = dense_feed(args, kwargs) if options.shapes != "exact" else None
+        feed = _dense_feed(args, kwargs) if options.shapes != "exact" else None
         if feed is None:
             # What no program takes, the step refuses.
             return self._step(*args, **kwargs)
@@ -205,16 +219,14 @@ class Graphed(Method, Reports):
         Raises:
             OptionError: for sizes that make no sense, without an example, or where gradients are wanted.
         """
-        specimen = (
-            self._specimen
-            if example is None and kwargs is None
-            else Specimen.of(flatten(tuple(example or ()), kwargs or {}))
-        )
-        if specimen is None:
+        given = self._example
+        if example is not None or kwargs is not None:
+            given = bare(flatten(tuple(example or ()), kwargs or {}))
+        if given is None:
             raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
         ladders = self._bucketed.padding.ladders if self._bucketed is not None else None
         return prewarm(
-            self, self._step, specimen, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress
+            self, self._step, given, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress
         )
 
     @property
@@ -255,7 +267,20 @@ class Graphed(Method, Reports):
 
     def text(self) -> str:
         """The report as text."""
-        return "\n".join([self._step.text(), *list_programs(self.shapes, self.memory, self.programs)])
+        lines = [self._step.text(), f"  shapes: {self.shapes.hits} hits, {self.shapes.misses} misses"]
+        if self.shapes.capture_sizes:
+            lines.append(f"  {self.shapes}")
+        roles = asdict(self.memory)
+        pool = f"the pool of {self.num_graphs} programs {roles.pop('pool') / _MIB:.1f} MiB"
+        sizes = ", ".join(f"{name} {size / _MIB:.1f} MiB" for name, size in roles.items() if size)
+        lines.append(f"  memory: {sizes or 'nothing'}; {pool}")
+        for program in sorted(self.programs, key=lambda program: -program.nbytes):
+            inputs = ", ".join(f"{external.name} {external.spec}" for external in program.plan.inputs)
+            lines.append(
+                f"  program: {inputs or 'no inputs'}: {program.replays} replays, {program.plan.launches} operators, "
+                f"{program.nbytes / _MIB:.1f} MiB"
+            )
+        return "\n".join(lines)
 
     def data(self) -> dict[str, Any]:
         """The report as data."""
@@ -278,3 +303,12 @@ class Graphed(Method, Reports):
             f"{self._name} is graphed and cannot be copied or pickled: its programs work on memory of this process. "
             "Copy or save what it computes with, and make another one with graphed"
         )
+
+
+def _dense_feed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Feed | None:
+    """A call flattened; None if there is anything but dense tensors and literals among its arguments."""
+    try:
+        feed = flatten(args, kwargs)
+    except FeedError:
+        return None
+    return feed if all(is_dense(leaf) for _, leaf in feed.tensors()) else None

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 import torch
@@ -44,29 +45,10 @@ class Prewarmed:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Specimen:
-    """One call without its values: enough to make calls of other sizes."""
-
-    feed: Feed
-
-    @classmethod
-    def of(cls, feed: Feed) -> Specimen:
-        """The call's geometry."""
-        bare = [_bare(leaf) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
-        return cls(Feed(bare, feed.structure, feed.key))
-
-    def resized(self, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
-        places = dynamic.of(self.feed)
-        leaves = list(self.feed.leaves)
-        for index, leaf in self.feed.tensors():
-            own = {dim: dims[dim] for position, dim in places if position == index and dim in dims}
-            shape = [own.get(dim, size) for dim, size in enumerate(leaf.shape)]
-            order = outer_first(leaf)
-            where = self.feed.key[1 + index][3]  # type: ignore[index]
-            leaves[index] = torch.empty_permuted(shape, order, dtype=leaf.dtype, device=where).zero_()
-        return self.feed.rebuild(leaves)
+def bare(feed: Feed) -> Feed:
+    """A call without its values: enough to make calls of other sizes."""
+    leaves = [_bare(leaf) if isinstance(leaf, Tensor) else leaf for leaf in feed.leaves]
+    return Feed(leaves, feed.structure, feed.key)
 
 
 def _bare(leaf: Tensor) -> Tensor:
@@ -75,10 +57,22 @@ def _bare(leaf: Tensor) -> Tensor:
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
+def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of zeros, with other sizes in the dynamic dimensions that ``dims`` has."""
+    places = dynamic.of(example)
+    leaves = list(example.leaves)
+    for index, leaf in example.tensors():
+        own = {dim: dims[dim] for position, dim in places if position == index and dim in dims}
+        shape = [own.get(dim, size) for dim, size in enumerate(leaf.shape)]
+        where = example.key[1 + index][3]  # type: ignore[index]
+        leaves[index] = torch.empty_permuted(shape, outer_first(leaf), dtype=leaf.dtype, device=where).zero_()
+    return example.rebuild(leaves)
+
+
 def prewarm(
     call: Callable[..., Any],
     step: GraphedStep,
-    specimen: Specimen,
+    example: Feed,
     dynamic: Dynamic,
     *,
     sizes: Sequence[Size] | None,
@@ -98,7 +92,7 @@ def prewarm(
         for number, dims in enumerate(wanted):
             begin(_show(progress, number, len(wanted), dims, estimate))
             with step.machine.timing.asked_for():
-                _capture(call, step, specimen.resized(dynamic, dims), dims)
+                _capture(call, step, _zeros(example, dynamic, dims), dims)
             if number == 0:
                 estimate = _estimate(step, wanted)
     _show(progress, len(wanted), len(wanted), {}, estimate)
@@ -126,10 +120,7 @@ def _parse_sizes(sizes: Sequence[Size] | None, ladders: Ladders | None, order: s
 
 
 def _elements(dims: Mapping[int, int]) -> int:
-    count = 1
-    for size in dims.values():
-        count *= size
-    return count
+    return prod(dims.values())
 
 
 def _capture(call: Callable[..., Any], step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None:

@@ -48,9 +48,9 @@ def _drive(call: Any) -> list[Tensor]:
 
 BEFORE = {
     "exact": ["inference.graphed:plain", "step.eager_calls:flatten", "step.lookup:Lookup.find", "step.traces:trace",
-              "step.stages:capture_program", "inference.graphed:dense_feed"],
-    "eager": ["inference.graphed:dense_feed", "step.dimensions:Dynamic.split"],
-    "bucket": ["inference.graphed:dense_feed", "inference.bucketed:Bucketed.call",
+              "step.stages:capture_program", "inference.graphed:_dense_feed"],
+    "eager": ["inference.graphed:_dense_feed", "step.dimensions:Dynamic.split"],
+    "bucket": ["inference.graphed:_dense_feed", "inference.bucketed:Bucketed.call",
                "step.padding:Padding.kind",
                "step.padding:Padding.learn", "step.padding:Padding.pad",
                "inference.bucketed:Bucketed._is_due",

@@ -1,1 +1,0 @@
-"""Functions and models of which some parts are captured and others run eagerly."""

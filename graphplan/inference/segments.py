@@ -1,0 +1,228 @@
+"""Functions called one after the other, of which some are captured and others run eagerly."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from threading import RLock
+from typing import Any
+
+from graphplan.errors import OptionError, RefusalError
+from graphplan.inference.graphed import Graphed
+from graphplan.inference.graphed_options import ServeOptions
+from graphplan.inference.shared_pool import Pool
+from graphplan.program.leases import StaticOutput
+from graphplan.program.program import Program
+from graphplan.report.rendering import Reports
+from graphplan.step.call_lock import runs_within_step
+from graphplan.tensors.trees import map_result
+
+SCOPES = ("full", "piecewise", "auto", "none")
+Segment = Callable[..., Any]
+
+
+class Chain:
+    """Segments called one after the other, each with the results of the one before."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        self.__name__ = self.__qualname__ = " + ".join(map(name_of, segments))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call them. A tuple is handed on as arguments, anything else as one argument."""
+        result = self.segments[0](*args, **kwargs)
+        for segment in self.segments[1:]:
+            result = segment(*result) if type(result) is tuple else segment(result)
+        return result
+
+
+def name_of(segment: Segment) -> str:
+    """The name of a function, or of a module's class."""
+    return getattr(segment, "__name__", type(segment).__name__)
+
+
+class Pieces(Reports):
+    """Common to both forms of :func:`graphplan.piecewise`: the whole in one program, in pieces, or eager.
+
+    Attributes:
+        scope: what is done now: ``"full"``, ``"piecewise"`` or ``"none"``.
+        reasons: why segments, or the whole, are not captured, by name.
+    """
+
+    def __init__(self, whole: Segment, scope: str, options: ServeOptions) -> None:
+        if scope not in SCOPES:
+            raise OptionError(f"scope is {scope!r}; expected one of: {', '.join(SCOPES)}")
+        if options.shapes == "bucket":
+            raise OptionError("shapes is 'bucket', and pieces hand results on as they are; expected 'exact' or 'eager'")
+        self.pool = options.pool or Pool()
+        self.reasons: dict[str, str] = {}
+        self.scope = "full" if scope == "auto" else scope
+        # From the first piece to the last: a second thread would overwrite what is handed on.
+        self._lock = RLock()
+        self._downgrades = scope == "auto"
+        self._whole = whole
+        self._options = options
+        inner = replace(options, on_failure="raise") if self._downgrades else options
+        self._full = Graphed(whole, inner, self.pool) if self.scope == "full" else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call all of it. What is handed from piece to piece is not copied where both are programs."""
+        if self.scope == "none" or runs_within_step():
+            return self._whole(*args, **kwargs)
+        with self._lock:
+            if self._full is not None:
+                try:
+                    return self._full(*args, **kwargs)
+                except RefusalError as error:
+                    # The call that was refused has not happened.
+                    self._downgrade(error, "piecewise")
+            result = self._call_pieces(args, kwargs)
+            if self._options.outputs == "static":
+                return result
+            return map_result(lambda leaf: leaf.plain().clone() if isinstance(leaf, StaticOutput) else leaf, result)
+
+    def _downgrade(self, error: RefusalError, scope: str) -> None:
+        """Go on with less captured, or raise ``error`` if that was not asked for."""
+        if not self._downgrades:
+            raise error
+        self.reasons[name_of(self._whole)] = str(error)
+        self.close()
+        self._full = None
+        self.scope = scope
+
+    @abstractmethod
+    def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the segments one after another."""
+
+    @abstractmethod
+    def _graphed(self) -> Iterator[Graphed]:
+        """Those that are graphed."""
+
+    @property
+    def programs(self) -> list[Graphed]:
+        """What is captured: one for each run of consecutive segments."""
+        return [graphed for graphed in self._all() if graphed.num_graphs]
+
+    def _all(self) -> list[Graphed]:
+        return [self._full] if self._full is not None else list(self._graphed())
+
+    @property
+    def num_graphs(self) -> int:
+        """How many recordings there are."""
+        return sum(graphed.num_graphs for graphed in self.programs)
+
+    def text(self) -> str:
+        """The report as text."""
+        lines = [f"graphplan: scope {self.scope}, {self.num_graphs} graphs"]
+        lines += [f"  eager: {name}: {reason}" for name, reason in self.reasons.items()]
+        return "\n".join([*lines, *(graphed.text() for graphed in self.programs)])
+
+    def data(self) -> dict[str, Any]:
+        """The report as data."""
+        pieces = [graphed.data() for graphed in self.programs]
+        return {"scope": self.scope, "graphs": self.num_graphs, "reasons": dict(self.reasons), "pieces": pieces}
+
+    def drawn(self) -> list[Program]:
+        """The programs of all pieces."""
+        return [program for graphed in self.programs for program in graphed.programs]
+
+    def close(self) -> None:
+        """Drop every program."""
+        for graphed in self._all():
+            graphed.close()
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A segment that is captured alone first, to find out whether it can be. ``reason`` says why it cannot."""
+
+    segment: Segment
+    alone: Graphed | None
+    reason: str | None = None
+
+    @property
+    def is_decided(self) -> bool:
+        return self.alone is None or self.alone.num_graphs > 0
+
+
+class Segments(Pieces):
+    """See :func:`graphplan.piecewise`. An index gives a segment alone, for control flow of one's own between them."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        is_capturable: Callable[[Segment], bool] | Sequence[bool] | None,
+        scope: str,
+        options: ServeOptions,
+    ) -> None:
+        if not segments or not all(map(callable, segments)):
+            raise OptionError(f"piecewise was given {segments!r}; expected functions or modules, at least one")
+        super().__init__(Chain(segments), scope, options)
+        self._trials = self._begin(segments, is_capturable)
+        self._runs: list[Segment] | None = None
+        self._alone: dict[int, _Trial] = {}
+
+    def _begin(self, segments: Sequence[Segment], given: Any) -> list[_Trial]:
+        if given is None:
+            options = replace(self._options, on_failure="raise", outputs="clone", capture_after=1)
+            return [_Trial(segment, Graphed(segment, options, self.pool)) for segment in segments]
+        answers = [bool(given(segment)) for segment in segments] if callable(given) else list(given)
+        if len(answers) != len(segments):
+            raise OptionError(f"is_capturable has {len(answers)} answers; expected one for each of {len(segments)}")
+        reasons = [None if good else "is_capturable said no" for good in answers]
+        self.reasons |= {name_of(s): why for s, why in zip(segments, reasons, strict=True) if why is not None}
+        return [_Trial(segment, None, why) for segment, why in zip(segments, reasons, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __getitem__(self, index: int) -> Segment:
+        """One segment alone, graphed in the pool that all share, with results that need not be copied."""
+        index = range(len(self._trials))[index]
+        if index not in self._alone:
+            trial = self._trials[index]
+            eager = trial.reason is not None or self.scope == "none"
+            options = replace(self._options, on_failure="raise", outputs="static")
+            alone = None if eager else Graphed(trial.segment, options, self.pool)
+            self._alone[index] = _Trial(trial.segment, alone, trial.reason)
+        return self._try(self._alone[index])
+
+    def _graphed(self) -> Iterator[Graphed]:
+        yield from (trial.alone for trial in [*self._alone.values(), *self._trials] if trial.alone is not None)
+        yield from (run for run in self._runs or () if isinstance(run, Graphed))
+
+    def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._runs is None and all(trial.is_decided for trial in self._trials):
+            self._runs = list(self._join())
+        return Chain(self._runs or [self._try(trial) for trial in self._trials])(*args, **kwargs)
+
+    def _try(self, trial: _Trial) -> Segment:
+        """A call of a segment that finds out whether it can be captured."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if trial.alone is not None:
+                try:
+                    return trial.alone(*args, **kwargs)
+                except RefusalError as error:
+                    self.reasons[name_of(trial.segment)] = trial.reason = str(error)
+                    trial.alone.close()
+                    trial.alone = None
+            return trial.segment(*args, **kwargs)
+
+        return call
+
+    def _join(self) -> Iterator[Segment]:
+        """Runs of consecutive segments that can be captured, and the others."""
+        for can_be, trials in groupby(self._trials, lambda trial: trial.reason is None):
+            segments = [trial.segment for trial in trials]
+            if can_be:
+                run = segments[0] if len(segments) == 1 else Chain(segments)
+                yield Graphed(run, replace(self._options, outputs="static"), self.pool)
+            else:
+                yield from segments
+        for trial in self._trials:
+            if trial.alone is not None:
+                trial.alone.close()
+                trial.alone = None

@@ -1,0 +1,195 @@
+"""A model cut at some of its modules: those run eagerly, and what it computes between them is captured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.fx.passes.split_module import split_module
+
+from graphplan.errors import OptionError, RefusalError, SplitError, VerifyError
+from graphplan.feed.signature import asks_for_gradients, flatten
+from graphplan.inference.graphed import Graphed
+from graphplan.inference.graphed_options import ServeOptions
+from graphplan.inference.segments import Pieces, name_of
+from graphplan.program.leases import plain
+from graphplan.step.capture_sizes import distance, tolerance
+from graphplan.tensors.trees import flatten_result
+
+_LITERALS = (bool, int, float, str, type(None))
+
+
+class SplitModel(Pieces):
+    """See :func:`graphplan.piecewise`: a model whose modules named in ``at`` run eagerly."""
+
+    def __init__(self, model: nn.Module, at: Sequence[str], scope: str, options: ServeOptions) -> None:
+        self._names = _match_modules(model, at)
+        super().__init__(model, scope, options)
+        self._model = model
+        self._facts: list[Any] = []
+        self._splits: dict[Hashable, tuple[fx.GraphModule, list[Graphed]]] = {}
+        self._calls = 0
+        self._next_check = options.step.schedule.after(0)
+        if self.scope == "piecewise":
+            self._note_eager()
+
+    def _note_eager(self) -> None:
+        self.reasons |= dict.fromkeys(self._names, "named in at")
+
+    def _downgrade(self, error: RefusalError, scope: str) -> None:
+        super()._downgrade(error, scope)
+        self._note_eager()
+
+    def _graphed(self) -> Iterator[Graphed]:
+        for _, graphed in self._splits.values():
+            yield from graphed
+
+    def _call_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        facts = _facts_of(self._model)
+        if facts != self._facts:
+            # Layers, numbers or flags that the pieces were made from are others now.
+            self.close()
+            self._splits.clear()
+            self._facts = facts
+        try:
+            pieces = self._split(args, kwargs)
+        except RefusalError as error:
+            self._downgrade(error, "none")
+            return self._model(*args, **kwargs)
+        self._calls += 1
+        # torch.fx renames arguments whose values are settled, and keeps their order.
+        names = inspect.signature(pieces.forward).parameters
+        result = pieces(**dict(zip(names, _bind(self._model, args, kwargs).values(), strict=True)))
+        if self._calls == self._next_check and not any(asks_for_gradients(r) for _, r in flatten_result(result)[0]):
+            self._check(result, args, kwargs)
+        return result
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+        feed = flatten(args, kwargs)
+        bound = _bind(self._model, args, kwargs)
+        literals = {name: value for name, value in bound.items() if isinstance(value, _LITERALS)}
+        key = (feed.key[0], tuple(literals.items()))
+        if key not in self._splits:
+            pieces, between = _split(self._model, self._names, literals)
+            options = replace(self._options, outputs="static", owners=None)
+            graphed = []
+            for name, part in between.items():
+                piece = Graphed(part, options, self.pool)
+                graphed.append(piece)
+                pieces.add_module(name, _Called(piece))
+            self._splits[key] = (pieces, graphed)
+        return self._splits[key][0]
+
+    def _check(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare with the model itself: its code may do what torch.fx does not see."""
+        self._next_check = self._options.step.schedule.after(self._calls)
+        found = [leaf for _, leaf in flatten_result(result)[0]]
+        for (name, wanted), leaf in zip(flatten_result(self._model(*args, **kwargs))[0], found, strict=True):
+            if not _is_alike(wanted, plain(leaf)):
+                raise VerifyError(
+                    f"the pieces of {name_of(self._model)} do not come to what it comes to itself: {name} differs. Its "
+                    "code does something that torch.fx does not see. List the pieces yourself: piecewise([…])",
+                    result=wanted,
+                )
+
+
+def _is_alike(wanted: Any, found: Any) -> bool:
+    if not isinstance(wanted, Tensor):
+        return bool(wanted == found)
+    is_like = wanted.shape == found.shape and wanted.dtype == found.dtype
+    return is_like and distance(wanted, found) <= tolerance(wanted.dtype)
+
+
+class _Called(nn.Module):
+    """A graphed piece in its place in a model."""
+
+    def __init__(self, piece: Graphed) -> None:
+        super().__init__()
+        object.__setattr__(self, "piece", piece)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.piece(*args, **kwargs)  # type: ignore[operator]
+
+
+def _bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _match_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """The names of the modules that match the patterns. Raises OptionError if one matches none."""
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"at is {patterns!r}; expected a list of names of modules, such as ['blocks.*.attention']")
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise OptionError(
+                f"at names {pattern!r}, and the {type(model).__name__} has no such module; expected one of: "
+                f"{', '.join(names[:12])}"
+            )
+    matched = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    # A module within another that is matched too is a part of that one.
+    return [name for name in matched if not any(name.startswith(f"{other}.") for other in matched)]
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, leaves: Sequence[str]) -> None:
+        super().__init__()
+        self._leaves = set(leaves)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._leaves or super().is_leaf_module(m, module_qualified_name)
+
+
+def _split(
+    model: nn.Module, names: Sequence[str], literals: Mapping[str, Any]
+) -> tuple[fx.GraphModule, dict[str, nn.Module]]:
+    """The model as a module that calls its parts one after the other, and by name the parts that are not ``names``.
+
+    ``literals`` are arguments that are no tensors: what the model does with them is settled here.
+
+    Raises:
+        SplitError: if torch.fx cannot follow the model's code.
+    """
+    tracer = _Tracer(names)
+    try:
+        graph = tracer.trace(model, concrete_args=dict(literals))
+        whole = fx.GraphModule(tracer.root, graph)
+    except Exception as error:
+        raise SplitError(
+            f"the {type(model).__name__} cannot be taken apart: torch.fx could not follow its code ({error}). Expected "
+            "code without branches on tensors' values or sizes; list the pieces yourself: piecewise([first, second, …])"
+        ) from error
+    number = 0
+    parts: dict[fx.Node, int] = {}
+    cuts: set[str] = set()
+    for node in whole.graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr"):
+            continue
+        is_cut = node.op == "call_module" and node.target in names
+        number += is_cut
+        parts[node] = number
+        if is_cut:
+            cuts.add(f"submod_{number}")
+            number += 1
+    pieces = split_module(whole, model, lambda node: parts.get(node, 0))
+    children = pieces.named_children()
+    return pieces, {name: part for name, part in children if name.startswith("submod_") and name not in cuts}
+
+
+def _facts_of(model: nn.Module) -> list[Any]:
+    """What a model is cut by: its modules, what lies in them, and the numbers and flags that they keep."""
+    facts: list[Any] = []
+    for module in model.modules():
+        facts.append(id(module))
+        facts += map(id, module._parameters.values())
+        facts += map(id, module._buffers.values())
+        facts += [value for value in vars(module).values() if isinstance(value, _LITERALS)]
+        facts += [id(value) for value in vars(module).values() if isinstance(value, Tensor)]
+        facts += map(len, (module._forward_hooks, module._forward_pre_hooks))
+    return facts
