@@ -17,7 +17,7 @@ from graphplan.report.figures import CLOSED
 from graphplan.report.progress import bar
 from graphplan.report.stats import Stats
 from graphplan.step.graphed_step import graph_step
-from graphplan.trace.findings import collecting
+from graphplan.trace.records import collecting
 
 STEPS = 16
 """Steps of each run: enough for a warm-up, traces that are made again, a capture and a few replays."""

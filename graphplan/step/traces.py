@@ -28,8 +28,7 @@ from graphplan.program.faults import is_steps_own, refusal_of
 from graphplan.step.compiled import Rehearsal, uncompiled
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
-from graphplan.trace.findings import collect
-from graphplan.trace.records import Trace
+from graphplan.trace.records import Trace, collect
 from graphplan.trace.run import trace
 
 _REORDERED = 5

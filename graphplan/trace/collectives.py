@@ -25,15 +25,13 @@ def is_collective(name: str) -> bool:
 
 
 def written_positions(name: str) -> tuple[int, ...]:
-    """Which argument an in-place collective writes, of tensors or of results: its first one, or that of an operator
-    which prepares one. None of others.
-    """
+    """Positions of the arguments that a collective, or an operator that prepares one, writes; none for others."""
     return (_SILENT[name],) if name in _SILENT else (0,) if name.startswith(_IN_PLACE) else ()
 
 
 def finish(name: str, out: Any) -> Any:
-    """A collective's results as its caller gets them: where operators run while it is waited for (gloo
-    copies in the end of a reduce_scatter), it has been waited for, and is found done.
+    """A collective's results as its caller gets them. One that runs operators while it is waited for (gloo copies at
+    the end of a reduce_scatter) is waited for here, and is found done.
     """
     if not name.startswith(_LATE):
         return out
@@ -48,7 +46,7 @@ def finish(name: str, out: Any) -> Any:
 
 
 def name_object(value: torch.ScriptObject) -> tuple[str, str]:
-    """What one of an operator's objects is: it is wrapped anew for each call, a process group has a name."""
+    """What identifies one of an operator's objects, which is wrapped anew for each call."""
     kind = str(value._type())
     if kind == f"{_CLASS}ProcessGroup":
         return "ProcessGroup", str(distributed.ProcessGroup.unbox(value).group_name)

@@ -24,7 +24,6 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda one, many: one not in many,
 }  # fmt: skip
 _LEAVING = (ast.Return, ast.Continue, ast.Break)
-_Position = tuple[int, int]
 _UNKNOWN = object()
 
 
@@ -41,52 +40,34 @@ def is_plain(value: Any) -> bool:
 
 
 def path_to(frame: FrameType) -> list[ast.AST]:
-    """The syntax nodes around what ``frame`` executes, outermost first; before Python 3.11, often down to the statement
-    only. None where there is no source.
+    """The syntax nodes around what ``frame`` executes, outermost first; before Python 3.11, down to the statement only.
+    None where there is no source.
     """
     code = frame.f_code
     try:
         tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     except (SyntaxError, ValueError):
         return []
+    place: Any = (None,)
     if sys.version_info >= (3, 11):
-        line, end_line, start, end = next(islice(code.co_positions(), frame.f_lasti // 2, None))
-        if None not in (line, end_line, start, end):
-            return _to_leaf(_path(tree, (line, start), (end_line, end)), frame)  # type: ignore[arg-type]
-    return _to_leaf(_path(tree, (frame.f_lineno, -1), (frame.f_lineno, -1)), frame)
-
-
-def _to_leaf(path: list[ast.AST], frame: FrameType) -> list[ast.AST]:
-    """``path``, which may end with a statement whose test is read, and if so with the only part that is unknown."""
-    if isinstance(path[-1], (ast.If, ast.While)):
+        place = next(islice(code.co_positions(), frame.f_lasti // 2, None))
+    line, end_line, start, end = place if None not in place else (frame.f_lineno, frame.f_lineno, sys.maxsize, 0)
+    path = _around(tree, (line, start), (end_line, end))
+    if None in place:
+        path = [node for node in path if isinstance(node, ast.stmt)]
+    if path and isinstance(path[-1], (ast.If, ast.While)):
+        # The jump has the place of the whole statement. What it reads is the only part of the test that is unknown.
         truth = truth_in(frame)
         unknown: list[Any] = [leaf for leaf in leaves_of(path[-1].test) if truth(leaf) is None]
-        if len(unknown) == 1:
-            leaf = unknown[0]
-            start, end = (leaf.lineno, leaf.col_offset), (leaf.end_lineno, leaf.end_col_offset)
-            return path[:-1] + _path(path[-1], start, end)
+        for leaf in unknown if len(unknown) == 1 else ():
+            return path + _around(path[-1].test, (leaf.lineno, leaf.col_offset), (leaf.end_lineno, leaf.end_col_offset))
     return path
 
 
-def _path(node: ast.AST, start: _Position, end: _Position) -> list[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.stmt) and start[1] < 0:
-            continue
-        first = getattr(child, "lineno", None)
-        if first is None:
-            # Comprehensions and arguments have no place of their own.
-            path = _path(child, start, end)
-            if len(path) > 1:
-                return [node, *path]
-        elif _contains(child, start, end):
-            return [node, *_path(child, start, end)]
-    return [node]
-
-
-def _contains(node: Any, start: _Position, end: _Position) -> bool:
-    if start[1] < 0:
-        return bool(node.lineno <= start[0] <= node.end_lineno)
-    return (node.lineno, node.col_offset) <= start and end <= (node.end_lineno, node.end_col_offset)
+def _around(tree: ast.AST, start: tuple[int, int], end: tuple[int, int]) -> list[ast.AST]:
+    """The nodes of ``tree`` that contain a place, outermost first."""
+    placed: list[Any] = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
+    return [n for n in placed if (n.lineno, n.col_offset) <= start and end <= (n.end_lineno, n.end_col_offset)]
 
 
 def conditions_of(path: list[ast.AST]) -> list[Condition]:

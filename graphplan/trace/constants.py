@@ -1,9 +1,9 @@
 """Constants that a capture must not copy from the host.
 
-``torch.tensor(values, device="cuda")`` copies from a temporary, which a graph cannot hold, and so does
-``torch.arange(n).to("cuda")``. Both traces made the same constants, so a capture can hand out copies of those instead.
-The modes are entered only for steps whose traces have such constants: torch's modules leave their fast paths where a
-``TorchFunctionMode`` is active, and compiled code is not run compiled within a dispatch mode.
+``torch.tensor(values, device="cuda")`` and ``torch.arange(n).to("cuda")`` copy from a temporary, which a graph cannot
+hold. Both traces made the same constants, so a capture gets copies of those instead. The modes are entered only for
+steps with such constants: torch's modules leave their fast paths in a ``TorchFunctionMode``, and compiled code does not
+run compiled in a dispatch mode.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ _SUBSCRIPTS = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 class DeviceConstants(TorchFunctionMode):
-    """Gives copies of the traced constants for what the step makes from Python values on the device: tensors, and
-    lists in an index.
-    """
+    """Gives copies of the traced constants for tensors, and lists in an index, that the step makes on the device."""
 
     def __init__(self, constants: Sequence[Tensor]) -> None:
         super().__init__()

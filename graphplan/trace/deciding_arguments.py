@@ -144,13 +144,18 @@ class _Chain:
         if not isinstance(name, ast.Attribute):
             return None
         owner = value_of(name.value, frame)
-        made_by = [at for at in range(number, len(self.frames)) if _makes(self.frames[at], owner)]
+        made_by = [at for at in range(number, len(self.frames)) if self._makes(at, owner)]
         names = dict.fromkeys((name.attr, name.attr.lstrip("_")))
         if made_by:
             return next(filter(None, (self._passed(at, each) for at in made_by for each in names)), None)
         # A configuration may have it under the same name.
         held = [thing for thing in space_of(owner).values() if same(attribute_of(thing, name.attr), value)]
         return next(filter(None, (_constructed_with(thing, each) for thing in (owner, *held) for each in names)), None)
+
+    def _makes(self, number: int, owner: Any) -> bool:
+        frame = self.frames[number]
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        return frame.f_code.co_name == "__init__" and bool(names) and frame.f_locals.get(names[0]) is owner
 
     def value(self, number: int, name: ast.expr) -> Any:
         """What ``name`` is in the frame of that number."""
@@ -164,7 +169,8 @@ class _Chain:
         if parameter not in names and parameter not in _further(frame):
             return None
         around = number + 1
-        while around < len(self.frames) and _hands_all_on(self.frames[around].f_code):
+        # What takes any arguments hands them on as they are.
+        while around < len(self.frames) and self.frames[around].f_code.co_flags & _BOTH == _BOTH:
             around += 1
         if around == len(self.frames):
             is_users = self._is_users or not is_familiar(code.co_filename)
@@ -180,15 +186,6 @@ class _Chain:
         if given is None and any(keyword.arg is None for keyword in call.keywords) and parameter in _further(caller):
             return self._passed(around, parameter)
         return None
-
-
-def _makes(frame: FrameType, owner: Any) -> bool:
-    code = frame.f_code
-    return code.co_name == "__init__" and bool(code.co_argcount) and frame.f_locals.get(code.co_varnames[0]) is owner
-
-
-def _hands_all_on(code: CodeType) -> bool:
-    return code.co_flags & _BOTH == _BOTH
 
 
 def _further(frame: FrameType) -> dict[str, Any]:
@@ -216,9 +213,10 @@ def _argument(call: ast.Call, code: CodeType, parameter: str) -> ast.expr | None
 
 def _annotation(frame: FrameType, parameter: str) -> str:
     functions = [node for node in path_to(frame) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    given = functions[-1].args if functions else ast.arguments([], [], None, [], [], None, [])
-    declared = [arg.annotation for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs) if arg.arg == parameter]
-    return ast.unparse(declared[0]) if declared and declared[0] is not None else ""
+    for node in ast.walk(functions[-1].args) if functions else ():
+        if isinstance(node, ast.arg) and node.arg == parameter and node.annotation is not None:
+            return ast.unparse(node.annotation)
+    return ""
 
 
 def _constructed_with(owner: Any, parameter: str) -> _Parameter | None:

@@ -32,11 +32,8 @@ _MACHINERY = tuple(
     os.path.join(_TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
 )
 """What calls a dispatch mode."""
-_ASSERTING = tuple(
-    check
-    for name, check in vars(torch).items()
-    if name.startswith("_check") and getattr(check, "__module__", None) == "torch"
-)
+_CHECKS = (check for name, check in vars(torch).items() if name.startswith("_check"))
+_ASSERTING = tuple(check for check in _CHECKS if getattr(check, "__module__", None) == "torch")
 """torch's own ``torch._check(condition, message)`` and the like."""
 _MANY = 2**12
 _BRANCHES: dict[int, tuple[CodeType, Branches, dict[int, tuple[Use, frozenset[Any]]]]] = {}
@@ -61,9 +58,10 @@ class Place(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class HostRead:
     """A read that does not refuse a step, and what a capture is given for it: the value that was read, the positions
-    that ``nonzero`` has found, or an operator's indices without masks. ``asserted``: the step's code asserts it.
-    ``constant``: it is the same in each step. Neither is what torch itself looks at to see whether it is in range.
-    ``waits``: a capture would have to wait for it.
+    that ``nonzero`` has found, or an operator's indices without masks.
+
+    It is ``asserted`` by the step's code, ``constant`` (the same in each step), or torch itself looks whether it is in
+    range. ``waits``: a capture would have to wait for it.
     """
 
     place: Place
@@ -91,7 +89,7 @@ def _use_in(frame: FrameType) -> tuple[Use, frozenset[Any]]:
 
 
 def _asking(frame: FrameType | None) -> FrameType | None:
-    """The frame that reads a tensor, for what is called in the middle of that."""
+    """The innermost frame around ``frame`` that is neither graphplan's nor a dispatch mode's: the one that reads."""
     while frame is not None and (is_ours(frame.f_code.co_filename) or is_machinery(frame)):
         frame = frame.f_back
     return frame
@@ -103,7 +101,7 @@ def is_machinery(frame: FrameType) -> bool:
 
 
 ENGINE = Place("", 0, "autograd's engine", ())
-"""Where a thread of autograd's reads a tensor, in which no code of Python's runs but this package's."""
+"""Where autograd's own thread reads a tensor: no frame there is anyone's but this package's."""
 
 
 def find_place() -> Place:

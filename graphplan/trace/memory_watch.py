@@ -1,4 +1,4 @@
-"""Storages that a traced step must not lose sight of, and whether it leaves a tensor's memory alone."""
+"""Memory during a traced step: how much is alive at once, and whether the step leaves a tensor's alone."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
 
-living: Callable[[int], UntypedStorage | None] = UntypedStorage._new_with_weak_ptr
+from graphplan.specs.roles import Footprint
+
+_living: Callable[[int], UntypedStorage | None] = UntypedStorage._new_with_weak_ptr
 """A storage that is held weakly, unless it is gone."""
+_STRIDE = 1.05
 
 
 class WeakStorages:
-    """Keeps the identities of storages from being handed out again while it is there, but not their memory.
-
-    Does for many at once what torch's ``StorageWeakRef`` does for one.
+    """Holds storages weakly: while it is there, no other storage gets their identities. Like ``StorageWeakRef``, for
+    many at once.
     """
 
     def __init__(self) -> None:
@@ -22,7 +24,7 @@ class WeakStorages:
         self._free = UntypedStorage._free_weak_ref
 
     def add(self, storage: UntypedStorage) -> int:
-        """Hold a storage; returns what :data:`living` takes."""
+        """Hold a storage; returns what :data:`_living` takes."""
         held: int = storage._weak_ref()  # type: ignore[assignment]
         self._held.append(held)
         return held
@@ -33,11 +35,8 @@ class WeakStorages:
 
 
 class MemoryWatch:
-    """Tells whether a tensor's memory is what it was when the watch began. Keeps it alive.
-
-    Args:
-        tensor: a dense tensor.
-        writes: how often the trace saw each storage written to; goes on counting.
+    """Tells whether a dense tensor's memory is what it was when the watch began, and keeps it alive. ``writes``: how
+    often the trace has seen each storage written to so far.
     """
 
     def __init__(self, tensor: Tensor, writes: Counter[int | None]) -> None:
@@ -50,3 +49,44 @@ class MemoryWatch:
     def is_intact(self) -> bool:
         """Whether the memory is still there, and was not written to."""
         return self._storage.nbytes() == self.nbytes and self._writes[self._storage._cdata] == self._before
+
+
+class Allocations:
+    """Counts the bytes of what operators make, and how much of it is alive at once.
+
+    Storages are held weakly, since to keep them alive would change what is counted. Which of them are gone is looked up
+    only when there may be more than ever before by :data:`_STRIDE`; the peak may be too large by that factor.
+    """
+
+    def __init__(self) -> None:
+        self._weak = WeakStorages()
+        self._living: list[int] = []
+        self._current = 0
+        self._peak = 0
+        self._counted = 0
+        self._total = 0
+
+    def add(self, storage: UntypedStorage, *, counts: bool) -> None:
+        """Take in a storage that an operator has just made, and its bytes if it ``counts``."""
+        held = self._weak.add(storage)
+        if not counts:
+            return
+        nbytes = storage.nbytes()
+        self._living.append(held)
+        self._current += nbytes
+        self._total += nbytes
+        if self._current > self._counted * _STRIDE:
+            self._count()
+            self._counted = max(self._counted, self._current)
+        self._peak = max(self._peak, self._current)
+
+    def _count(self) -> None:
+        """Forget storages that are gone, and see how large the others are: one may have been resized."""
+        alive = [(held, storage) for held in self._living if (storage := _living(held)) is not None]
+        self._living = [held for held, _ in alive]
+        self._current = sum([storage.nbytes() for _, storage in alive])
+
+    @property
+    def footprint(self) -> Footprint:
+        """What was counted."""
+        return Footprint(self._peak, self._total)

@@ -26,22 +26,18 @@ from graphplan.tensors.storages import storage_id
 from graphplan.trace.collectives import finish
 from graphplan.trace.composites import OperatorMode
 from graphplan.trace.deciding_arguments import explain
-from graphplan.trace.findings import refuse
-from graphplan.trace.footprint import Allocations
 from graphplan.trace.host_reads import HostRead, find_place, is_asserted
-from graphplan.trace.memory_watch import MemoryWatch
+from graphplan.trace.memory_watch import Allocations, MemoryWatch
 from graphplan.trace.operator_schemas import (
-    FROM_OUTSIDE,
-    HOST_READS,
     INDEXING,
     NESTED_FIX,
     NONZERO,
     TRANSFERS,
     Schema,
     has_dynamic_shape,
+    hidden_read,
     host_operands,
     is_mask,
-    reads_on_host,
     schema_of,
     tensors_and_others,
     tensors_in,
@@ -62,37 +58,45 @@ _OWN_STATE_FIX = (
     "torch.backends.cudnn.enabled = False: both draw from torch's generator"
 )
 _NOWHERE: Operand = ("internal", -1)
+_Given = list[tuple[Tensor, Operand]]
+"""The tensors that an operator is given."""
 LIFTS = ("aten.lift_fresh.default", "aten.lift_fresh_copy.default", "aten.lift.default")
 
 
+def _current() -> TraceMode | None:
+    return next((m for m in reversed(_get_current_dispatch_mode_stack()) if isinstance(m, TraceMode)), None)
+
+
 def refuse_trace(error: type[RefusalError], message: str) -> None:
-    """Note a violation in the trace that is going on; nothing where none is."""
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, TraceMode):
-            mode.refuse(error, message)
+    """Note a violation in the trace that is going on, if one is."""
+    if (mode := _current()) is not None:
+        mode.refuse(error, message)
 
 
 def is_traced() -> bool:
-    """Whether a trace is going on."""
-    return any(isinstance(mode, TraceMode) for mode in _get_current_dispatch_mode_stack())
+    """Return True if a trace is going on."""
+    return _current() is not None
 
 
 def watch_memory(tensor: Tensor) -> MemoryWatch | None:
     """Watch a tensor's memory through the rest of the trace that is going on; None where none is."""
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, TraceMode):
-            return MemoryWatch(tensor, mode.writes)
-    return None
+    mode = _current()
+    return None if mode is None else MemoryWatch(tensor, mode.writes)
+
+
+def _waits(given: _Given) -> bool:
+    """Return True if the host has to wait for values of ``given``."""
+    return any(tensor.device.type != "cpu" for tensor, _ in given)
 
 
 class TraceMode(OperatorMode):
     """Fills a :class:`Trace` with operators and externals, and notes the first violation. ``before`` is the step's
-    trace before this one.
+    previous trace.
     """
 
     def __init__(self, trace: Trace, watch: RateWatch, before: Trace | None = None) -> None:
         super().__init__()
-        before = Trace() if before is None else before
+        before = before or Trace()
         self._trace = trace
         self._before = before.operators
         self._source: Source | None = None
@@ -100,15 +104,13 @@ class TraceMode(OperatorMode):
         self._sources = Sources()
         self._watch = watch
         self._operands: dict[int | None, Operand] = {}
-        """Of each storage, those that the step made and the others numbered apart."""
+        """By storage; those that the step made and the others are numbered separately."""
         self._internals = 0
         self._fixed: set[Operand] = set()
-        """What is made of Python's numbers alone, or is certain whatever is drawn: other values of it would be another
-        program's.
-        """
+        """What is made of Python's numbers alone, or is certain whatever is drawn. It is the same in each step."""
         self._draws = UniformDraws()
         self._by_chance: set[Operand] = set()
-        """How numbers that were drawn on the host compare with others."""
+        """Results of comparing numbers that were drawn on the host."""
         self._allocations = Allocations()
         self._thread = get_ident()
         self._states = [(gen, gen.get_state()) for gen in default_generators()]
@@ -128,7 +130,7 @@ class TraceMode(OperatorMode):
         if self._trace.violation is None:
             said = explain(is_drawn=is_drawn)
             message = f"{message.rstrip('.')}.{said}" if said else message
-            refuse(self._trace, error(message, component=component or find_source().component))
+            self._trace.refuse(error(message, component=component or find_source().component))
 
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and write it down."""
@@ -141,10 +143,8 @@ class TraceMode(OperatorMode):
         tensors, scalars = tensors_and_others(schema, args, kwargs)
         operands, offsets = self._take_operands(tensors, name)
         source = self._source_of(name, operands)
-        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes. Results
-        # of collectives and of extensions' operators may differ from step to step.
-        is_certain_of = schema.is_native and not (schema.is_random or schema.communicates or name in FROM_OUTSIDE)
-        stay_fixed = is_certain_of and self._fixed.issuperset(operands)
+        # A constant that others are added to is one, too: the step counter of an optimizer that the step makes.
+        stay_fixed = schema.is_certain and self._fixed.issuperset(operands)
         written = written_tensors(schema, args, kwargs) if schema.may_write else ()
         for tensor in written:
             self._mark_written(tensor, schema, source)
@@ -156,8 +156,7 @@ class TraceMode(OperatorMode):
         if schema.is_random:
             self.take_states()
         made = tensors_in(out)
-        if self._watch.has_met_rates:
-            self._watch.check(name, tensors, made, source)
+        self._watch.check(name, tensors, made, source)
         if schema.may_synchronize:
             self._check_sync(schema, args, kwargs, out, source, list(zip(tensors, operands, strict=True)))
         is_fresh = False
@@ -196,9 +195,9 @@ class TraceMode(OperatorMode):
         for storage, external in trace.externals.items():
             if storage not in trace.entry_slots:
                 external.let_go()
-        self._trace.footprint = self._allocations.footprint
-        if self._trace.device is not None and self._trace.device.type != "cpu":
-            self._trace.host_draws = self._draws.repeats()
+        trace.footprint = self._allocations.footprint
+        if trace.device is not None and trace.device.type != "cpu":
+            trace.host_draws = self._draws.repeats()
 
     def _source_of(self, name: str, operands: tuple[Operand, ...]) -> Source:
         """Where an operator comes from. To look for it takes a fifth of a trace, and the operator of the trace before
@@ -352,19 +351,21 @@ class TraceMode(OperatorMode):
             "do it, eager_if= names those",
         )
 
-    def _are_fixed(self, given: list[tuple[Tensor, Operand]]) -> bool:
-        """Whether all values are computed from Python's numbers alone."""
+    def _are_fixed(self, given: _Given) -> bool:
+        """Return True if all values are computed from Python's numbers alone."""
         return all(operand in self._fixed for _, operand in given)
 
-    def _are_constants(self, given: list[tuple[Tensor, Operand]]) -> bool:
-        """Whether all values are computed on the host from Python's numbers alone."""
-        return self._are_fixed(given) and all(tensor.device.type == "cpu" for tensor, _ in given)
+    def _are_constants(self, given: _Given) -> bool:
+        """Return True if all values are computed on the host from Python's numbers alone."""
+        return self._are_fixed(given) and not _waits(given)
 
-    def _has_constant_shape(
-        self, name: str, args: tuple[Any, ...], out: Any, given: list[tuple[Tensor, Operand]]
-    ) -> bool:
-        """Whether the values that the shape of ``out`` depends on are computed from Python's numbers alone. A capture
-        on a device is given the positions that they select.
+    def _is_constant(self, tensor: Tensor, given: _Given) -> bool:
+        """Return True if ``tensor``, one of the ``given`` on the host, is computed from Python's numbers alone."""
+        return any(one is tensor and operand in self._fixed for one, operand in given)
+
+    def _has_constant_shape(self, name: str, args: tuple[Any, ...], out: Any, given: _Given) -> bool:
+        """Return True if the values that the shape of ``out`` depends on are computed from Python's numbers alone. A
+        capture on a device is given the positions that they select.
         """
         if name in INDEXING:
             deciding = [pair for pair in given if any(pair[0] is index for index in args[1] if is_mask(index))]
@@ -375,22 +376,11 @@ class TraceMode(OperatorMode):
         if not self._are_fixed(deciding):
             return False
         positions = without_masks(args[1]) if name in INDEXING else out.detach().clone()
-        waits = any(tensor.device.type != "cpu" for tensor, _ in given)
-        self._trace.host_reads.append(HostRead(find_place(), positions, constant=True, waits=waits))
+        self._trace.host_reads.append(HostRead(find_place(), positions, constant=True, waits=_waits(given)))
         return True
 
-    def _is_constant(self, tensor: Tensor, given: list[tuple[Tensor, Operand]]) -> bool:
-        """Whether ``tensor``, one of the ``given`` on the host, is computed from Python's numbers alone."""
-        return any(one is tensor and operand in self._fixed for one, operand in given)
-
     def _check_sync(
-        self,
-        schema: Schema,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        source: Source,
-        given: list[tuple[Tensor, Operand]],
+        self, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, source: Source, given: _Given
     ) -> None:
         name = schema.name
         if schema.reads_values:
@@ -403,31 +393,25 @@ class TraceMode(OperatorMode):
             if self._is_constant(tensor, given):
                 value = tensor.detach().clone()
                 self._trace.host_constants.append(HostConstant(value, value.to(out.device)))
-        if reads_on_host(name, [tensor for tensor, _ in given]):
-            self._check_read(name, args, given, source)
+        hidden = hidden_read(name, [tensor for tensor, _ in given])
+        if hidden is not None:
+            # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
+            read = [pair for pair in given if pair[0] is not args[0]] or given
+            if not self._are_constants(read):
+                self._refuse_sync(f"{name} {hidden.what}", source, hidden.fix)
 
-    def _check_value(self, name: str, out: Any, source: Source, given: list[tuple[Tensor, Operand]]) -> None:
-        is_comparison = name.startswith(("aten.equal", "aten.allclose"))
-        what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
-        what = f"{name} {what} (.item(), float(), bool(), if)"
+    def _check_value(self, name: str, out: Any, source: Source, given: _Given) -> None:
         is_torchs, is_constant = validates(), self._are_fixed(given)
         is_only_asserted = not (is_torchs or is_constant) and is_asserted()
         if is_torchs or is_constant or is_only_asserted:
-            waits = is_only_asserted or any(tensor.device.type != "cpu" for tensor, _ in given)
+            waits = is_only_asserted or _waits(given)
             read = HostRead(find_place(), out, is_only_asserted, is_constant and not is_torchs, waits)
             self._trace.host_reads.append(read)
-        else:
-            is_drawn = any(operand in self._by_chance for _, operand in given)
-            self._refuse_sync(what, source, is_drawn=is_drawn)
-
-    def _check_read(
-        self, name: str, args: tuple[Any, ...], given: list[tuple[Tensor, Operand]], source: Source
-    ) -> None:
-        # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
-        read = [pair for pair in given if pair[0] is not args[0]] or given
-        if not self._are_constants(read):
-            hidden = HOST_READS[name]
-            self._refuse_sync(f"{name} {hidden.what}", source, hidden.fix)
+            return
+        is_comparison = name.startswith(("aten.equal", "aten.allclose"))
+        what = "compares tensors on the host" if is_comparison else "reads a tensor's value on the host"
+        is_drawn = any(operand in self._by_chance for _, operand in given)
+        self._refuse_sync(f"{name} {what} (.item(), float(), bool(), if)", source, is_drawn=is_drawn)
 
     def _refuse_nested(self, verb: str, name: str, source: Source) -> None:
         self.refuse(
@@ -456,9 +440,7 @@ class TraceMode(OperatorMode):
             is_drawn=is_drawn,
         )
 
-    def _check_transfer(
-        self, name: str, args: tuple[Any, ...], out: Any, given: list[tuple[Tensor, Operand]], source: Source
-    ) -> None:
+    def _check_transfer(self, name: str, args: tuple[Any, ...], out: Any, given: _Given, source: Source) -> None:
         target, origin = (args[0], args[1]) if name == "aten.copy_.default" else (out, args[0])
         if origin.device.type == target.device.type:
             return

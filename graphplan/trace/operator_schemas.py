@@ -17,8 +17,7 @@ HIDDEN_WRITES = ("running_mean", "running_var")
 """Arguments that batch-norm operators update although their schemas do not say so."""
 OWN_STATE = "dropout_state"
 """An argument with memory that torch keeps for an operator: cuDNN draws the dropout between an RNN's layers from a
-state of its own on each device. torch makes a new one once the state of the device's generator was set, as every check
-and every undone step sets it; code can neither read nor set which one is used.
+state of its own. Code can neither read nor set it; torch makes a new one when a generator's state is set, as by checks.
 """
 _TRAINING = ("training", "train", "use_input_stats")
 """Arguments that say whether they do."""
@@ -34,23 +33,17 @@ AS_ON_DEVICE = ContextVar("as_on_device", default=False)
 """Whether steps that compute on the CPU are judged as if they computed on a device."""
 
 
-def _always(given: Sequence[Tensor]) -> bool:
-    return True
-
-
 def _on_device(given: Sequence[Tensor]) -> bool:
     # The tape repeats these operators, reads and all.
     return given[0].device.type != "cpu" or AS_ON_DEVICE.get()
 
 
 class HiddenRead(NamedTuple):
-    """What an operator reads on the host although no tag says so, what to do instead, and whether it reads it of the
-    tensors that it is given.
-    """
+    """What an operator reads on the host although no tag says so, what to do instead, and of which tensors it does."""
 
     what: str
     fix: str
-    reads: Callable[[Sequence[Tensor]], bool] = _always
+    reads: Callable[[Sequence[Tensor]], bool] = lambda given: True
 
 
 _LENGTHS = HiddenRead(
@@ -88,7 +81,7 @@ NESTED_FIX = (
     "Make it dense outside the step (torch.nested.to_padded_tensor, with a mask), or where a transformer makes it, "
     "construct that with enable_nested_tensor=False"
 )
-HOST_READS = {
+_HOST_READS = {
     "aten._pack_padded_sequence.default": _LENGTHS,
     "aten._linalg_check_errors.default": _SUCCESS,
     "aten._grouped_mm.default": _GROUPS,
@@ -107,27 +100,22 @@ HOST_READS = {
 }
 INDEXING = ("aten.index.Tensor", *_INDEX_PUTS)
 NONZERO = "aten.nonzero.default"
-FROM_OUTSIDE = ("aten.from_file.default",)
+_FROM_OUTSIDE = ("aten.from_file.default",)
 """What gives other values than those of its arguments."""
 _DERIVED_OTHERWISE = ("aten.prod.", "aten.cumprod.")
 TRANSFERS = ("aten._to_copy.default", "aten.copy_.default")
 """Operators that may copy from one device to another."""
-_BY_ARGUMENTS = (
-    *(*INDEXING, "aten.repeat_interleave.Tensor"),
-    *("aten.one_hot.default", "aten._ctc_loss.default"),
-)
-"""Operators the shape of whose results depends on values for some arguments."""
+_BY_ARGUMENTS = (*INDEXING, "aten.repeat_interleave.Tensor", "aten.one_hot.default", "aten._ctc_loss.default")
+"""Operators whose results may have a shape that depends on values, and sometimes do."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Tensors in an operator's argument or result, lists included."""
     kind = type(value)
-    if kind in PLAIN_KINDS:
-        return [value]
-    # Asked several times for each operator of a trace: what most are is told without a call.
+    # Asked several times for each operator of a trace: most are decided by their type, without a call.
     if kind in _ATOMS:
         return []
-    if isinstance(value, Tensor):
+    if kind in PLAIN_KINDS or isinstance(value, Tensor):
         return [value]
     found: list[Tensor] = []
     if isinstance(value, list | tuple):
@@ -142,47 +130,45 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """What an operator is called, what its arguments are called, and the positions of those that it writes; those that
-    it updates although it does not say so, and the flags on which that depends; that of a state of its own, None
-    without one; and what it is tagged with.
-    """
+    """An operator, and what is asked about it for each of its calls."""
 
     operator: Any
     name: str
     call: Callable[..., Any]
     """The operator's entry in C++: it saves the frame of the one in Python."""
     is_native: bool
-    """Whether no Python runs in it: it is one of torch's own."""
+    """It is one of torch's own, in which no Python runs."""
     arguments: tuple[str, ...]
     written: tuple[int, ...]
+    """Positions of the arguments that it writes."""
     hidden: tuple[int, ...]
+    """Those that it updates although it does not say so, if none of ``flags`` is False."""
     flags: tuple[int, ...]
     own_state: int | None
+    """Position of a state of its own to draw from."""
     is_random: bool
     reads_values: bool
     has_dynamic_shape: bool
     is_ignored: bool
-    """Whether it is no part of what a step computes."""
+    """It is no part of what a step computes."""
     communicates: bool
     allocates: bool
     is_composite: bool
-    """Whether torch puts it together from other operators, on every device."""
+    """torch puts it together from other operators, on every device."""
     may_synchronize: bool
-    """Whether the host may have to wait for what the operator reads or makes."""
+    """The host may have to wait for what the operator reads or makes."""
+    is_certain: bool
+    """Its results follow from its arguments. Those of collectives and of extensions may differ from step to step."""
     derives_otherwise: bool
-    """Whether autograd takes another formula for its derivative within a dispatch mode: one that does not look on the
-    host for zeros.
-    """
+    """Within a dispatch mode, autograd takes a formula for its derivative that does not look on the host for zeros."""
 
     @property
     def may_write(self) -> bool:
-        """Whether it writes to what it is given."""
+        """Return True if it may write to what it is given."""
         return bool(self.written or self.hidden)
 
     def draws_from_own_state(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether the operator is given a state of its own to draw from, and draws: torch hands one on for a share of 0
-        as well.
-        """
+        """Return True if the operator draws from a state of its own: torch hands one on for a share of 0, too."""
         if self.own_state is None or self.given(args, kwargs, self.own_state) is None:
             return False
         return "dropout" not in self.arguments or self.given(args, kwargs, self.arguments.index("dropout")) != 0
@@ -197,7 +183,7 @@ _SCHEMAS: dict[int, Schema] = {}
 
 
 def schema_of(func: Any) -> Schema:
-    """The schema of an operator, which torch puts together anew whenever it is asked."""
+    """The schema of an operator, remembered: torch makes its own anew whenever it is asked."""
     known = _SCHEMAS.get(id(func))
     if known is None:
         known = _SCHEMAS[id(func)] = _new_schema(func)
@@ -210,24 +196,28 @@ def _new_schema(func: Any) -> Schema:
     written = [at for at, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
     reads = torch.Tag.data_dependent_output in func.tags
     dynamic = torch.Tag.dynamic_output_shape in func.tags
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    is_native = name.startswith("aten.") and not _has_python_kernel(func)
+    communicates = is_collective(name)
     return Schema(
         func,
         name,
         call=func._op if type(func) is torch._ops.OpOverload else func,
-        is_native=name.startswith("aten.") and not _has_python_kernel(func),
+        is_native=is_native,
         arguments=names,
         written=tuple(written) or written_positions(name),
         hidden=tuple(at for at, name in enumerate(names) if name in HIDDEN_WRITES),
         flags=tuple(at for at, name in enumerate(names) if name in _TRAINING),
         own_state=names.index(OWN_STATE) if OWN_STATE in names else None,
-        is_random=torch.Tag.nondeterministic_seeded in func.tags,
+        is_random=is_random,
         reads_values=reads,
         has_dynamic_shape=dynamic,
         is_ignored=name.startswith(_IGNORED),
-        communicates=is_collective(name),
+        communicates=communicates,
         allocates=name.startswith(_ALLOCATIONS),
         is_composite=_is_composite(func.name()),
-        may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *HOST_READS),
+        may_synchronize=reads or dynamic or name in (*_BY_ARGUMENTS, *TRANSFERS, *_HOST_READS),
+        is_certain=is_native and not (is_random or communicates or name in _FROM_OUTSIDE),
         derives_otherwise=name.startswith(_DERIVED_OTHERWISE),
     )
 
@@ -246,12 +236,10 @@ def _has_python_kernel(func: Any) -> bool:
 
 def written_tensors(schema: Schema, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensors that the operator writes: by its schema, and the running statistics that schemas leave out."""
-    written: list[Tensor] = []
-    for at in schema.written:
-        written += tensors_in(schema.given(args, kwargs, at))
+    positions = schema.written
     if schema.hidden and all(schema.given(args, kwargs, at) is not False for at in schema.flags):
-        written += [tensor for at in schema.hidden for tensor in tensors_in(schema.given(args, kwargs, at))]
-    return written
+        positions += schema.hidden
+    return [tensor for at in positions for tensor in tensors_in(schema.given(args, kwargs, at))]
 
 
 def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -273,10 +261,10 @@ def has_dynamic_shape(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, A
     return schema.has_dynamic_shape
 
 
-def reads_on_host(name: str, given: Sequence[Tensor]) -> bool:
-    """Whether an operator is one of :data:`HOST_READS`, and reads what it is ``given``."""
-    read = HOST_READS.get(name)
-    return read is not None and read.reads(given)
+def hidden_read(name: str, given: Sequence[Tensor]) -> HiddenRead | None:
+    """What an operator that is ``given`` these tensors reads on the host although no tag says so."""
+    read = _HOST_READS.get(name)
+    return read if read is not None and read.reads(given) else None
 
 
 def host_operands(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

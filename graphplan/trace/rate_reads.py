@@ -10,7 +10,6 @@ from graphplan.errors import LearningRateError
 from graphplan.observe.source import Source, is_scheduled
 from graphplan.owners.slots import Walk
 from graphplan.tensors.storages import storage_id
-from graphplan.trace.findings import refuse
 from graphplan.trace.records import Trace
 
 _COPIES = tuple(f"aten.{name}.default" for name in ("clone", "detach", "_to_copy", "alias", "squeeze"))
@@ -22,10 +21,7 @@ _SCHEDULED = "Call scheduler.step() after the step: a replay reads the rate that
 
 
 class RateWatch:
-    """Follows learning rates, and their copies, through a trace. To copy one, as logging it does, is right.
-
-    ``rates`` has their storages.
-    """
+    """Follows learning rates, whose storages ``rates`` gives, and their copies. A step may copy one, to log it."""
 
     def __init__(self, trace: Trace, rates: Callable[[], Collection[int]]) -> None:
         self._trace = trace
@@ -37,14 +33,9 @@ class RateWatch:
         if storage in self._rates():
             self._seen.add(storage)
 
-    @property
-    def has_met_rates(self) -> bool:
-        """Whether any learning rate has turned up."""
-        return bool(self._seen)
-
     def check(self, name: str, operands: Sequence[Tensor], results: Iterable[Tensor], source: Source) -> None:
         """Look at an operator that has run."""
-        if source.component == "optimizer" or self._seen.isdisjoint(map(storage_id, operands)):
+        if not self._seen or source.component == "optimizer" or self._seen.isdisjoint(map(storage_id, operands)):
             return
         if name in _COPIES:
             self._seen |= set(map(storage_id, results))
@@ -66,4 +57,4 @@ class RateWatch:
             f"the step's own code {what}; expected that only the optimizer uses it, which reads it from the device, "
             f"while a replay would freeze a number. {fix}"
         )
-        refuse(self._trace, LearningRateError(text, component="optimizer"))
+        self._trace.refuse(LearningRateError(text, component="optimizer"))

@@ -1,16 +1,17 @@
-"""Frozen records of a traced step."""
+"""The records of a traced step, and refusals that ``graphplan check`` collects while the way to a plan goes on."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphplan.errors import RefusalError
+from graphplan.errors import LearningRateError, RefusalError
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Reads
 from graphplan.observe.source import Source
@@ -22,6 +23,31 @@ from graphplan.trace.changes import Changes
 from graphplan.trace.collectives import is_collective
 from graphplan.trace.host_reads import HostRead
 from graphplan.trace.rng import SavedStates
+
+_MOST = 64
+"""Refusals that are collected; a step that reads the device in a loop over rows has a text for each."""
+_collected: list[dict[str, RefusalError]] = []
+
+
+@contextmanager
+def collecting() -> Iterator[dict[str, RefusalError]]:
+    """Collect refusals, by their texts, from the steps that any thread traces in the block."""
+    found: dict[str, RefusalError] = {}
+    _collected.append(found)
+    try:
+        yield found
+    finally:
+        _collected.remove(found)
+
+
+def collect(error: RefusalError) -> bool:
+    """Return True if ``error`` was collected, so that the way to a plan can go on."""
+    if not _collected:
+        return False
+    found = _collected[-1]
+    if len(found) < _MOST:
+        found.setdefault(str(error), error)
+    return True
 
 
 class Operator(NamedTuple):
@@ -54,15 +80,15 @@ class TracedExternal:
     mutated_at: Source | None = None
     communicated: bool = False
     is_scripted: bool = False
-    """Whether scripted code had it first, and was not given it."""
+    """Scripted code had it first, and was not given it."""
     is_passing: bool = False
-    """Whether it is a number on the host that scripted code made of a number, where no dispatcher saw it: nothing holds
-    it once the step is over. ``tensor`` is a copy then.
+    """It is a number on the host that scripted code made of a number, unseen by dispatchers: nothing holds it once the
+    step is over. ``tensor`` is a copy then.
     """
     _storage: torch.UntypedStorage | None = None
 
     def let_go(self) -> None:
-        """Find out whether it is passing, if scripted code has it and was not given it. Its address stays taken."""
+        """Find out whether it is passing. Its address stays taken."""
         tensor = self.tensor
         is_number = type(tensor) is Tensor and not tensor.dim() and tensor.device.type == "cpu"
         if not (self.is_scripted and is_number) or self.mutated:
@@ -93,8 +119,8 @@ class HostConstant(NamedTuple):
 class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
 
-    ``graph_elsewhere``: whether another thread than the step's worked with gradients enabled, as autograd's engine does
-    where a derivative is derived again. An activation that is recomputed does not count: it is not added to others.
+    ``graph_elsewhere``: another thread than the step's worked with gradients enabled, as autograd's engine does where a
+    derivative is derived again. An activation that is recomputed does not count: it is not added to others.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -140,6 +166,16 @@ class Trace:
     def generators(self) -> list[torch.Generator]:
         """The generators other than torch's default ones that the step draws from."""
         return list({id(generator): generator for generator, _ in self.drawings}.values())
+
+    def refuse(self, error: RefusalError) -> None:
+        """Note that the step cannot be replayed. What is noted first counts, but for a learning rate that the step's
+        own code uses: an eager step would have seen a number there.
+        """
+        first = self.violation
+        if not collect(error) and (
+            first is None or (type(error) is LearningRateError and type(first) is not type(error))
+        ):
+            self.violation = error
 
     def undo_unowned_writes(self) -> None:
         """Put back what the step changed in tensors and generators that no snapshot has: those without an owner, and

@@ -25,7 +25,6 @@ from graphplan.tensors.dtensors import is_sharded
 from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import flatten_result
 from graphplan.trace.changes import Changes, Recorder
-from graphplan.trace.findings import refuse
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.rate_reads import RateWatch
 from graphplan.trace.records import OutputTensor, Trace
@@ -50,12 +49,11 @@ def trace(
     rates: Callable[[], Collection[int]] = tuple,
     before: Trace | None = None,
 ) -> tuple[Any, Walk]:
-    """Run ``fn`` on ``feed`` for real, whose containers are ``fed``; return its result, and what a walk over the owners
-    finds then. The facts are in ``record``, so that a step that was broken off can be undone. ``rates`` has the
-    storages of learning rates that only optimizers may use, ``before`` is the step's trace before this one.
+    """Run ``fn`` on ``feed`` for real, whose containers are ``fed``; return its result, and a walk over the owners
+    after it. The facts go to ``record``, so that a step that was broken off can be undone. ``rates`` has the storages
+    of learning rates that only optimizers may use, ``before`` is the step's previous trace.
 
-    The step is carried through even where a fact will lead to a refusal: it is a real step. ``trace.violation`` is the
-    first thing that no pair of traces could make right (a host read, a copy from a temporary, a seek).
+    The step is carried through even where a fact will lead to a refusal: it is a real step.
     """
     record.device = device
     sharding, walk = come_to_rest(owners)
@@ -71,21 +69,20 @@ def trace(
     changes, after = recorder.changes(record.externals.keys() | record.output_storages)
     record.changes = changes
     paths = _lasting_paths(after, changes)
-    leaves_fed = {id(leaf) for _, leaf in feed.tensors()}
-    made = {name: [leaf] for name, leaf in named if id(leaf) not in paths.keys() | leaves_fed}
-    left = {
-        path: [part for part in parts if id(part) not in leaves_fed] for path, parts in _left(after, changes).items()
-    }
-    record.gradients = _with_gradients({**left, **made})
-    for path, parts in {**left, **made}.items():
-        if any(isinstance(part, Tensor) and has_memory(part) and is_freed(part) for part in parts):
+    fed_ids = {id(leaf) for _, leaf in feed.tensors()}
+    left = _left(after, changes) | {name: [leaf] for name, leaf in named if id(leaf) not in paths}
+    for path, parts in left.items():
+        own = [part for part in parts if isinstance(part, Tensor) and id(part) not in fed_ids]
+        if any(map(_has_gradient, own)):
+            record.gradients.append(path)
+        if any(has_memory(tensor) and is_freed(tensor) for tensor in own):
             text = (
                 f"the step leaves or returns {path}, whose memory it has given back (untyped_storage().resize_(0)); a "
                 "replay would copy what is not there. Leave or return what has memory, or nothing"
             )
-            refuse(record, HostEffectError(text))
+            record.refuse(HostEffectError(text))
     for path, items in changes.appended.items():
-        changes.appended[path] = [_describe_item(item) for item in items]
+        changes.appended[path] = pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), items)
     watch.finish(after, leaves)
     record.output_leaves = [_describe_output(leaf, feed, paths) for leaf in leaves]
     record.output_names = [name for name, _ in named]
@@ -93,7 +90,7 @@ def trace(
 
 
 def _note_entry(record: Trace, feed: Feed, recorder: Recorder, sharding: Sharding) -> None:
-    """What the feed and the owners hold before the step."""
+    """Note what the feed and the owners hold before the step."""
     storages = ((index, storage_id(leaf)) for index, leaf in feed.tensors())
     record.leaf_storages.update((index, storage) for index, storage in storages if storage is not None)
     found = recorder.walk.found
@@ -134,27 +131,20 @@ def _run(
 
 
 def _left(after: Walk, changes: Changes) -> dict[str, list[Any]]:
-    """The tensors, perhaps among others, that the step left in slots and appended to lists; not parameters."""
+    """What the step left in slots, but for parameters, and appended to lists, by path."""
     rebound = (path for path, change in changes.rebindings.items() if path in after.slots and not change.moved)
     slots = (after.slots[path] for path in rebound)
     left = {slot.path: slot.tensors() for slot in slots if slot.param is None and not slot.is_parameter}
     return left | {f"{path}[-1]": pytree.tree_leaves(items) for path, items in changes.appended.items()}
 
 
-def _with_gradients(values: Mapping[str, list[Any]]) -> list[str]:
-    """Paths of those of ``values`` with a tensor that has a gradient: a leaf, or one that retains it."""
-    return [path for path, parts in values.items() if any(map(_has_gradient, parts))]
-
-
-def _has_gradient(value: Any) -> bool:
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return False
-    # To ask others is warned of.
-    return (value.is_leaf or value.retains_grad) and value.grad is not None
+def _has_gradient(tensor: Tensor) -> bool:
+    # torch warns where another one is asked for its gradient.
+    return tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad) and tensor.grad is not None
 
 
 def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
-    """Where each tensor lies that a later step may leave in the same place: not the items that this one appended."""
+    """The paths of tensors, by identity. Items that this step appended have none: a later step appends elsewhere."""
     new = tuple(
         f"{path}[{len(after.lists[path]) - number}]"
         for path, items in changes.appended.items()
@@ -162,11 +152,6 @@ def _lasting_paths(after: Walk, changes: Changes) -> dict[int, str]:
     )
     slots = {path: slot for path, slot in after.slots.items() if not path.startswith(new)}
     return {id(tensor): path for path, slot in slots.items() for tensor in (*slot.tensors(), slot.get())}
-
-
-def _describe_item(item: Any) -> Any:
-    """An appended item with its tensors taken out."""
-    return pytree.tree_map_only(Tensor, lambda tensor: OutputTensor(), item)
 
 
 def _describe_output(value: Any, feed: Feed, paths: Mapping[int, str]) -> Any:

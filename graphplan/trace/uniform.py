@@ -30,7 +30,7 @@ _OUTSIDE = {
 
 
 def is_certain(comparison: str, bound: Any, dtype: torch.dtype) -> bool:
-    """Whether comparing any number of that type from 0 to 1, without 1, with ``bound`` has one truth."""
+    """Return True if comparing any number of that type from 0 to 1, without 1, with ``bound`` has one result."""
     outside = _OUTSIDE.get(comparison)
     if outside is None or not isinstance(bound, int | float):
         return False
@@ -71,21 +71,20 @@ class UniformDraws:
         self.drawn.pop(operand, None)
 
     def take(self, name: str, args: Sequence[Any], operands: Sequence[Operand], *, views: bool) -> bool:
-        """Note an operator that is given ``operands``, and whether it makes nothing but ``views`` of them. True if it
-        compares what was drawn, and the result is certain.
+        """Note an operator, and whether it makes nothing but ``views`` of its operands. True if it compares what was
+        drawn, and the result is certain.
         """
-        if self.drawn.keys().isdisjoint(operands):
-            return False
-        drawn = self.drawn.get(operands[0])
-        # A view may see the same memory otherwise.
-        is_seen = drawn is not None and name in _OUTSIDE and args[0].dtype is drawn.dtype and not args[0].is_neg()
-        if drawn is not None and is_seen and is_certain(name, args[1], drawn.dtype):
-            return True
-        for operand in operands:
-            if operand in self.drawn and not views:
+        if self.decides(name, operands):
+            drawn = self.drawn[operands[0]]
+            # A view may see the same memory otherwise.
+            is_seen = args[0].dtype is drawn.dtype and not args[0].is_neg()
+            if is_seen and is_certain(name, args[1], drawn.dtype):
+                return True
+        for operand in operands if not views else ():
+            if operand in self.drawn:
                 self.drawn[operand].is_void = False
         return False
 
     def repeats(self) -> list[Callable[[], Any]]:
-        """After the step: what draws those numbers again, in order, that only certain results came of."""
+        """After the step: what draws again, in order, the numbers that only certain results came of."""
         return [drawn.repeat for drawn in self.drawn.values() if drawn.is_void and drawn.memory.expired()]
