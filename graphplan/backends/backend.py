@@ -35,11 +35,7 @@ class Recording(Protocol):
     generation: object
     """Recordings of one generation share memory, which comes back when the last of them is reset."""
     is_spoiled: bool
-    """Whether eager code has left something in that memory, which a replay would overwrite."""
-
-    @property
-    def operators(self) -> int:
-        """Operators, or nodes of a graph, that one replay runs; 0 where that is not known."""
+    """Eager code has left something in that memory, which a replay would overwrite."""
 
     @property
     def nodes(self) -> Nodes:
@@ -50,9 +46,6 @@ class Recording(Protocol):
 
     def reset(self) -> None:
         """Give the memory back. A reset recording cannot be replayed."""
-
-
-_NO_STATES = SavedStates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +59,12 @@ class TracedValues:
         device_constants: tensors that the step makes from Python values on the device.
         host_constants: tensors that the step makes from Python values on the host and copies to the device.
         watched: what to call the recording if torch shall watch the memory that it reads, else None.
-        in_mode: whether the step is to run in a dispatch mode, as it did in the traces. Some formulas of autograd's
-            take another way then, on which they do not read on the host.
+        in_mode: the step is to run in a dispatch mode, as in the traces, where some of autograd's formulas do not read
+            on the host.
     """
 
     reads: Sequence[Any] = ()
-    states: SavedStates = _NO_STATES
+    states: SavedStates = SavedStates()  # noqa: RUF009 - it cannot be changed
     generators: Sequence[torch.Generator] = ()
     device_constants: Sequence[Tensor] = ()
     host_constants: Sequence[HostConstant] = ()
@@ -117,13 +110,13 @@ class Backend(Protocol):
         return True
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
-        """How many bytes a recording of such a step would take: if it were the only one (``alone``), or beside those
-        that there are, whose memory it may use too. An estimate.
+        """An estimate of the bytes that a recording of such a step takes: ``alone``, or beside the others, whose memory
+        it may use too.
         """
 
     def apart(self, nbytes: int) -> AbstractContextManager[object]:
-        """A context in which memory, up to ``nbytes``, comes from pieces of its own, so that what is kept keeps no more
-        than it takes. Nothing to do where nothing is cached.
+        """A context in which up to ``nbytes`` of memory come from pieces of their own, so that what is kept keeps no
+        more than it takes. Nothing to do where nothing is cached.
         """
         return nullcontext()
 
@@ -167,10 +160,9 @@ def resolve_backend(name: str, device: torch.device) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, on the device or on the host."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    """Return True if ``error`` says that memory ran out, on the device or on the host."""
+    is_said = isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return is_said or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def first_line(error: BaseException) -> str:

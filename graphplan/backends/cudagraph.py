@@ -52,8 +52,8 @@ _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
 class GraphRecording:
-    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; ``kept`` says whether its nodes
-    can be read.
+    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; the nodes of one that is
+    ``kept`` can be read.
     """
 
     def __init__(
@@ -84,11 +84,6 @@ class GraphRecording:
         if self._nodes is None:
             self._nodes = Nodes() if self._graph is None else read_nodes(self._graph, kept=self._kept)
         return self._nodes
-
-    @property
-    def operators(self) -> int:
-        """How many nodes the graph has; 0 where that is not known."""
-        return len(self.nodes.all)
 
     @property
     def alive(self) -> bool:

@@ -60,10 +60,8 @@ _COPIES = ("aten.clone.default", "aten._to_copy.default")
 
 @dataclass(slots=True, eq=False)
 class _Kernel:
-    """One recorded operator before it is compiled to a closure.
-
-    ``outs`` has one entry per result: the recorded tensor that a replay must fill, or None for what is not a new
-    tensor. ``writes`` has the storages that it writes; ``constant`` marks a result that depends on no tensor's values.
+    """One recorded operator before it is compiled to a closure. ``outs`` has for each result the tensor that a replay
+    must fill, or None if it is not a new one; ``constant`` marks a result that depends on no tensor's values.
     """
 
     func: Any
@@ -81,9 +79,13 @@ class _Kernel:
     switches: dict[str, Any] = field(default_factory=dict)
     """torch's switches that the step had set otherwise than it found them."""
 
+    def given(self) -> list[Tensor]:
+        """The tensors among its arguments."""
+        return tensors_in([self.args, list(self.kwargs.values())])
+
     def tensors(self) -> list[Tensor]:
         """What it reads and writes."""
-        return tensors_in([self.args, list(self.kwargs.values()), self.outs])
+        return self.given() + tensors_in(self.outs)
 
 
 def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
@@ -131,15 +133,11 @@ class _TapeMode(OperatorMode):
         if self.failure is None:
             self.failure = f"{why} at {find_source()}"
 
-    def hear_read(self, name: str, tensor: Tensor | None) -> None:
-        """:meth:`note_read` in the middle of the step."""
-        with self.faults.noting():
-            self.note_read(name)
-
-    def note_read(self, name: str) -> None:
+    def note_read(self, name: str, tensor: Tensor | None = None) -> None:
         """Take notice of a read, which the traced steps must have done too."""
-        if find_place() not in self._reads:
-            self.fail(f"{name} reads values on the host")
+        with self.faults.noting():
+            if find_place() not in self._reads:
+                self.fail(f"{name} reads values on the host")
 
     def save_state(self, generator: torch.Generator) -> Tensor:
         """Have replays save the generator's state where the step does now."""
@@ -234,11 +232,6 @@ def _form(kernel: _Kernel) -> Any:
     return id(kernel.func), kernel.modes, form(given)
 
 
-def _is_unchanging(kernel: _Kernel, writers: dict[int | None, int]) -> bool:
-    """Whether the kernel need not run again: it depends on no values, and nothing else writes where it does."""
-    return kernel.constant and all(writers[storage] == 1 for storage in kernel.writes)
-
-
 @cache
 def _out_overload(func: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The overload of ``func`` that takes the same arguments and writes into given results, with their names."""
@@ -323,7 +316,7 @@ def _copying(run: Callable[[], Any], outs: list[Tensor | None]) -> Callable[[], 
 
 
 _Run = tuple[tuple[bool, bool, dict[str, Any]], list[Callable[[], Any]]]
-"""Whether inference and grad mode were on, other switches of torch's, and what ran one after the other under them."""
+"""Inference mode, grad mode and other switches of torch's, and what ran one after the other under them."""
 
 
 class TapeRecording:
@@ -335,15 +328,19 @@ class TapeRecording:
         writers = Counter(storage for kernel in mode.kernels for storage in kernel.writes)
         lent = {storage_id(t): t.untyped_storage() for k in mode.kernels for t in k.tensors() if is_freed(t)}
         self._lent = [(memory, mode.sizes[memory._cdata]) for memory in lent.values()]
-        live = [k for k in mode.kernels if not _is_unchanging(k, writers) or not lent.keys().isdisjoint(k.writes)]
+        # What depends on no values need not run again, unless something else writes where it does.
+        live = [
+            kernel
+            for kernel in mode.kernels
+            if not (kernel.constant and all(writers[s] == 1 and s not in lent for s in kernel.writes))
+        ]
         self._runs: list[_Run] | None = [
             (state, [_compile(kernel) for kernel in run])
             for state, run in groupby(live, lambda kernel: (*kernel.modes, kernel.switches))
         ]
         self.launches = len(live)
         self.nbytes = sum(mode.storages.values())
-        self.operators = len(live)
-        reads = [map(storage_id, tensors_in([kernel.args, list(kernel.kwargs.values())])) for kernel in live]
+        reads = [map(storage_id, kernel.given()) for kernel in live]
         self.nodes = link([str(kernel.func) for kernel in live], reads, [kernel.writes for kernel in live])
         self.generation: object = object()
 
@@ -378,7 +375,7 @@ class TapeBackend(Backend):
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[TapeRecording, Any]:
         """See :meth:`graphplan.backends.backend.Backend.record`."""
         mode = _TapeMode(KnownReads(traced.reads))
-        with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.hear_read), no_collections():
+        with mode, saving_states(mode.save_state, mode.put_state), Conversions(mode.note_read), no_collections():
             result = body()
         mode.faults.check()
         if mode.failure is not None:

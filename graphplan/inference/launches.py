@@ -77,7 +77,7 @@ class LaunchCounter(TorchDispatchMode):
             recording.replay()
             return
         self.replays += 1
-        self.replayed += recording.operators
+        self.replayed += len(recording.nodes.all)
         self.nodes.update(recording.nodes.types())
         self._replaying = True
         try:

@@ -47,9 +47,9 @@ def place_of(tensor: Tensor) -> Place:
 class Rebinding:
     """A slot that holds other memory after the step than before it. ``None`` places mean that it held no tensor.
 
-    ``plain``: whether others were as good as the tensors that it held (:func:`holds_plain`).
-    ``moved``: whether it holds the same tensors, which the step gave other memory (``tensor.data = ...``). ``joined``
-    is the path of a tensor with which they share memory before the step or after it, in a way that no replay repeats.
+    ``plain``: others were as good as the tensors that it held (:func:`holds_plain`). ``moved``: it holds the same
+    tensors, which the step gave other memory (``tensor.data = ...``); ``joined`` is the path of a tensor that shares
+    memory with them before or after the step, in a way that no replay repeats.
     """
 
     path: str
@@ -132,27 +132,26 @@ class Recorder:
         moved: list[str] = []
         for path in {**self.places, **places}:
             before, after = self.places.get(path), places.get(path)
-            if before != after and (before or after) and not (grown and path.startswith(grown)):
+            if before != after and (before or after) and not path.startswith(grown):
                 found.rebindings[path] = Rebinding(path, before or None, after or None, plain=path in self._plain)
                 if self._is_held(path, now):
                     moved.append(path)
-        self._note_moved(found, moved, places)
+        if moved:
+            self._note_moved(found, moved, places)
         for path, scalar in now.scalars.items():
             if isinstance(scalar.container, (Numbers, Inherited)):
                 continue
             value = scalar.get()
             old = self.scalars.get(path, ABSENT)
-            if not same_value(old, value) and not (grown and path.startswith(grown)):
+            if not same_value(old, value) and not path.startswith(grown):
                 found.scalars[path] = (old, value)
         for path in self.scalars.keys() - now.scalars.keys() - found.rebindings.keys():
-            if not (grown and path.startswith(grown)):
+            if not path.startswith(grown):
                 found.scalars[path] = (self.scalars[path], ABSENT)
         return found, now
 
     def _changed_flags(self) -> dict[str, tuple[Any, Any]]:
-        """Flags that are not what they were. What becomes of a group's tensor, and of a number that an optimizer counts
-        with, is told elsewhere.
-        """
+        """Flags that are not what they were, but for a group's tensors and numbers that an optimizer counts with."""
         now = self._flags.read()
         pairs = {path: (self._found.get(path, ABSENT), now.get(path, ABSENT)) for path in {**self._found, **now}}
         counted = self.walk.counted
@@ -170,11 +169,9 @@ class Recorder:
 
     def _note_moved(self, found: Changes, moved: list[str], places: Mapping[str, tuple[Place, ...]]) -> None:
         """Replays leave the tensors at ``moved`` where they lie: what shares memory with them has to move alike."""
-        if not moved:
-            return
-        before, after = (_Shared(sides, moved) for sides in (self.places, places))
+        before, after = _sharing(self.places, moved), _sharing(places, moved)
         for path in moved:
-            old, new = before.of(path), after.of(path)
+            old, new = before[path], after[path]
             others = (old.keys() | new.keys()) - {path}
             if old == new:
                 others -= set(moved)
@@ -196,21 +193,15 @@ class Recorder:
             found.moved[path] = (len(old), len(items))
 
 
-class _Shared:
-    """Which of ``places`` are in the same storages as those at ``paths``."""
-
-    def __init__(self, places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> None:
-        self._places = places
-        wanted = {place[0] for path in paths for place in places[path]} - {None}
-        self._in: defaultdict[int | None, list[str]] = defaultdict(list)
-        for path, there in places.items():
-            for storage in {place[0] for place in there} & wanted:
-                self._in[storage].append(path)
-
-    def of(self, path: str) -> dict[str, tuple[Any, ...]]:
-        """What lies there, ``path`` included, and where in the storage."""
-        found = {other for place in self._places[path] for other in self._in[place[0]]}
-        return {other: tuple(place[1:] for place in self._places[other]) for other in found}
+def _sharing(places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> dict[str, dict[str, tuple[Any, ...]]]:
+    """For each of ``paths``: the paths in the same storages, itself included, and where they lie in these."""
+    wanted = {place[0] for path in paths for place in places[path]} - {None}
+    within: defaultdict[int | None, list[str]] = defaultdict(list)
+    for path, there in places.items():
+        for storage in {place[0] for place in there} & wanted:
+            within[storage].append(path)
+    others = {path: {other for place in places[path] for other in within[place[0]]} for path in paths}
+    return {path: {other: tuple(p[1:] for p in places[other]) for other in found} for path, found in others.items()}
 
 
 def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[Any] | None:
@@ -255,8 +246,8 @@ def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tu
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those whose
-    comparison is Python code of their class, which must not run here, are not, nor those that raise.
+    """Return True if two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those
+    that are compared by the user's own code, which must not run here, or that raise, are not.
     """
     if first is second:
         return True

@@ -1,9 +1,8 @@
-"""Dispatch modes that hear of the parts of operators, those of inference tensors too.
+"""Dispatch modes that hear of composite operators in parts, those of inference tensors too.
 
-Operators that torch puts together from others (``narrow`` with a tensor, ``einsum``) are taken apart where torch looks
-after autograd, and come to a dispatch mode in parts. In inference mode, and with tensors that were made there, they
-come whole: what they read on the host does not show, and the parts would not see the caller's autocast, which is off
-within a mode.
+Operators that torch puts together from others (``narrow`` with a tensor, ``einsum``) are taken apart by autograd's
+dispatch key, before they come to a dispatch mode. In inference mode, and with tensors that were made there, they come
+whole: what they read on the host does not show, and the parts would not see autocast, which is off within a mode.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -76,10 +75,9 @@ class OperatorMode(TorchDispatchMode):
 
 
 def _comes_whole(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
-    """Whether torch does not take apart what it is given that."""
-    if torch.is_inference_mode_enabled():
-        return True
-    return any(tensor.is_inference() for tensor in tensors_in([*args, *(kwargs or {}).values()]))
+    """Return True if torch does not take a composite operator apart that is given that."""
+    given = tensors_in([*args, *(kwargs or {}).values()])
+    return torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in given)
 
 
 @contextmanager
@@ -101,19 +99,14 @@ def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
         space["set_autocast_enabled"] = set_enabled
 
 
-@cache
-def _makes_view(func: Any) -> bool:
-    """Whether torch makes the result of ``func`` itself a view, and those of its parts none."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
-
-
 @contextmanager
 def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
     """Have the parts of ``func`` cast as they do outside of the mode, and views of what needs gradients need them, too:
     ``matmul`` folds by that.
     """
     keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
-    keys += [] if _makes_view(func) else [_VIEWS]
+    # Where torch makes the result of the whole a view, those of its parts are none.
+    keys += [] if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView") else [_VIEWS]
     off = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     for key in off:
         torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)

@@ -1,12 +1,10 @@
 """States of torch's default generators that a step saves and puts back within itself, as activation checkpointing does.
 
-A replay can do the same if it is told: the tape saves and restores where the step did. A CUDA graph cannot set a
-generator's state, but it can draw from several: each restore goes over to a generator of its own, which before each
-replay is set to where the state was saved, counted from where the replay begins. A state from outside the step is not
-known here, and refused where the traced step goes on to draw.
+The tape saves and restores where the step did. A CUDA graph cannot set a generator's state, but it can draw from
+several: each restore goes over to a generator of its own, which before each replay is set to where the state was saved,
+counted from where the replay begins. A state from outside the step is refused where the step goes on to draw.
 
-Python code saves and restores through functions of ``torch`` and of its modules for accelerators, which are replaced
-while a step is traced or recorded, for the threads that run it.
+The functions of ``torch`` that save and restore are replaced while a step is traced or recorded, for its threads.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ _ACCELERATORS = [kind for kind in ("cuda", "xpu") if hasattr(torch, kind)]
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A state that the step puts back: of the generator of which device, saved as which one of the step (counted from
-    0), and there by how much its offset had grown since the step's start (0 on the CPU, which has none).
+    """A state that the step puts back: of which device's generator, saved as which one of the step (from 0), and by how
+    much its offset had grown then since the step's start (0 on the CPU, which has none).
     """
 
     device: torch.device
@@ -97,11 +95,8 @@ class SavedStates:
 
 
 class TracedStates:
-    """Saves and restores as the step asks, and notes what it restores that it saved itself.
-
-    Args:
-        before: called before such a state is put back.
-        after: called after that.
+    """Saves and restores as the step asks, and notes what it restores that it saved itself; ``before`` and ``after``
+    are called around that.
     """
 
     def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:

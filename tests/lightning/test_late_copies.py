@@ -31,7 +31,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
     def record(self: TapeBackend, body: Any, traced: Any) -> Any:
         recording, result = plain(self, body, traced)
-        counts.append(recording.operators)
+        counts.append(recording.launches)
         return recording, result
 
     monkeypatch.setattr(TapeBackend, "record", record)
