@@ -84,10 +84,7 @@ class Backend(Protocol):
 
     def record(self, body: Callable[[], Any], traced: TracedValues = NOTHING_TRACED) -> tuple[Recording, Any]:
         """Run ``body`` once while recording it; return the recording and ``body``'s result. ``traced`` is what traces
-        of ``body`` have found.
-
-        Raises:
-            CaptureError: if the work cannot be recorded. The process is left able to go on.
+        of ``body`` have found. Raises CaptureError if the work cannot be recorded. The process is left able to go on.
         """
 
     def run(self, body: Callable[[], Any]) -> Any:
@@ -130,22 +127,14 @@ class Backend(Protocol):
 
 
 def check_backend(name: str) -> str:
-    """``name`` itself.
-
-    Raises:
-        BackendError: if it is not one of :data:`BACKENDS`.
-    """
+    """``name`` itself. Raises BackendError if it is not one of :data:`BACKENDS`."""
     if name not in BACKENDS:
         raise BackendError(f"no backend is called {name!r}; choose from: {', '.join(BACKENDS)}")
     return name
 
 
 def resolve_backend(name: str, device: torch.device) -> str:
-    """The backend that ``name`` means for tensors on ``device``.
-
-    Raises:
-        BackendError: if that backend cannot run there.
-    """
+    """The backend that ``name`` means for tensors on ``device``. Raises BackendError if it cannot run there."""
     check_backend(name)
     if name == "auto":
         by_device = {"cuda": "cudagraph", "cpu": "tape"}
@@ -174,9 +163,7 @@ def first_line(error: BaseException) -> str:
 @contextmanager
 def refusing_memory() -> Iterator[None]:
     """Turn running out of memory into a refusal: the eager step may well fit where its trace or capture does not.
-
-    Raises:
-        CaptureMemoryError: in place of the error that says so.
+    Raises CaptureMemoryError in place of the error that says so.
     """
     try:
         yield

@@ -91,10 +91,8 @@ class GraphRecording:
         return self._graph is not None
 
     def replay(self) -> None:
-        """Launch the graph on the current stream.
-
-        Raises:
-            DeviceFault: if the recording is watched and would read memory that was freed. Nothing was launched.
+        """Launch the graph on the current stream. Raises DeviceFault if the recording is watched and would read memory
+        that was freed. Nothing was launched.
         """
         assert self._graph is not None, "a closed program is refused before its recording is asked"
         end = None if self._states is None else self._states.set_out()

@@ -56,11 +56,7 @@ class Bucketed:
         self._allow = options.allow
 
     def call(self, feed: Feed) -> Any:
-        """One call of dense tensors.
-
-        Raises:
-            PaddingError: if padding changes what comes out.
-        """
+        """One call of dense tensors. Raises PaddingError if padding changes what comes out."""
         kind = self.padding.kind(feed)
         places = self.padding.places(feed) if kind is None else kind.layout.places
         misfit = self.padding.misfit(feed, places) if kind is None else None

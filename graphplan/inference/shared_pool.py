@@ -46,10 +46,8 @@ class Pool:
             self.give_back()
 
     def take(self, device: torch.device | None) -> None:
-        """Have the pool until :meth:`give_back`. ``device`` is what computes meanwhile.
-
-        Raises:
-            BusyError: if this thread has it already.
+        """Have the pool until :meth:`give_back`. ``device`` is what computes meanwhile. Raises BusyError if this thread
+        has it already.
         """
         if self._thread == get_ident():
             raise BusyError(

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from graphplan.compare.fast_compare import register_own
 from graphplan.errors import Faults
-from graphplan.optimizers.preparation import with_closure
+from graphplan.optimizers.preparation import outside_closure
 
 _SIZES = 16
 """Bytes that a first step may take, as a multiple of the parameters': three moments in twice their precision, and
@@ -22,10 +22,8 @@ temporaries as large as these.
 
 @contextmanager
 def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) -> Iterator[None]:
-    """Enter ``around(nbytes)``, of which the bytes are more than it will allocate, while an optimizer that has no state
-    yet takes its own step in this thread, but not while the step's closure runs.
-
-    One that never has state does so each time. A step that fails stays in it until the block ends.
+    """Enter ``around(nbytes)``, with more bytes than it will allocate, while an optimizer without state takes its own
+    step in this thread, but not while the step's closure runs. A step that fails stays in it until the block ends.
     """
     thread, entered, faults = get_ident(), ExitStack(), Faults()
     stepping: list[torch.optim.Optimizer] = []
@@ -37,7 +35,7 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
         with faults.noting():
             if not _has_state(optimizer):
                 enter(optimizer)
-                return with_closure(args, kwargs, lambda closure: outside(optimizer, closure))
+                return outside_closure(args, kwargs, leave, lambda: enter(optimizer))
         return None
 
     def enter(optimizer: torch.optim.Optimizer) -> None:
@@ -47,12 +45,6 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
     def leave() -> None:
         stepping.clear()
         entered.close()
-
-    def outside(optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Any:
-        leave()
-        loss = closure()
-        enter(optimizer)
-        return loss
 
     def after(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if get_ident() == thread and stepping and stepping[0] is optimizer:

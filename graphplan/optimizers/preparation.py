@@ -1,17 +1,17 @@
 """Making optimizers capturable.
 
-On CUDA an optimizer is capturable when its step counter and learning rate live on the device (``capturable=True``, or
-``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. Where a
-gradient scaler decides about steps, the fused kernels are wanted on CUDA too: only they can skip a step. What is
-changed is reported and stripped from ``state_dict``, so that checkpoints stay those of the unprepared optimizer. A
-graphed step sets the flags only while its Python code runs: what reads the groups between two steps, a callback that
-stores them for instance, finds the user's own.
+On CUDA an optimizer is capturable when its step counter and learning rate are on the device (``capturable=True``, or
+``fused=True`` for SGD). On the CPU torch has no such flag, but the fused kernels read both from tensors. A gradient
+scaler wants fused kernels on CUDA too: only they can skip a step. Changes are reported and stripped from
+``state_dict``, so that checkpoints are those of the unprepared optimizer. A graphed step sets the flags only while its
+Python code runs: callbacks between two steps find the user's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +45,8 @@ _HOOKS = (
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that no preparation can make capturable.
-
-    Raises:
-        OptimizerError: naming the optimizer and what to do.
+    """Refuse optimizers that no preparation can make capturable. Raises OptimizerError naming the optimizer and what to
+    do.
     """
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in _REFUSED:
@@ -100,25 +98,40 @@ def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[[Callable[[], Any]], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments of an optimizer's ``step`` whose closure is called through ``around``; None if there is no closure."""
-    named = "closure" in kwargs
-    closure = kwargs["closure"] if named else args[1] if len(args) > 1 else None
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None
-    wrapped = lambda: around(closure)  # noqa: E731
-    return (args, {**kwargs, "closure": wrapped}) if named else ((args[0], wrapped, *args[2:]), kwargs)
+    wrapped = partial(around, closure)
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": wrapped}
+    return (args[0], wrapped, *args[2:]), kwargs
+
+
+def outside_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], leave: Callable[[], None], enter: Callable[[], None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments of an optimizer's ``step`` whose closure runs between ``leave()`` and ``enter()``; None without one."""
+
+    def around(closure: Callable[[], Any]) -> Any:
+        leave()
+        loss = closure()
+        enter()
+        return loss
+
+    return with_closure(args, kwargs, around)
 
 
 class Preparation:
     """Flags set on one optimizer, and the hooks that keep its checkpoints clean of them.
 
     They are set at once, taken off by :meth:`leave` and set again by :meth:`enter`. ``fused`` asks for fused kernels on
-    CUDA too: a gradient scaler decides about the optimizer's steps, or the user wants them for their speed. Where
-    others step the optimizer (``steps`` is false), its counters stay where these have them, until it is stepped here.
+    CUDA too, for a gradient scaler or for their speed. If others step the optimizer (``steps`` is false), its counters
+    stay where they are until it is stepped here.
 
     Attributes:
         changes: what was changed, one line per flag.
-        counted: integers in parameter groups that were seen to change from the optimizer's step on; hyper-parameters,
-            which the step's own code may set, only if they went on from where the step before had left them.
+        counted: integers in parameter groups that the optimizer's own step changes. A hyper-parameter, which the step's
+            code may set, is one only if it went on from where the step before had left it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, fused: bool = False, steps: bool = True) -> None:
@@ -214,8 +227,8 @@ class Preparation:
             self.enter()
 
     def _check_gradients(self) -> None:
-        """Leave a group as it was where only the stock kernels take it: from now on if it turns out to have sparse
-        gradients, and for one step if that is the first one of some of its parameters.
+        """Put a group's flags back where only the stock kernels take it: for good if it has sparse gradients, for one
+        step if some of its parameters are stepped for the first time.
         """
         for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
             stepped = [param for param in group["params"] if param.grad is not None]
@@ -226,11 +239,11 @@ class Preparation:
             group.update(self._originals.get(index, {}))
 
     def _has_newcomers(self, group: Mapping[str, Any], stepped: Sequence[Any]) -> bool:
-        """Whether some parameters have a momentum and others, unfrozen just now, do not: torch's fused SGD fails."""
+        """Return True if some parameters have a momentum and others, just unfrozen, do not: torch's fused SGD fails."""
         if not isinstance(self.optimizer, torch.optim.SGD) or not group["momentum"]:
             return False
-        momenta = [self.optimizer.state.get(param, {}).get("momentum_buffer") for param in stepped]
-        return len({momentum is None for momentum in momenta}) > 1
+        have = {self.optimizer.state.get(param, {}).get("momentum_buffer") is not None for param in stepped}
+        return len(have) > 1
 
     def _note(self, index: int, key: str, old: Any, new: Any) -> None:
         text = f"{type(self.optimizer).__name__}.param_groups[{index}]['{key}']: {old!r} -> {new!r}"
@@ -247,9 +260,9 @@ class Preparation:
                         state[key] = value.to(param.device)
 
     def _strip(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for index, group in enumerate(state_dict["param_groups"] if self._entered else ()):
-            group.update(self._originals.get(index, {}))
         for index, group in enumerate(state_dict["param_groups"]):
+            if self._entered:
+                group.update(self._originals.get(index, {}))
             if self._keeps_on_host(index, group):
                 for number in group["params"]:
                     if number in state_dict["state"]:
@@ -257,10 +270,7 @@ class Preparation:
         return state_dict
 
     def _keeps_on_host(self, index: int, group: Mapping[str, Any]) -> bool:
-        """Whether the stock optimizer keeps this group's counters on the host: neither capturable nor fused.
-
-        ``group`` has its original flags.
-        """
+        """Return True if the stock optimizer keeps the counters of this group, which has its own flags, on the host."""
         changed = self._originals.get(index, {}).keys() & {"capturable", "fused"}
         return bool(changed) and not group.get("capturable") and not group.get("fused")
 

@@ -16,15 +16,13 @@ from torch import Tensor
 from graphplan.compare.fast_compare import register_own
 from graphplan.compare.moving import fill
 from graphplan.errors import Faults
-from graphplan.optimizers.preparation import Preparation, device_of, with_closure
+from graphplan.optimizers.preparation import Preparation, device_of, outside_closure
 from graphplan.optimizers.scaling import ScaledSteps
 
 
 def shadow_dtype(group: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype of a device learning rate that this group's kernel takes; None if it takes only Python floats.
-
-    The fused CPU kernels and the capturable foreach ones take float64, which equals the Python float bitwise; the fused
-    CUDA kernels take float32 only.
+    """The dtype of a device learning rate that this group's kernel takes; None if it takes only Python floats. float64
+    equals the Python float bitwise; the fused CUDA kernels take float32 only.
     """
     device = device_of(group).type
     if group.get("fused"):
@@ -93,13 +91,7 @@ class Loan:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._lend()
-        return with_closure(args, kwargs, self._around)
-
-    def _around(self, closure: Callable[[], Any]) -> Any:
-        self._take_back()
-        loss = closure()
-        self._lend()
-        return loss
+        return outside_closure(args, kwargs, self._take_back, self._lend)
 
     def _after(self, *args: Any) -> None:
         self._take_back()
@@ -122,9 +114,7 @@ class Loan:
 
 class LearningRates:
     """Shadows of every managed optimizer's groups, entered around each traced step, and around the optimizers' own
-    steps in others.
-
-    So are what belongs to them: the flags of prepared optimizers, and ``scaled``.
+    steps in others; with them the flags of prepared optimizers, and ``scaled``.
     """
 
     def __init__(self, scaled: ScaledSteps) -> None:
@@ -174,20 +164,15 @@ class LearningRates:
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 key = (id(optimizer), index)
-                shadow = self._shadows.get(key)
-                if shadow is None:
-                    self._add(optimizer, key, group)
-                else:
-                    shadow.group = group
-
-    def _add(self, optimizer: torch.optim.Optimizer, key: tuple[int, int], group: dict[str, Any]) -> None:
-        dtype = shadow_dtype(group)
-        if dtype is not None and not isinstance(group.get("lr"), Tensor) and "lr" in group:
-            shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
-            if self._loans is not None:
-                self._lend_to(optimizer)
-            elif self._entered:
-                shadow.enter()
+                dtype = shadow_dtype(group)
+                if key in self._shadows:
+                    self._shadows[key].group = group
+                elif dtype is not None and "lr" in group and not isinstance(group["lr"], Tensor):
+                    shadow = self._shadows[key] = Shadow(optimizer, group, dtype)
+                    if self._loans is not None:
+                        self._lend_to(optimizer)
+                    elif self._entered:
+                        shadow.enter()
 
     def _lend_to(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._loans is not None

@@ -1,9 +1,9 @@
 """Gradient scalers that leave it to the optimizer's kernel whether a step is skipped.
 
 ``GradScaler.step`` reads on the host whether gradients overflowed, unless the optimizer says that its kernel takes
-``found_inf``. An optimizer whose flags were set after it was made does not say so, and it must not: Lightning would
-take that for unscaling inside the kernel, and refuse to clip. So the scaler's own decision is replaced instead, on the
-instance and only while a managed step runs: gradients are unscaled by the scaler as always, and the kernel skips.
+``found_inf``. A prepared optimizer must not say so: Lightning would take that for unscaling inside the kernel, and
+refuse to clip. So the scaler's own decision is replaced on the instance while a managed step runs: the scaler unscales
+as always, and the kernel skips.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ _DECISION = "_maybe_opt_step"
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether calling the optimizer with ``found_inf`` set is the same as not calling it when that is 1.
-
-    That takes torch's own fused step, and no hooks of the user's, which would run for a skipped step too.
+    """Return True if the optimizer can be called with ``found_inf`` set instead of not being called when that is 1: it
+    has torch's own fused step, and no hooks of the user's, which would run for a skipped step too.
     """
     own_step = inspect.unwrap(optimizer.step).__module__.startswith("torch.optim.")
     kinds = (
@@ -34,12 +33,9 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
         optimizer._optimizer_step_post_hooks,
         hooks._global_optimizer_post_hooks,
     )
-    hooked = not all(_is_ours(hook) for kind in kinds for hook in kind.values())
-    return own_step and not hooked and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", None)).startswith(__package__)
+    modules = {str(getattr(hook, "__module__", None)) for kind in kinds for hook in kind.values()}
+    is_hooked = not all(module.startswith(__package__) for module in modules)
+    return own_step and not is_hooked and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:

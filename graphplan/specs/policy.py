@@ -18,34 +18,19 @@ from graphplan.specs.roles import Role
 MODES = ("train", "inference")
 
 
-def parse_role(role: Role | str) -> Role:
-    """The :class:`Role` of that name.
-
-    Raises:
-        PolicyError: if there is none.
-    """
-    if isinstance(role, Role):
-        return role
-    try:
-        return Role(role)
-    except ValueError:
-        choices = ", ".join(r.value for r in Role)
-        raise PolicyError(f"no role is called {role!r}; choose from: {choices}") from None
-
-
 def _parse_roles(roles: Iterable[Role | str], field: str) -> tuple[Role, ...]:
     if isinstance(roles, str):
         raise PolicyError(f"{field} must be a list of roles, found the string {roles!r}; write [{roles!r}]")
-    parsed = tuple(parse_role(role) for role in roles)
-    return tuple(role for role in Role if role in parsed)
+    names = [role.value if isinstance(role, Role) else role for role in roles]
+    choices = [role.value for role in Role]
+    for name in names:
+        if name not in choices:
+            raise PolicyError(f"no role is called {name!r}; choose from: {', '.join(choices)}")
+    return tuple(role for role in Role if role.value in names)
 
 
 def check_mode(mode: str) -> str:
-    """``mode`` itself.
-
-    Raises:
-        PolicyError: if it is not one of :data:`MODES`.
-    """
+    """``mode`` itself. Raises PolicyError if it is not one of :data:`MODES`."""
     if mode not in MODES:
         raise PolicyError(f"no mode is called {mode!r}; choose from: {', '.join(MODES)}")
     return mode
@@ -111,10 +96,8 @@ class Policy:
 
     @classmethod
     def parse(cls, mode: str, value: Policy | Mapping[str, Any] | None) -> Policy:
-        """A policy from what a configuration file can hold: None, a policy, or its two role lists.
-
-        Raises:
-            PolicyError: for anything else, naming the keys that are allowed.
+        """A policy from what a configuration file can hold: None, a policy, or its two role lists. Raises PolicyError
+        for anything else, naming the keys that are allowed.
         """
         if value is None:
             return cls.of_mode(mode)
@@ -131,10 +114,8 @@ class Policy:
 
 
 def parse_policies(policies: Mapping[str, Any]) -> dict[str, Policy]:
-    """Policies by mode, each given as one or as its two role lists.
-
-    Raises:
-        PolicyError: for a mode or a policy that there is not.
+    """Policies by mode, each given as one or as its two role lists. Raises PolicyError for a mode or a policy that
+    there is not.
     """
     unknown = sorted(set(policies) - set(MODES))
     if unknown:

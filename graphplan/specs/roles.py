@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
 import torch
 from torch import Tensor
@@ -75,10 +76,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Bytes of a dense tensor of this shape and dtype."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     def fits(self, other: TensorSpec) -> bool:
         """Whether values of ``other`` can be copied here without a cast, a broadcast or a transfer."""

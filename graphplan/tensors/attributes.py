@@ -13,15 +13,12 @@ from torch.nn.parameter import is_lazy
 
 PLAIN_KINDS = frozenset({Tensor, Parameter})
 """Classes of tensors whose operators are torch's own."""
-
-
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether there are values in ``tensor``: not in one that only says what a tensor is like (on the meta device, of a
-    ``FakeTensorMode``, a lazy module's before its first call), in a nested one, or in what a transform of torch.func
-    left behind.
+    """Return True if there are values in ``tensor``: not in a meta, fake, lazy or nested one, nor in what a transform
+    of torch.func left behind.
     """
     if type(tensor) not in PLAIN_KINDS:
         fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
@@ -31,7 +28,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether the memory was taken from under ``tensor``, as FSDP does with gathered parameters after their use."""
+    """Return True if the memory of ``tensor`` was freed, as FSDP frees gathered parameters after their use."""
     return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
@@ -40,7 +37,7 @@ attributes_on: Callable[[Tensor], dict[str, Any]] = vars
 
 
 def has_own_operators(tensor: Tensor) -> bool:
-    """Whether the class of ``tensor`` decides below autograd what operators do."""
+    """Return True if the class of ``tensor`` has its own ``__torch_dispatch__``."""
     own: Any = type(tensor).__torch_dispatch__
     return own is not torch._C._disabled_torch_dispatch_impl
 

@@ -30,10 +30,8 @@ _structures: dict[Hashable, pytree.TreeSpec] = {}
 
 
 def _sketch(tree: Any, leaves: list[Any]) -> Hashable:
-    """Add the leaves of nested plain containers to ``leaves``, and say how they were nested.
-
-    Raises:
-        TypeError: where there is anything else, which is pytree's affair.
+    """Add the leaves of nested plain containers to ``leaves``, and say how they were nested. Raises TypeError where
+    there is anything else, which is pytree's affair.
     """
     kind = type(tree)
     if kind in PLAIN_LEAVES or kind is type:
@@ -53,9 +51,7 @@ def _sketch(tree: Any, leaves: list[Any]) -> Hashable:
 
 def flatten_plain(tree: Any) -> tuple[Hashable, list[Any], pytree.TreeSpec]:
     """Flatten ``tree``: something hashable that two trees share if they have one structure, leaves, the structure.
-
-    Raises:
-        TypeError: where it is not only tensors, literals and classes in tuples, lists, dicts and :data:`NODES`.
+    Raises TypeError where it is not only tensors, literals and classes in tuples, lists, dicts and :data:`NODES`.
     """
     leaves: list[Any] = []
     sketch = _sketch(tree, leaves)
@@ -88,10 +84,8 @@ def rebuilder(
 
 
 def _source(tree: Any, keys: list[Any]) -> str:
-    """An expression for ``tree``, which has the indices of leaves in their places. Keys of dicts go to ``keys``.
-
-    Raises:
-        TypeError: where there is anything but tuples, lists and dicts.
+    """An expression for ``tree``, which has the indices of leaves in their places. Keys of dicts go to ``keys``. Raises
+    TypeError where there is anything but tuples, lists and dicts.
     """
     kind = type(tree)
     if kind is int:

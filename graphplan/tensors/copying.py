@@ -17,9 +17,7 @@ from graphplan.environment.devices import is_accelerator
 from graphplan.tensors.attributes import PLAIN_KINDS
 
 _SMALL, _TOGETHER = 2**22, 2**24
-"""Bytes of a tensor on a device that is compared with others, and of all of those: the others take longer than their
-launch, and a comparison needs two more copies of what is compared together.
-"""
+"""Most bytes of a tensor that is compared together with others, and of all of these, of which that takes two copies."""
 _COPIED = 2**28
 """Bytes of the copies that are one piece of memory."""
 _is_on_host = attrgetter("is_cpu")
@@ -61,8 +59,7 @@ def _home(tensor: Tensor) -> Hashable | None:
 
 
 def _small_home(tensor: Tensor) -> Hashable | None:
-    home = _home(tensor)
-    return home if home is not None and tensor.nbytes <= _SMALL else None
+    return _home(tensor) if tensor.nbytes <= _SMALL else None
 
 
 def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
@@ -88,9 +85,8 @@ def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: in
 def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[Tensor]:
     """Detached copies, beside the tensors or on ``device``. Those of one dtype share memory with each other.
 
-    What lies on the host stays there: on its way to a device all would wait for that. Nothing waits for
-    copies from a device either, in pinned memory on the host: they are good for what is queued on the same stream, and
-    for the host once it has waited for that.
+    What lies on the host stays there: on its way to a device all would wait for that. Copies from a device to the host
+    are in pinned memory and not waited for: the host has to wait for the stream before it reads them.
     """
     copies: list[Tensor] = list(tensors)
     leave = [not _stays(tensor, device) for tensor in tensors]
@@ -122,9 +118,7 @@ def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
 
 
 def beside(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """``tensors`` on ``device``. Those that lie one after the other in memory elsewhere, as :func:`copy_all` leaves
-    them, are one copy.
-    """
+    """``tensors`` on ``device``. Neighbours in memory elsewhere, as :func:`copy_all` leaves them, are one copy."""
     if all(tensor.device == device for tensor in tensors):
         return list(tensors)
     runs: list[list[Tensor]] = []
@@ -172,8 +166,8 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 class Unequal:
-    """Where two rows of tensors, of the same shapes and dtypes, have not the same bits. A device may still compare
-    them: :meth:`places` waits for it. One of two tensors may lie elsewhere: what a device has is compared there.
+    """Where two rows of tensors of the same shapes and dtypes differ in bits. Devices compare on after the constructor;
+    :meth:`places` waits. One of two tensors may lie elsewhere: what a device has is compared there.
     """
 
     @torch.no_grad()

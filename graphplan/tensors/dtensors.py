@@ -14,16 +14,15 @@ from torch import Tensor, nn
 
 
 def loaded(module: str, name: str) -> Any:
-    """A class of torch.distributed's, or nothing: before it was imported, nothing can be of it."""
+    """A class of torch.distributed's; nothing before its module was imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether ``tensor`` is a DTensor."""
-    # What most are is told without a look at what was imported.
-    return type(tensor) not in (Tensor, nn.Parameter) and isinstance(
-        tensor, loaded("torch.distributed.tensor", "DTensor")
-    )
+    # Most are decided by their type.
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return not is_plain and isinstance(tensor, loaded("torch.distributed.tensor", "DTensor"))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -35,8 +34,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def is_wrapped(types: Sequence[type]) -> bool:
-    """Whether an operator gets tensors that stand for others (by their types): their own dispatch calls operators on
-    those, and what watches operators is to see these.
+    """Return True if an operator gets tensors that stand for others, by their types. Their own dispatch calls operators
+    on those, which is what watchers are to see.
     """
     if not types:
         return False
@@ -48,5 +47,5 @@ def is_wrapped(types: Sequence[type]) -> bool:
 
 
 def is_imagined() -> bool:
-    """Whether operators compute nothing at the moment: DTensors learn so what the shape of a result will be."""
+    """Return True under a ``FakeTensorMode``, by which DTensors learn the shape of a result."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

@@ -14,12 +14,10 @@ from graphplan.tensors.trees import flatten_result
 
 
 def lend(result: Any, stream: Any, device: torch.device) -> None:
-    """Have the memory on ``device`` that ``result`` lies in not be used again, once it is free, before ``stream`` is
-    done with it.
+    """Keep the memory of ``result`` on ``device`` from being used again before ``stream`` is done with it.
 
-    What an eager call gives is the capture stream's, whose next step waits for its own caller alone: another thread,
-    most likely, with another stream. What a mode or a transform of the caller's gives is left alone: it would see this,
-    or fail.
+    An eager call's result is the capture stream's, whose next step waits for its own caller alone. Under a mode or a
+    transform of the caller's it is left alone: that would see this, or fail.
     """
     if surroundings() is not None:
         return
