@@ -39,8 +39,7 @@ from graphplan.errors import CaptureError, DeviceFault, RefusalError
 from graphplan.observe.source import find_raise, is_raised_by_user
 from graphplan.specs.roles import Footprint
 from graphplan.tensors.streams import lend
-from graphplan.trace.constants import DeviceConstants, HostConstants
-from graphplan.trace.host_reads import AnsweredReads
+from graphplan.trace.given_values import DeviceConstants, GivenValues
 
 _FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
 
@@ -289,19 +288,18 @@ class CUDAGraphBackend(Backend):
     ) -> Any:
         current = torch.cuda.current_stream(self.device)
         constants = DeviceConstants(traced.device_constants) if traced.device_constants else nullcontext()
-        on_host = HostConstants(traced.host_constants) if traced.host_constants else nullcontext()
         # Compiled code leaves a dispatch mode out of account, or does not run compiled: no mode without need.
-        waits = traced.in_mode or any(read.waits for read in traced.reads)
-        reads = AnsweredReads(traced.reads) if waits else nullcontext()
+        is_needed = traced.in_mode or traced.host_constants or any(read.waits for read in traced.reads)
+        given = GivenValues(traced.reads, traced.host_constants) if is_needed else None
         options = capture_options(graph.capture_begin, watched=traced.watched is not None)
         self._stream.wait_stream(current)
         with UNDISTURBED, torch.cuda.stream(self._stream):
             try:
                 graph.capture_begin(pool=self._pool, **options)
-                with constants, on_host, reads, nullcontext() if states is None else states.captured():
+                with constants, given or nullcontext(), nullcontext() if states is None else states.captured():
                     result = body()
-                    if isinstance(on_host, HostConstants):
-                        on_host.check()
+                    if given is not None:
+                        given.check()
             except BaseException as error:
                 # The frames would keep the half-captured autograd graph, and its accumulators' stream, alive.
                 traceback.clear_frames(error.__traceback__)

@@ -23,9 +23,6 @@ import torch
 from graphplan.environment.origin import is_ours
 from graphplan.observe.branches import Branches, Use
 from graphplan.observe.source import runs_steps
-from graphplan.observe.watching import Aside
-from graphplan.trace.composites import OperatorMode
-from graphplan.trace.operator_schemas import INDEXING, NONZERO, has_dynamic_shape, schema_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MACHINERY = tuple(
@@ -154,24 +151,3 @@ class KnownReads:
         values = self._values[place]
         self._taken[place] += 1
         return values[min(self._taken[place], len(values)) - 1]
-
-
-class AnsweredReads(OperatorMode):
-    """Gives what the traced steps read, so that a capture need not wait for the device."""
-
-    def __init__(self, reads: Sequence[HostRead]) -> None:
-        super().__init__()
-        self._known = KnownReads(reads)
-
-    def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, or say what it read."""
-        schema = schema_of(func)
-        is_shape = schema.name in (*INDEXING, NONZERO) and has_dynamic_shape(schema, args, kwargs)
-        if not (schema.reads_values or is_shape) or (place := find_place()) not in self._known:
-            return aside.run(func, args, kwargs)
-        answer = self._known.take(place)
-        if not is_shape:
-            return answer
-        if schema.name == NONZERO:
-            return answer.clone()
-        return aside.run(func, (args[0], answer, *args[2:]), kwargs)

@@ -56,29 +56,29 @@ def saving_states(save: Save, put: Put) -> Iterator[None]:
 
 def _saving(function: Callable[..., Tensor], kind: str, save: Save) -> Callable[..., Tensor]:
     @wraps(function)
-    def get_rng_state(device: Any = kind) -> Tensor:
-        if not presents_capture():
-            return function() if kind == "cpu" else function(device)
-        return save(_generator_of(kind, device))
+    def get_rng_state(*device: Any, **options: Any) -> Tensor:
+        if presents_capture():
+            return save(_generator_of(kind, *device, **options))
+        return function(*device, **options)
 
     return get_rng_state
 
 
 def _putting(function: Callable[..., None], kind: str, put: Put) -> Callable[..., None]:
     @wraps(function)
-    def set_rng_state(new_state: Tensor, device: Any = kind) -> None:
-        if not presents_capture():
-            function(new_state) if kind == "cpu" else function(new_state, device)
+    def set_rng_state(new_state: Tensor, *device: Any, **options: Any) -> None:
+        if presents_capture():
+            put(_generator_of(kind, *device, **options), new_state)
         else:
-            put(_generator_of(kind, device), new_state)
+            function(new_state, *device, **options)
 
     return set_rng_state
 
 
-def _generator_of(kind: str, device: Any) -> torch.Generator:
+def _generator_of(kind: str, device: Any = None) -> torch.Generator:
     if kind == "cpu":
         return torch.default_generator
-    index = device if isinstance(device, int) else torch.device(device).index
+    index = device if isinstance(device, int) else torch.device(device or kind).index
     module = getattr(torch, kind)
     return module.default_generators[module.current_device() if index is None else index]
 

@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from graphplan import CaptureError, SkipReason
 from graphplan.observe.source import find_raise, is_raised_by_user
-from graphplan.trace.constants import DeviceConstants
+from graphplan.trace.given_values import DeviceConstants
 from tests.crossing import each
 from tests.facts import assert_same
 from tests.health import FailAt, Planted, carrying_rig, process_facts, scaled_rig

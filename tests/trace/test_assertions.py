@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from graphplan import HostSyncError, RefusalError, graph_step, graphed
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
-from graphplan.trace.host_reads import AnsweredReads, HostRead, Place
+from graphplan.trace.given_values import GivenValues
+from graphplan.trace.host_reads import HostRead, Place
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
 from tests.sharded import one_rank
@@ -419,7 +420,7 @@ def test_a_capture_is_answered_without_the_device() -> None:
         return [torch.tensor(float(number)).item() for number in range(3)]
 
     known = [HostRead(place_of(reads), value, asserted=True) for value in (7.0, 8.0)]
-    with AnsweredReads(known):
+    with GivenValues(known):
         assert reads() == [7.0, 8.0, 8.0]
         assert torch.tensor(3.0).item() == 3.0
 

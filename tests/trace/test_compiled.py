@@ -21,7 +21,7 @@ from graphplan.observe.profile import Profile
 from graphplan.observe.watching import is_kept_from_compiler
 from graphplan.owners.walk import walk_owners
 from graphplan.step.compiled import refuse_graphs_within, runs_compiled
-from graphplan.trace.host_reads import AnsweredReads
+from graphplan.trace.given_values import GivenValues
 from graphplan.trace.mode import TraceMode
 from graphplan.trace.records import Trace
 from graphplan.trace.run import trace
@@ -175,7 +175,7 @@ def test_a_compiled_function_in_a_trace() -> None:
     assert not graphs
 
 
-@pytest.mark.parametrize("kind", [TraceMode, _TapeMode, AnsweredReads])
+@pytest.mark.parametrize("kind", [TraceMode, _TapeMode, GivenValues])
 def test_calls_of_modes_are_not_guarded_against_the_compiler(kind: type) -> None:
     """torch wraps the method of a class that is exempted otherwise, which takes a tenth of a trace."""
     called: Any = kind.__torch_dispatch__  # type: ignore[attr-defined]

@@ -20,8 +20,8 @@ from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
 from graphplan.plan.difference import check_difference
 from graphplan.step.compiled import refuse_beside_compiled
-from graphplan.trace.constants import HostConstants
-from graphplan.trace.host_reads import ENGINE, AnsweredReads, HostRead, KnownReads, Place
+from graphplan.trace.given_values import GivenValues
+from graphplan.trace.host_reads import ENGINE, HostRead, KnownReads, Place
 from graphplan.trace.operator_schemas import without_masks
 from graphplan.trace.records import HostConstant, Trace
 from graphplan.trace.run import trace
@@ -97,7 +97,7 @@ def test_numbers_that_change_are_refused() -> None:
 def test_a_capture_copies_from_the_device() -> None:
     known = [HostConstant(torch.arange(4), torch.empty(4, dtype=torch.int64, device="meta"))]
     there = torch.empty(4, 3, device="meta")
-    noted, constants = Copied(), HostConstants(known)
+    noted, constants = Copied(), GivenValues(constants=known)
     with noted, constants:
         assert torch.arange(4).to("meta").shape == (4,)
         assert there[torch.arange(4)].shape == (4, 3)
@@ -108,7 +108,7 @@ def test_a_capture_copies_from_the_device() -> None:
 
 
 def test_a_capture_that_copies_other_values_is_refused() -> None:
-    constants = HostConstants([HostConstant(torch.arange(4), torch.empty(4, device="meta"))])
+    constants = GivenValues(constants=[HostConstant(torch.arange(4), torch.empty(4, device="meta"))])
     with constants:
         torch.arange(1, 5).to("meta")
     with pytest.raises(
@@ -155,12 +155,12 @@ def test_a_capture_is_given_the_positions_that_masks_select(monkeypatch: pytest.
         return [x[mask], changed, mask.nonzero(), x[:, mask[0]]]
 
     places: list[Place] = []
-    with monkeypatch.context() as noting, AnsweredReads([]):
+    with monkeypatch.context() as noting, GivenValues([]):
         noting.setattr(KnownReads, "__contains__", lambda known, place: bool(places.append(place)))
         expected = select(mask)
     values = [*(without_masks([mask]) for _ in range(3)), mask.nonzero(), without_masks([None, mask[0]])]
     reads = [HostRead(place, value, constant=True, waits=True) for place, value in zip(places, values, strict=True)]
-    with AnsweredReads(reads):
+    with GivenValues(reads):
         found = select(torch.zeros_like(mask))
     assert all(map(torch.equal, found, expected))
 
@@ -180,7 +180,7 @@ def test_only_what_a_traced_step_read_is_answered() -> None:
     expected = step(*feed.leaves)
     trace(step, feed, CallArguments(*feed.rebuild(feed.leaves)).watch(), owners={}, device=None, record=record)
     assert [read.value[0].tolist() for read in record.host_reads] == [[0, 3], [1, 2]]
-    with AnsweredReads(record.host_reads):
+    with GivenValues(record.host_reads):
         assert all(map(torch.equal, step(*feed.leaves), expected))
 
 

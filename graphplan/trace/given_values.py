@@ -1,9 +1,9 @@
-"""Constants that a capture must not copy from the host.
+"""What a capture gets from the traces, since it must neither copy from the host nor wait for the device.
 
 ``torch.tensor(values, device="cuda")`` and ``torch.arange(n).to("cuda")`` copy from a temporary, which a graph cannot
-hold. Both traces made the same constants, so a capture gets copies of those instead. The modes are entered only for
-steps with such constants: torch's modules leave their fast paths in a ``TorchFunctionMode``, and compiled code does not
-run compiled in a dispatch mode.
+hold, and a value that the step asserts would be read. Both traces made the same constants and knew the values. The
+modes are entered only for steps with such things: torch's modules leave their fast paths in a ``TorchFunctionMode``,
+and compiled code does not run compiled in a dispatch mode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.tensors.copying import same_bits
 from graphplan.trace.composites import OperatorMode
-from graphplan.trace.operator_schemas import TRANSFERS, host_operands, schema_of
+from graphplan.trace.host_reads import HostRead, KnownReads, find_place
+from graphplan.trace.operator_schemas import INDEXING, NONZERO, TRANSFERS, has_dynamic_shape, host_operands, schema_of
 from graphplan.trace.records import HostConstant
 
 _MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -84,11 +85,14 @@ def _index_tensor(numbers: Any) -> Tensor:
     return made if made.dtype == torch.bool else made.long()
 
 
-class HostConstants(OperatorMode):
-    """Gives operators that copy from host memory to the device what the traced steps' constants are there."""
+class GivenValues(OperatorMode):
+    """Answers reads with what the traced steps read, and gives operators that copy from host memory to the device what
+    the traced steps' constants are there.
+    """
 
-    def __init__(self, constants: Sequence[HostConstant]) -> None:
+    def __init__(self, reads: Sequence[HostRead] = (), constants: Sequence[HostConstant] = ()) -> None:
         super().__init__()
+        self._known = KnownReads(reads)
         self._constants = constants
         self._missing: CaptureError | None = None
 
@@ -99,9 +103,18 @@ class HostConstants(OperatorMode):
             raise self._missing
 
     def operate(self, aside: Aside, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator, on copies of constants if it is given any from host memory."""
-        name = schema_of(func).name
-        copies = {id(tensor): self._copy_of(tensor, name) for tensor in host_operands(name, args, kwargs)}
+        """Run an operator, or say what it read."""
+        schema = schema_of(func)
+        is_shape = schema.name in (*INDEXING, NONZERO) and has_dynamic_shape(schema, args, kwargs)
+        if (schema.reads_values or is_shape) and (place := find_place()) in self._known:
+            answer = self._known.take(place)
+            if not is_shape:
+                return answer
+            if schema.name == NONZERO:
+                return answer.clone()
+            args = (args[0], answer, *args[2:])
+        operands = host_operands(schema.name, args, kwargs) if self._constants else ()
+        copies = {id(tensor): self._copy_of(tensor, schema.name) for tensor in operands}
         if copies:
             args = tree_map_only(Tensor, lambda tensor: copies.get(id(tensor), tensor), args)
         return aside.run(func, args, kwargs)
