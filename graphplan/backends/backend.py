@@ -107,14 +107,10 @@ class Backend(Protocol):
         return True
 
     def needs(self, footprint: Footprint, *, alone: bool) -> int:
-        """An estimate of the bytes that a recording of such a step takes: ``alone``, or beside the others, whose memory
-        it may use too.
-        """
+        """Estimate the bytes of a recording of such a step: ``alone``, or beside others, whose memory it may use."""
 
     def apart(self, nbytes: int) -> AbstractContextManager[object]:
-        """A context in which up to ``nbytes`` of memory come from pieces of their own, so that what is kept keeps no
-        more than it takes. Nothing to do where nothing is cached.
-        """
+        """A context in which up to ``nbytes`` of memory are pieces of their own, for what is kept."""
         return nullcontext()
 
     def begin_generation(self) -> None:
@@ -162,9 +158,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def refusing_memory() -> Iterator[None]:
-    """Turn running out of memory into a refusal: the eager step may well fit where its trace or capture does not.
-    Raises CaptureMemoryError in place of the error that says so.
-    """
+    """Turn running out of memory into a CaptureMemoryError: the eager step may well fit where a capture does not."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -181,10 +175,8 @@ def refusing_memory() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One piece of recorded work.
-
-    ``type`` is ``"Operator"`` on the tape, and on CUDA what CUDA calls it (``"Kernel"``, ``"Memcpy"``, …). ``name`` is
-    the operator's or the kernel's, empty where there is none. ``after`` are numbers of nodes: those whose results an
+    """One piece of recorded work. ``type`` is ``"Operator"`` on the tape, on CUDA what CUDA calls it (``"Kernel"``, …).
+    ``name`` is the operator's or the kernel's, if it has one. ``after`` are numbers of nodes: those whose results an
     operator reads, or those that a CUDA graph has it wait for.
     """
 

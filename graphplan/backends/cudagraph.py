@@ -51,9 +51,7 @@ _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
 class GraphRecording:
-    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; the nodes of one that is
-    ``kept`` can be read.
-    """
+    """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; ``kept`` ones tell nodes."""
 
     def __init__(
         self,
@@ -90,9 +88,7 @@ class GraphRecording:
         return self._graph is not None
 
     def replay(self) -> None:
-        """Launch the graph on the current stream. Raises DeviceFault if the recording is watched and would read memory
-        that was freed. Nothing was launched.
-        """
+        """Launch the graph on the current stream. Raises DeviceFault if it is watched and would read freed memory."""
         assert self._graph is not None, "a closed program is refused before its recording is asked"
         end = None if self._states is None else self._states.set_out()
         try:
@@ -121,9 +117,8 @@ class GraphRecording:
 
 
 def _note_living(recording: GraphRecording) -> None:
-    """Have ``recording`` destroyed before what was registered for the process's end until now.
-
-    NCCL waits, in ``destroy_process_group``, until no graph that has its kernels is left; a traceback may hold one.
+    """Have ``recording`` destroyed before what was registered for the process's end until now: NCCL's
+    ``destroy_process_group`` waits until no graph that has its kernels is left, and a traceback may hold one.
     """
     _LIVING.add(recording)
     atexit.unregister(_end_recordings)
@@ -157,10 +152,8 @@ class CUDAGraphBackend(Backend):
         return self._stream
 
     def run(self, body: Callable[[], Any]) -> Any:
-        """Run ``body`` on the capture stream, ordered after and before the current one.
-
-        Autograd's accumulators remember the stream they were made on; warming up here keeps a capture from having to
-        wait on another stream.
+        """Run ``body`` on the capture stream, ordered after and before the current one. Autograd's accumulators
+        remember the stream that they were made on: a capture then need not wait on another one.
         """
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
@@ -218,9 +211,7 @@ class CUDAGraphBackend(Backend):
             self._eager_bytes = torch.cuda.max_memory_reserved(self.device)
 
     def may_take(self, nbytes: int) -> bool:
-        """See :meth:`graphplan.backends.backend.Backend.may_take`. What is cached is given back first if that is in the
-        way.
-        """
+        """See :meth:`graphplan.backends.backend.Backend.may_take`. The cache is emptied first if it is in the way."""
         most = _SHARE * self._eager_bytes - nbytes
         if not self._eager_bytes or torch.cuda.memory_reserved(self.device) <= most:
             return True
@@ -320,11 +311,7 @@ class CUDAGraphBackend(Backend):
         return result
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> bool:
-        """End a capture that cannot be used, and leave the process as able to train as before it.
-
-        Returns:
-            Whether CUDA could have gone on with it.
-        """
+        """End a capture that is of no use, and leave the process able to train. True if CUDA could have gone on."""
         intact = True
         try:
             with warnings.catch_warnings():
@@ -349,10 +336,8 @@ class CUDAGraphBackend(Backend):
         return intact
 
     def _heal_generators(self, generators: Sequence[torch.Generator]) -> None:
-        """Make generators usable again that a capture which never ended has left in its state.
-
-        A capture of nothing that ends well does it. A fresh copy of their state would do it too, but graphs that are
-        alive would go on with the old one, and draw other numbers than eager steps from then on.
+        """Make generators usable again that a capture which never ended has left in its state: a capture of nothing
+        does it. With a fresh copy of their state, living graphs would go on with the old one, and draw other numbers.
         """
         graph = torch.cuda.CUDAGraph()
         _register(generators, graph)
@@ -363,9 +348,7 @@ class CUDAGraphBackend(Backend):
         graph.reset()
 
     def _give_back_pool(self) -> None:
-        """Tell torch's allocator that a capture is over which CUDA gave up. torch itself may forget to: then no cached
-        memory could be freed from then on, and the pool's never.
-        """
+        """Tell torch's allocator that a capture is over which CUDA gave up: torch may forget to, and frees nothing."""
         place = (self._stream.device_index, self._pool)
         # Where torch did not forget, it says here that there is nothing to end or to release.
         with suppress(RuntimeError):
@@ -396,9 +379,7 @@ def _place(error: BaseException) -> str:
 
 
 def _is_own(error: BaseException, *, intact: bool) -> bool:
-    """Whether the error that ended an (``intact``) capture would have come in an eager step too, or is for others to
-    tell.
-    """
+    """Return True for an error that an eager step would have raised, too, or that others are to handle."""
     if isinstance(error, RefusalError) or not isinstance(error, Exception) or is_out_of_memory(error):
         return True
     return intact and (not isinstance(error, RuntimeError) or is_raised_by_user(error))

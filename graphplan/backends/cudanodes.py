@@ -37,9 +37,8 @@ def bindings(part: str) -> ModuleType | None:
 
 
 def new_graph() -> tuple[torch.cuda.CUDAGraph, bool]:
-    """A graph to capture into, and whether it is kept: then its nodes can be read, and it has to be instantiated.
-
-    What is kept is a description in host memory; a replay launches the same executable graph either way.
+    """A graph to capture into, and whether its description is kept: then its nodes can be read, and it is instantiated
+    later. A replay launches the same executable graph either way.
     """
     kept = hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph") and _has_bindings()
     return (torch.cuda.CUDAGraph(keep_graph=True) if kept else torch.cuda.CUDAGraph()), kept
@@ -71,10 +70,7 @@ def _takes(function: Callable[..., Any], keyword: str) -> bool:
 
 
 def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> bool:
-    """Send the executable graph to the device now, so that the first replay does not pay for it; whether that was done.
-
-    An upload that is not done costs the first replay some microseconds and nothing else.
-    """
+    """Send the executable graph to the device now. If not (False), the first replay takes microseconds more."""
     driver, handle = _driver_library(), getattr(graph, "raw_cuda_graph_exec", None)
     if driver is None or handle is None:
         return False
@@ -84,9 +80,7 @@ def upload(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> bool:
 
 
 def _driver_library() -> ctypes.CDLL | None:
-    """CUDA's driver, which the process has loaded: asked directly, it needs no bindings, whose runtime takes 60 ms to
-    import.
-    """
+    """CUDA's driver, which the process has loaded. Its Python bindings take 60 ms to import."""
     try:
         return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
@@ -94,11 +88,11 @@ def _driver_library() -> ctypes.CDLL | None:
 
 
 def forget_workspaces() -> None:
-    """Have torch give each stream's cuBLAS workspace back, and make a new one when it is next needed.
+    """Have torch free each stream's cuBLAS workspace, and make a new one when it is next needed.
 
-    A graph has the workspace's address in it, and torch keeps one for each stream: newer releases free it with the
-    first graph of that stream that is destroyed, while others still replay, and any code may ask for that. What is made
-    anew in a capture lies in that capture's own memory, which stays for as long as the graph.
+    A graph has its address, and newer releases free it with the first graph of that stream that is destroyed, while
+    others still replay. What is made anew in a capture lies in that capture's own memory, which stays for as long as
+    the graph.
     """
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if forget is not None:

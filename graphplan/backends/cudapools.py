@@ -47,8 +47,8 @@ def _free(device: torch.device) -> int:
 class Loan:
     """A context in which memory for the current stream comes from the pool of CUDA graphs, autograd's threads included.
 
-    What is free in such a pool holds intermediates of replays. Between two replays eager work may use it, instead of as
-    much again beside it. The next replay overwrites it: what eager work leaves there has to be moved out before.
+    Between two replays eager work may use what is free there, instead of as much again beside it. The next replay
+    overwrites it: what eager work leaves there has to be moved out before.
     """
 
     def __init__(self, device: torch.device, pool: Any) -> None:
@@ -105,9 +105,7 @@ class Loan:
 
 
 def _only(pool: Any) -> dict[str, Any]:
-    """How to ask for a snapshot of that pool alone, without a history, as far as this torch can: one of all memory
-    makes thousands of dictionaries.
-    """
+    """How to ask for a snapshot of that pool alone, without a history, as far as this torch can: it is much faster."""
     wanted = {"mempool_id": tuple(pool), "include_traces": False}
     return {name: wanted[name] for name in signature(torch.cuda.memory_snapshot).parameters if name in wanted}
 

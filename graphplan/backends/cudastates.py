@@ -13,12 +13,8 @@ from graphplan.trace.rng import SavedStates, saving_states
 
 
 class CapturedStates:
-    """The generators that one CUDA graph draws from in place of the default one, one for each state that is put back.
-
-    Args:
-        graph: which is captured next.
-        generator: the default one of the graph's device.
-        states: of the traced step.
+    """The generators that ``graph``, which is captured next, draws from in place of the device's default ``generator``:
+    one for each state that is put back. ``states`` are the traced step's.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, generator: torch.Generator, states: SavedStates) -> None:

@@ -64,9 +64,7 @@ class Idleness:
         self._looks += 1
 
     def end(self) -> float:
-        """Have it looked a last time, and say for what part of the time there was nothing to do, from 0 to 1; 1 where
-        no look was possible.
-        """
+        """Look a last time; the part of the time, from 0 to 1, without anything to do. 1 if no look was possible."""
         self._ended.set()
         if self._thread.ident is None:
             return 1.0

@@ -61,7 +61,7 @@ _COPIES = ("aten.clone.default", "aten._to_copy.default")
 @dataclass(slots=True, eq=False)
 class _Kernel:
     """One recorded operator before it is compiled to a closure. ``outs`` has for each result the tensor that a replay
-    must fill, or None if it is not a new one; ``constant`` marks a result that depends on no tensor's values.
+    fills, or None; ``constant`` marks a result that depends on no tensor's values.
     """
 
     func: Any
@@ -91,8 +91,7 @@ class _Kernel:
 def _alias(value: Any, aliases: dict[int, Tensor]) -> Any:
     """The same memory without its autograd history (which would keep a whole step's graph alive).
 
-    What is one tensor in several places stays one (``aliases`` by identity): some kernels ask whether two of their
-    arguments are (torch's fused attention takes another way for ``attention(h, h, h)``).
+    One tensor in several places stays one (``aliases`` by identity): torch's attention asks whether two arguments are.
     """
     if isinstance(value, Tensor):
         if id(value) not in aliases:

@@ -1,7 +1,5 @@
-"""Calls at capture sizes: pad, run, cut, and now and then compare with the call as it came.
-
-A compared call is made twice. What the padded one does to owners and generators is undone before the call is made as it
-came, whose outcome stands.
+"""Calls at capture sizes: pad, run, cut, and now and then compare with the call as it came, whose outcome stands then:
+what the padded one did to owners and generators is undone.
 """
 
 from __future__ import annotations
@@ -124,8 +122,8 @@ class Bucketed:
             return call.cut(leaves)
 
     def _is_due(self, kind: Kind, program: Program | None) -> bool:
-        """Whether a padded call is compared. Python may do something else than in the last check, and so may another
-        program; without a schedule, programs are compared that may draw random numbers.
+        """Return True if a padded call is compared: Python may do something else than in the last check, and so may
+        another program. Without a schedule, programs are compared that may draw random numbers.
         """
         size = kind.size
         if size.calls == size.next_check or not kind.is_sure or program is None:
@@ -220,12 +218,6 @@ class _Draws(TorchDispatchMode):
 
 class _Effects:
     """What a padded call does to owners and generators. Made before the call.
-
-    Args:
-        owners: what the function may change.
-        allow: tensors in which padding may leave something.
-        room: where copies of what the owners hold lie.
-        program: what makes the call; None: Python.
 
     Attributes:
         draws: notes what Python draws, once entered.

@@ -80,9 +80,7 @@ def prewarm(
     order: str,
     progress: bool | Callable[[str], object],
 ) -> Prewarmed:
-    """Call with zeros of each size until there is a program for it. Raises OptionError for sizes that make no sense, or
-    calls that nothing is captured for.
-    """
+    """Call with zeros of each size until there is a program for it. Raises OptionError if there is none in the end."""
     wanted = _parse_sizes(sizes, ladders, order)
     before = step.stats.captured
     estimate = 0

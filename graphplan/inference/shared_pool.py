@@ -46,9 +46,7 @@ class Pool:
             self.give_back()
 
     def take(self, device: torch.device | None) -> None:
-        """Have the pool until :meth:`give_back`. ``device`` is what computes meanwhile. Raises BusyError if this thread
-        has it already.
-        """
+        """Have the pool until :meth:`give_back`, to compute on ``device``. Raises BusyError if this thread has it."""
         if self._thread == get_ident():
             raise BusyError(
                 "a graphed function was called from within a call of the same pool; expected one call at a time, "

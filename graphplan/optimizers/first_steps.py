@@ -15,9 +15,7 @@ from graphplan.errors import Faults
 from graphplan.optimizers.preparation import outside_closure
 
 _SIZES = 16
-"""Bytes that a first step may take, as a multiple of the parameters': three moments in twice their precision, and
-temporaries as large as these.
-"""
+"""Bytes that a first step may take for each of the parameters': three moments in double precision, and temporaries."""
 
 
 @contextmanager

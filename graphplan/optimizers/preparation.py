@@ -27,9 +27,7 @@ _REFUSED = {
 }
 _FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _FUSED_ON_CPU_IN_HALF = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-"""torch's fused SGD leaves most elements of float16 and bfloat16 parameters on the CPU as they were, without a word
-(pytorch/pytorch#191763).
-"""
+"""torch's fused SGD leaves most of a half-precision parameter on the CPU as it was (pytorch/pytorch#191763)."""
 _FUSED_ON_CUDA = (torch.optim.SGD,)
 _FUSED_IF_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels that take DTensors."""
@@ -45,9 +43,7 @@ _HOOKS = (
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse optimizers that no preparation can make capturable. Raises OptimizerError naming the optimizer and what to
-    do.
-    """
+    """Raise OptimizerError for optimizers that no preparation can make capturable, with what to do."""
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in _REFUSED:
             raise OptimizerError(
@@ -227,9 +223,7 @@ class Preparation:
             self.enter()
 
     def _check_gradients(self) -> None:
-        """Put a group's flags back where only the stock kernels take it: for good if it has sparse gradients, for one
-        step if some of its parameters are stepped for the first time.
-        """
+        """Put a group's flags back if only stock kernels take it: sparse gradients for good, newcomers for a step."""
         for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
             stepped = [param for param in group["params"] if param.grad is not None]
             if any(param.grad.layout is not torch.strided for param in stepped):

@@ -50,10 +50,8 @@ def _has_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class ScaledSteps:
-    """The steps of some scalers while a managed step runs.
-
-    Attributes:
-        unborn: whether the last managed step left an optimizer without state, because its scaler skipped it.
+    """The steps of some scalers while a managed step runs. ``unborn``: the last one left an optimizer without state,
+    because its scaler skipped it.
     """
 
     def __init__(self, scalers: Iterable[GradScaler] = ()) -> None:

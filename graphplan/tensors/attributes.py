@@ -17,9 +17,7 @@ _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Return True if there are values in ``tensor``: not in a meta, fake, lazy or nested one, nor in what a transform
-    of torch.func left behind.
-    """
+    """Return True if ``tensor`` has values: it is not meta, fake, lazy, nested, nor of a transform of torch.func."""
     if type(tensor) not in PLAIN_KINDS:
         fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
         if is_lazy(tensor) or isinstance(tensor, fake):

@@ -30,9 +30,7 @@ _structures: dict[Hashable, pytree.TreeSpec] = {}
 
 
 def _sketch(tree: Any, leaves: list[Any]) -> Hashable:
-    """Add the leaves of nested plain containers to ``leaves``, and say how they were nested. Raises TypeError where
-    there is anything else, which is pytree's affair.
-    """
+    """Add the leaves of plain containers to ``leaves``, and say how they were nested. TypeError for others."""
     kind = type(tree)
     if kind in PLAIN_LEAVES or kind is type:
         leaves.append(tree)
@@ -84,9 +82,7 @@ def rebuilder(
 
 
 def _source(tree: Any, keys: list[Any]) -> str:
-    """An expression for ``tree``, which has the indices of leaves in their places. Keys of dicts go to ``keys``. Raises
-    TypeError where there is anything but tuples, lists and dicts.
-    """
+    """An expression for ``tree``, of leaves' indices; ``keys`` gets the keys of dicts. TypeError for others."""
     kind = type(tree)
     if kind is int:
         return f"leaves[{tree}]"

@@ -75,10 +75,7 @@ class Changes:
 
 class Recorder:
     """Notes what owners hold now, as ``walk`` has just found it, and what has changed when asked again. ``fed`` are the
-    tensors that the step is fed, by name.
-
-    Only weak storage references are kept of what lies in slots: a strong one would keep last step's gradients alive
-    through the step.
+    tensors that the step is fed, by name. Storages in slots are held weakly: last step's gradients are to go.
     """
 
     def __init__(self, owners: Mapping[str, Any], walk: Walk, fed: Mapping[str, Tensor]) -> None:
@@ -205,10 +202,8 @@ def _sharing(places: Mapping[str, tuple[Place, ...]], paths: Iterable[str]) -> d
 
 
 def _new_items(old: tuple[Any, ...], items: Items, *, may_drop: bool) -> list[Any] | None:
-    """What was appended to ``items``, which held ``old``; None if anything else happened.
-
-    A deque that is full drops as many as it gets: the fewest that explain what it holds now. One whose items only took
-    each other's places got none.
+    """What was appended to ``items``, which held ``old``; None if anything else happened. A deque that is full drops as
+    many as it gets: the fewest that explain what it holds. One whose items only took each other's places got none.
     """
     now = list(items)
     is_full = len(now) == getattr(items, "maxlen", None)
@@ -246,8 +241,8 @@ def told_apart(first: Any, second: Any, tell: Callable[[Any], str] = repr) -> tu
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Return True if two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. Those
-    that are compared by the user's own code, which must not run here, or that raise, are not.
+    """Return True if two Python values are interchangeable: same type, and equal (0.0 is not -0.0) or both NaN. What is
+    compared by the user's own code, which must not run here, or raises, is not.
     """
     if first is second:
         return True

@@ -30,8 +30,8 @@ def written_positions(name: str) -> tuple[int, ...]:
 
 
 def finish(name: str, out: Any) -> Any:
-    """A collective's results as its caller gets them. One that runs operators while it is waited for (gloo copies at
-    the end of a reduce_scatter) is waited for here, and is found done.
+    """A collective's results as its caller gets them. gloo copies at the end of a reduce_scatter, while it is waited
+    for: so that is done here.
     """
     if not name.startswith(_LATE):
         return out

@@ -101,9 +101,7 @@ def _watching_autocast(casts: dict[str, bool]) -> Iterator[None]:
 
 @contextmanager
 def _as_outside(func: Any, casts: dict[str, bool]) -> Iterator[None]:
-    """Have the parts of ``func`` cast as they do outside of the mode, and views of what needs gradients need them, too:
-    ``matmul`` folds by that.
-    """
+    """Have parts of ``func`` cast, and views need gradients, as outside of the mode: ``matmul`` folds by that."""
     keys = [key for device, key in _AUTOCAST.items() if casts.get(device)]
     # Where torch makes the result of the whole a view, those of its parts are none.
     keys += [] if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView") else [_VIEWS]

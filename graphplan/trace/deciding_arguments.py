@@ -57,8 +57,8 @@ class _Parameter(NamedTuple):
 
 
 def explain(*, is_drawn: bool = False) -> str:
-    """A sentence about why a package's code has come to where this thread is, and the argument that decides it; an
-    empty string where none does. ``is_drawn``: it reads how a random number compares with another one.
+    """A sentence about why a package's code has come here, and the argument that decides it; empty where none does.
+    ``is_drawn``: it reads how a random number compares with another one.
     """
     chain = _Chain(sys._getframe(1))
     for number, frame in enumerate(chain.frames):

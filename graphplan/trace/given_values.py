@@ -86,9 +86,7 @@ def _index_tensor(numbers: Any) -> Tensor:
 
 
 class GivenValues(OperatorMode):
-    """Answers reads with what the traced steps read, and gives operators that copy from host memory to the device what
-    the traced steps' constants are there.
-    """
+    """Answers reads as in the traces, and replaces what is copied from the host by the traces' constants."""
 
     def __init__(self, reads: Sequence[HostRead] = (), constants: Sequence[HostConstant] = ()) -> None:
         super().__init__()

@@ -15,9 +15,7 @@ _STRIDE = 1.05
 
 
 class WeakStorages:
-    """Holds storages weakly: while it is there, no other storage gets their identities. Like ``StorageWeakRef``, for
-    many at once.
-    """
+    """Holds storages weakly: no other one gets their identities meanwhile. As ``StorageWeakRef``, for many at once."""
 
     def __init__(self) -> None:
         self._held: list[int] = []
@@ -35,9 +33,7 @@ class WeakStorages:
 
 
 class MemoryWatch:
-    """Tells whether a dense tensor's memory is what it was when the watch began, and keeps it alive. ``writes``: how
-    often the trace has seen each storage written to so far.
-    """
+    """Tells whether a dense tensor's memory is as it was, and keeps it alive. ``writes`` counts writes by storage."""
 
     def __init__(self, tensor: Tensor, writes: Counter[int | None]) -> None:
         self._storage = tensor.untyped_storage()

@@ -90,9 +90,7 @@ def _waits(given: _Given) -> bool:
 
 
 class TraceMode(OperatorMode):
-    """Fills a :class:`Trace` with operators and externals, and notes the first violation. ``before`` is the step's
-    previous trace.
-    """
+    """Fills a :class:`Trace`, and notes the first violation. ``before`` is the step's previous trace."""
 
     def __init__(self, trace: Trace, watch: RateWatch, before: Trace | None = None) -> None:
         super().__init__()
@@ -364,9 +362,7 @@ class TraceMode(OperatorMode):
         return any(one is tensor and operand in self._fixed for one, operand in given)
 
     def _has_constant_shape(self, name: str, args: tuple[Any, ...], out: Any, given: _Given) -> bool:
-        """Return True if the values that the shape of ``out`` depends on are computed from Python's numbers alone. A
-        capture on a device is given the positions that they select.
-        """
+        """Return True if the shape of ``out`` follows from Python's numbers. A capture gets the positions."""
         if name in INDEXING:
             deciding = [pair for pair in given if any(pair[0] is index for index in args[1] if is_mask(index))]
         elif name == NONZERO:
@@ -421,9 +417,7 @@ class TraceMode(OperatorMode):
         )
 
     def _told(self, source: Source) -> Source:
-        """What a message names: for an operator that autograd's engine calls in a thread of its own, the backward for
-        which the step's thread waits.
-        """
+        """What a message names: the backward that is waited for, if autograd's own thread runs the operator."""
         return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
 
     def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> None:

@@ -53,8 +53,8 @@ def collect(error: RefusalError) -> bool:
 class Operator(NamedTuple):
     """One dispatched operator. ``operands`` are ``("external" | "internal", number)`` in argument order, numbered by
     first appearance; ``offsets`` are those of the external ones within their storages; ``scalars`` are the other
-    arguments by name; ``launches`` is False for views and allocations. ``threaded``: another thread than the step's ran
-    it, as autograd's engine does on devices.
+    arguments by name; ``launches`` is False for views and allocations; ``threaded``: autograd's engine ran it in a
+    thread of its own.
     """
 
     name: str
@@ -82,9 +82,7 @@ class TracedExternal:
     is_scripted: bool = False
     """Scripted code had it first, and was not given it."""
     is_passing: bool = False
-    """It is a number on the host that scripted code made of a number, unseen by dispatchers: nothing holds it once the
-    step is over. ``tensor`` is a copy then.
-    """
+    """A number on the host that scripted code made unseen, and that nothing holds after the step; a copy then."""
     _storage: torch.UntypedStorage | None = None
 
     def let_go(self) -> None:
@@ -119,8 +117,8 @@ class HostConstant(NamedTuple):
 class Trace:
     """Facts of one real step. ``leaf_storages`` has the storage identity of each tensor leaf by index.
 
-    ``graph_elsewhere``: another thread than the step's worked with gradients enabled, as autograd's engine does where a
-    derivative is derived again. An activation that is recomputed does not count: it is not added to others.
+    ``graph_elsewhere``: another thread than the step's worked with gradients enabled, as autograd's engine does in
+    double backward, and not to recompute an activation.
     """
 
     operators: list[Operator] = field(default_factory=list)
@@ -178,9 +176,7 @@ class Trace:
             self.violation = error
 
     def undo_unowned_writes(self) -> None:
-        """Put back what the step changed in tensors and generators that no snapshot has: those without an owner, and
-        tensors that only a name in the code leads to.
-        """
+        """Put back what the step changed in tensors and generators that no snapshot has: no owner has them."""
         with torch.no_grad():
             for tensor, value in self.unowned_writes:
                 if not is_freed(tensor):
@@ -217,9 +213,7 @@ def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """Stands for a tensor that the step returned: ``leaf`` or ``path`` if it is one that went in, else internal, with
-    ``marks``, the attributes that hang on it.
-    """
+    """A tensor that the step returned: ``leaf`` or ``path`` if it went in, else internal with attributes."""
 
     leaf: int | None = None
     path: str | None = None

@@ -85,9 +85,7 @@ def _generator_of(kind: str, device: Any = None) -> torch.Generator:
 
 @dataclass(frozen=True, slots=True)
 class SavedStates:
-    """What a traced step did of the kind: how often it saved a state, what it put back, in order, and by how much it
-    moved on the offset of its device's default generator (0 on the CPU).
-    """
+    """How often a traced step saved a state, what it put back, in order, and how much its device's offset grew."""
 
     saves: int = 0
     restores: tuple[Restore, ...] = ()
@@ -95,9 +93,7 @@ class SavedStates:
 
 
 class TracedStates:
-    """Saves and restores as the step asks, and notes what it restores that it saved itself; ``before`` and ``after``
-    are called around that.
-    """
+    """Saves and restores as the step asks, and notes its own states that it restores between the two calls."""
 
     def __init__(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         self._before, self._after = before, after

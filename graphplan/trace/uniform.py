@@ -71,9 +71,7 @@ class UniformDraws:
         self.drawn.pop(operand, None)
 
     def take(self, name: str, args: Sequence[Any], operands: Sequence[Operand], *, views: bool) -> bool:
-        """Note an operator, and whether it makes nothing but ``views`` of its operands. True if it compares what was
-        drawn, and the result is certain.
-        """
+        """Note an operator, which may only make ``views``. True if it compares a draw with a certain result."""
         if self.decides(name, operands):
             drawn = self.drawn[operands[0]]
             # A view may see the same memory otherwise.
