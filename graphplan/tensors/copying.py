@@ -58,10 +58,6 @@ def _home(tensor: Tensor) -> Hashable | None:
     return (tensor.device, tensor.dtype) if not _is_on_host(tensor) and _is_plain(tensor) else None
 
 
-def _small_home(tensor: Tensor) -> Hashable | None:
-    return _home(tensor) if tensor.nbytes <= _SMALL else None
-
-
 def _groups(tensors: Sequence[Tensor], keys: Iterable[Hashable | None], most: int) -> Iterator[tuple[bool, list[int]]]:
     """Positions of tensors that belong together by their keys, in at most ``most`` bytes, and whether they do; those
     without a key alone.
@@ -194,8 +190,8 @@ class Unequal:
 
 def _on_devices(ones: Sequence[Tensor], twos: Sequence[Tensor]) -> list[list[int]]:
     """Positions of the tensors that are compared together, without what lies on the host."""
-    homes = zip(map(_small_home, ones), twos, strict=True)
-    keys = [(home, two.device) if home and _is_plain(two) else None for home, two in homes]
+    homes = [_home(one) if one.nbytes <= _SMALL else None for one in ones]
+    keys = [(home, two.device) if home and _is_plain(two) else None for home, two in zip(homes, twos, strict=True)]
     groups = (members for _, members in _groups(ones, keys, _TOGETHER))
     return [members for members in groups if not _is_on_host(ones[members[0]])]
 

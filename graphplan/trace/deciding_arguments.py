@@ -51,7 +51,7 @@ class _Parameter(NamedTuple):
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is declared to be a number, a string or a bool where it is not None."""
+        """It is declared to be a number, a string or a bool, or None."""
         words = set(re.findall(r"\w+", self.annotation)) - _OPTIONAL
         return bool(words) and words <= {"bool", "int", "float", "str"}
 
@@ -72,7 +72,8 @@ def explain(*, is_drawn: bool = False) -> str:
 
 
 def _explain_condition(chain: _Chain, number: int, condition: Condition) -> str:
-    truth = truth_in(chain.frames[number])
+    frame = chain.frames[number]
+    truth = truth_in(frame)
     if outcome(condition.test, truth) is (not condition.outcome):
         return ""  # A variable has changed since.
     for leaf in leaves_of(condition.test):
@@ -81,7 +82,7 @@ def _explain_condition(chain: _Chain, number: int, condition: Condition) -> str:
         if holds is not None and other is (not condition.outcome):
             for name in names_in(leaf):
                 parameter = chain.parameter_of(number, name)
-                said = "" if parameter is None else _say(leaf, holds, name, chain.value(number, name), parameter)
+                said = "" if parameter is None else _say(leaf, holds, name, value_of(name, frame), parameter)
                 if said:
                     return said
     return ""
@@ -93,7 +94,7 @@ def _explain_draw(chain: _Chain, compare: ast.Compare) -> str:
     parameter = chain.parameter_of(0, bound) if isinstance(compare.ops[0], (ast.Lt, ast.Gt)) else None
     if parameter is None:
         return ""
-    text, value = ast.unparse(bound), chain.value(0, bound)
+    text, value = ast.unparse(bound), value_of(bound, chain.frames[0])
     return f"`{ast.unparse(compare)}` is drawn ({text} is {value!r}): pass `{parameter.name}=0.0` to {parameter.of}"
 
 
@@ -156,10 +157,6 @@ class _Chain:
         frame = self.frames[number]
         names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
         return frame.f_code.co_name == "__init__" and bool(names) and frame.f_locals.get(names[0]) is owner
-
-    def value(self, number: int, name: ast.expr) -> Any:
-        """What ``name`` is in the frame of that number."""
-        return value_of(name, self.frames[number])
 
     def _passed(self, number: int, parameter: str) -> _Parameter | None:
         """What the user passes for a parameter of the function in the frame of that number, or hands on to it."""
