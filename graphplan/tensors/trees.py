@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
@@ -60,20 +60,21 @@ def _flatten_record(record: _Record) -> tuple[list[Any], Any]:
     return list(record.values.values()), (record.kind, tuple(record.values))
 
 
+def _unflatten_record(values: Iterable[Any], context: Any) -> _Record:
+    return _Record(context[0], dict(zip(context[1], values, strict=True)))
+
+
+NODES[_Record] = lambda record: (record.values.values(), (record.kind, *record.values))
+NODES[_Outer] = lambda outer: ((), (outer.level, outer.weak))
+
+
 def _flatten_record_with_keys(record: _Record) -> tuple[list[tuple[Any, Any]], Any]:
     values, context = _flatten_record(record)
     key = pytree.GetAttrKey if record.kind is partial or is_dataclass(record.kind) else _AttributeKey
     return [(key(name), value) for name, value in zip(context[1], values, strict=True)], context
 
 
-NODES[_Record] = lambda record: (record.values.values(), (record.kind, *record.values))
-NODES[_Outer] = lambda outer: ((), (outer.level, outer.weak))
-pytree.register_pytree_node(
-    _Record,
-    _flatten_record,
-    lambda values, context: _Record(context[0], dict(zip(context[1], values, strict=True))),
-    flatten_with_keys_fn=_flatten_record_with_keys,
-)
+pytree.register_pytree_node(_Record, _flatten_record, _unflatten_record, flatten_with_keys_fn=_flatten_record_with_keys)
 pytree.register_pytree_node(
     _Outer,
     lambda outer: ([], (outer.level, outer.weak)),
@@ -170,7 +171,9 @@ def literal_values(thing: Any) -> dict[str, Any] | None:
 
 
 def has_attributes(node: Any) -> bool:
-    """Return True for a container with attributes of its own, which flattening would lose."""
+    """Whether ``node`` is a container that is taken apart and put together again, and attributes that were set
+    on it would be lost by that.
+    """
     is_rebuilt = type(node) is OrderedDict or (isinstance(node, tuple) and hasattr(node, "_fields"))
     return is_rebuilt and bool(getattr(node, "__dict__", None))
 
