@@ -1,31 +1,28 @@
-"""What code does with a value that one of its instructions reads: assert it, return it, or compute with it.
+"""What code does with a value that one of its expressions reads: assert it, return it, or compute with it.
 
 A value is asserted if nothing but branches depends on it, and one side of each of them only raises: ``assert``, or
-``if bad: raise``, with the message that the raising side puts together. The bytecode is followed from the instruction
-on, along all ways that it can go, with which items of the stack and which variables depend on the value. Where an
-instruction is not known here, the code computes with the value.
+``if bad: raise``, with the message that the raising side puts together. The expression that the interpreter is in is
+looked up in the syntax tree of the source. From there the value is followed outwards to the statement, and from a
+variable that is assigned to what loads it. Where that leads to anything else, and where there is no source, the code
+computes with the value.
 
 Needs no torch.
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
 import dis
+import linecache
 import math
 import sys
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
-from functools import cached_property
-from types import BuiltinFunctionType, CodeType
-from typing import Any, NamedTuple
-
-_Item = bool | str
-"""On the stack: whether it depends on the value, or the name that it was loaded by: ``module.name`` of a global, and
-``.name`` of what is in another thing.
-"""
-_Stack = tuple[_Item, ...]
+from itertools import pairwise
+from types import BuiltinFunctionType, CodeType, ModuleType
+from typing import Any
 
 
 class Use(Enum):
@@ -37,53 +34,28 @@ class Use(Enum):
     OTHER = "other"
 
 
-class _State(NamedTuple):
-    """Before the instruction number ``place``. ``names``: the variables that depend on the value."""
-
-    place: int
-    stack: _Stack
-    names: frozenset[str]
-
-
 class _ComputedWith(Exception):
     """The code does something else with the value than to assert or return it."""
 
 
-_GOING = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_NO_INTERRUPT", "JUMP")
-_RAISING = ("RAISE_VARARGS", "RERAISE")
-_RETURNING = ("RETURN_VALUE", "RETURN_CONST")
-_WITHIN_BLOCKS = ("SETUP_FINALLY", "SETUP_WITH", "SETUP_ASYNC_WITH")
-_JUMPS = frozenset({*dis.hasjrel, *dis.hasjabs})
-_IDLE = (
-    "NOP", "CACHE", "EXTENDED_ARG", "RESUME", "PRECALL", "KW_NAMES", "POP_BLOCK", "SETUP_FINALLY", "MAKE_CELL",
-    "COPY_FREE_VARS", "NOT_TAKEN", *_GOING,
+_TESTS = ("POP_JUMP_", "JUMP_IF_", "TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_ARG")
+"""Instructions that ask for the truth of what another one has left, and those that come in between."""
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, *_COMPREHENSIONS)
+_BRANCHES = (ast.Assert, ast.If, ast.While)
+_PASSING = (
+    ast.Assert, ast.Attribute, ast.BinOp, ast.BoolOp, ast.Compare, ast.Dict, ast.FormattedValue, ast.JoinedStr,
+    ast.List, ast.Raise, ast.Set, ast.Slice, ast.Starred, ast.Tuple, ast.UnaryOp, ast.keyword, *_COMPREHENSIONS,
 )  # fmt: skip
-_LOOKING = (
-    "LOAD_FAST", "LOAD_GLOBAL", "LOAD_CONST", "LOAD_DEREF", "LOAD_ATTR", "COMPARE_OP", "IS_OP", "CONTAINS_OP",
-    "LOAD_METHOD", "PUSH_NULL", "POP_", "COPY", "SWAP", "DUP_TOP", "ROT_", "JUMP_", "NOP",
-)  # fmt: skip
-"""Instructions that change nothing, beside :data:`_PURE` ones."""
-_PURE: dict[str, Callable[[int], int]] = {
-    **dict.fromkeys(("TO_BOOL", "GET_ITER", "LIST_TO_TUPLE", "CALL_INTRINSIC_1"), lambda arg: 1),
-    **dict.fromkeys(("CONVERT_VALUE", "FORMAT_SIMPLE"), lambda arg: 1),
-    **dict.fromkeys(("COMPARE_OP", "IS_OP", "CONTAINS_OP", "FORMAT_WITH_SPEC", "IMPORT_NAME"), lambda arg: 2),
-    **dict.fromkeys(("BUILD_TUPLE", "BUILD_LIST", "BUILD_SET", "BUILD_STRING", "BUILD_SLICE"), lambda arg: arg),
-    "BINARY_SLICE": lambda arg: 3,
-    "BUILD_MAP": lambda arg: 2 * arg,
-    "BUILD_CONST_KEY_MAP": lambda arg: arg + 1,
-    "FORMAT_VALUE": lambda arg: 2 if arg & 4 else 1,
-}
-"""How many items instructions take that make one of them, and do nothing else."""
-_MAKING = ("BINARY_", "UNARY_", "INPLACE_", "MAKE_FUNCTION", "SET_FUNCTION_ATTRIBUTE")
-"""Others, which the interpreter counts for us."""
-_STORES = {"STORE_GLOBAL": 1, "STORE_NAME": 1, "STORE_DEREF": 1, "STORE_ATTR": 2, "STORE_SUBSCR": 3, "STORE_SLICE": 4}
-_STORES |= {"DELETE_ATTR": 1, "DELETE_SUBSCR": 2}
-_INTO = {"LIST_APPEND": 1, "SET_ADD": 1, "LIST_EXTEND": 1, "SET_UPDATE": 1, "MAP_ADD": 2}
-_TURNS = {"ROT_TWO": 2, "ROT_THREE": 3, "ROT_FOUR": 4}
-_HEADS = 2 if sys.version_info >= (3, 11) else 1
-"""Places on the stack of which one has what is called."""
-_MANY = 10_000
-"""States of one analysis. Code with more of them is taken to compute with the value."""
+"""What does no more with a value than to make another one of it, or to raise it."""
+_ACTING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.GeneratorExp, *_COMPREHENSIONS)
+"""Expressions that may do more than to compute a result, beside calls."""
+_LEAVING = (ast.Return, ast.Break, ast.Continue)
+_PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
+_TRIES: tuple[type[Any], ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))
+_ANY = frozenset({BaseException})
+"""Classes of an exception of which nothing is known."""
 _PURE_CALLS: frozenset[Any] = frozenset(
     {bool, int, float, complex, str, abs, len, min, max, sum, any, all, round, repr, isinstance, type}
 ) | {thing for thing in vars(math).values() if isinstance(thing, BuiltinFunctionType)}
@@ -96,16 +68,6 @@ _PURE_METHODS = (
 """What arrays and tensors compute under these names, and the modules that are for them, changes nothing."""
 
 
-def _is_pure(function: Any) -> bool:
-    """Whether calling it does no more than to compute a result."""
-    if f"{type(function).__module__}.{type(function).__name__}" == "numpy.ufunc":
-        return True
-    try:
-        return function in _PURE_CALLS
-    except TypeError:
-        return False
-
-
 class Branches:
     """The branches of one code object. ``space`` has its globals; ``asserting`` are functions that raise unless their
     arguments allow them to go on, and do nothing else.
@@ -115,445 +77,274 @@ class Branches:
         self._code = code
         self._space = space
         self._asserting = asserting
-        self._steps = list(dis.get_instructions(code))
-        self._offsets = [step.offset for step in self._steps]
-        self._places = {step.offset: index for index, step in enumerate(self._steps)}
-        self._handlers = dict(_handlers(code, self._steps, self._places))
-        self._room = code.co_stacksize + 8
-        self._empty: _Stack = (False,) * self._room
-        self._known_to_raise: dict[int, bool] = {}
+        self._parents: dict[ast.AST, ast.AST] = {}
+        for parent in ast.walk(_parse(code, space)):
+            self._parents.update(dict.fromkeys(ast.iter_child_nodes(parent), parent))
 
     def use_at(self, offset: int) -> tuple[Use, frozenset[Any]]:
-        """What is done with the value that the instruction at ``offset`` reads, and the classes of exceptions that the
-        branches on it raise; empty where these are not known.
+        """What is done with the value that the instruction at ``offset`` reads, and the classes of the exceptions that
+        the branches on it raise.
         """
-        index, raised = self._index_at(offset), set[Any]()
-        found: set[Use] = set()
-        left: list[_State] = []
-        seen: set[_State] = set()
+        index = offset // 2
+        names = [dis.opname[number] for number in self._code.co_code[::2]]
+        while names[index].startswith(_TESTS):
+            index -= 1
+        left = [part for node in self._at(index) for part in self._asked(node)]
+        found, raised, seen = set[Use](), set[Any](), set[ast.AST]()
         try:
-            left += self._read(index, found, raised)
-            while left and len(seen) < _MANY:
-                state = left.pop()
-                state = state._replace(stack=_taken(state.stack, self._room)[1])
-                if state not in seen and (state.names or True in state.stack):
-                    seen.add(state)
-                    left += self._follow(state, found, raised)
+            while left:
+                node = left.pop()
+                if node not in seen:
+                    seen.add(node)
+                    left += self._follow(node, found, raised)
         except _ComputedWith:
-            left = []
-            found = set()
-        if left:
             found = set()
         use = Use.RETURNED if Use.RETURNED in found else Use.ASSERTED if Use.ASSERTED in found else Use.OTHER
-        return use, frozenset() if None in raised else frozenset(raised)
+        return use, frozenset(raised)
 
     def lets_out(self, offset: int, raised: frozenset[Any]) -> tuple[bool, frozenset[Any]]:
         """Whether an exception leaves the code if one of the classes ``raised`` comes out of the instruction at
-        ``offset``, or one of any class if there are none; and the classes of what leaves it. A ``with`` statement lets
-        it out, but for ``contextlib.suppress``.
+        ``offset``; and the classes of what leaves it. A ``with`` statement lets it out, but for
+        ``contextlib.suppress``.
         """
-        index, kinds = self._index_at(offset), set[Any]()
-        handler = self._handlers.get(index)
-        lets_out = handler is None or self._only_raises(handler, kinds, raised)
-        return lets_out, raised | kinds if raised else raised
+        # Until Python 3.11 only the source tells.
+        if not getattr(self._code, "co_exceptiontable", True):
+            return True, raised
+        left = [self._leaving(node, raised) for node in self._at(offset // 2)]
+        known = [kinds for kinds in left if kinds is not None]
+        return bool(left) and len(known) == len(left), raised.union(*known)
 
-    def _index_at(self, offset: int) -> int:
-        """The number of the instruction at ``offset``, or in whose cache that is, as in the middle of some calls."""
-        return bisect_right(self._offsets, offset) - 1
+    def _at(self, index: int) -> list[ast.expr | ast.stmt]:
+        """What an instruction belongs to: the smallest thing around it that ends where it ends. Before Python 3.11 all
+        on its line that it may be.
+        """
+        line, last, column, end = _positions(self._code)[index]
+        nodes = [node for node in self._parents if isinstance(node, ast.expr | ast.stmt) and node.end_lineno]
+        if line is None or column is None:
+            acting = (ast.stmt, ast.Call, ast.Compare, ast.BinOp, ast.Subscript)
+            deciding = (*_BRANCHES, ast.BoolOp, ast.UnaryOp)
+            may_be = [node for node in nodes if isinstance(node, acting) or isinstance(self._parents[node], deciding)]
+            there = [node for node in may_be if node.lineno <= (line or 0) <= (node.end_lineno or 0)]
+            return [node for node in there if not any(map(self._is_lost, self._around(node)))]
+        around = [node for node in nodes if (node.end_lineno, node.end_col_offset) == (last, end)]
+        # A method's call begins where its name does.
+        around = [node for node in around if (node.lineno, node.col_offset) <= (line, column)]
+        return sorted(around, key=lambda node: (node.lineno, node.col_offset))[-1:]
 
-    @cached_property
-    def _stacks(self) -> dict[int, _Stack]:
-        """What is on the stack before each instruction: the names of globals, where all ways there agree."""
-        stacks: dict[int, _Stack] = {}
-        left = [_State(index, self._empty, frozenset()) for index in (0, *self._handlers.values())]
-        while left:
-            index, stack, _ = left.pop()
-            if index >= len(self._steps):
-                continue
-            stack = _taken(stack, self._room)[1]
-            known = stacks.get(index, stack)
-            merged = tuple(one if one == other else False for one, other in zip(known, stack, strict=True))
-            if stacks.get(index) != merged:
-                stacks[index] = merged
-                left += self._follow(_State(index, merged, frozenset()), set(), set())
-        return stacks
+    def _asked(self, node: ast.AST) -> list[ast.AST]:
+        """The expressions whose values may be read where an instruction belongs to ``node``."""
+        if isinstance(node, ast.Assert):
+            # pytest writes other statements in its place, with its position.
+            parts = [part for part in ast.walk(node.test) if isinstance(self._parents[part], ast.BoolOp)]
+            return [part for part in parts if isinstance(part, ast.expr)] or [node.test]
+        return [node] if isinstance(node, ast.expr) else []
 
-    def _read(self, index: int, found: set[Use], raised: set[Any]) -> Iterable[_State]:
-        """The states after the instruction that reads the value."""
-        step = self._steps[index]
-        state = _State(index, self._stacks.get(index, self._empty), frozenset())
-        if _is_test(step):
-            return self._test(state._replace(stack=(*state.stack[:-1], True)), found, raised)
-        if step.opname in (*_STORES, *_INTO, "POP_TOP", *_RETURNING) or _is_in_place(step):
+    def _follow(self, node: ast.AST, found: set[Use], raised: set[Any]) -> list[ast.AST]:
+        """The expressions that depend directly on the value of ``node``."""
+        parent = self._parents[node]
+        # Of a < b < c, whether c is computed depends on the value.
+        last = node.comparators[1:] if isinstance(node, ast.Compare) else []
+        if isinstance(node, _PAUSING) or not all(map(self._only_computes, last)):
             raise _ComputedWith
-        if step.opname.startswith(("BINARY", "UNARY", "COMPARE", "CONTAINS", "CALL", "LOAD_", "FOR_ITER", "TO_BOOL")):
-            # Of the items below it nothing is known: there are enough of them.
-            *_, after = self._follow(state, found, raised)
-            return [after._replace(stack=(*after.stack[:-1], True))]
-        raise _ComputedWith
-
-    def _follow(self, state: _State, found: set[Use], raised: set[Any]) -> Iterator[_State]:
-        """The states that may come after one."""
-        index, stack, names = state
-        if index >= len(self._steps):
-            raise _ComputedWith
-        step = self._steps[index]
-        if _is_test(step) and stack[-1] is True:
-            yield from self._test(state, found, raised)
-            return
-        if step.opname in _RAISING:
-            return
-        if step.opname in _RETURNING:
-            if step.opname == "RETURN_VALUE" and stack[-1] is True:
-                found.add(Use.RETURNED)
-            return
-        if names and index in self._handlers:
-            yield _State(self._handlers[index], self._empty, names)
-        if step.opname == "YIELD_VALUE" and stack[-1] is True:
+        # Before Python 3.12 a comprehension has code of its own, which returns what it makes.
+        is_own = isinstance(parent, _COMPREHENSIONS) and self._code.co_name.endswith("comp>")
+        if is_own or isinstance(parent, ast.Return | ast.Lambda | ast.GeneratorExp | ast.Yield):
             found.add(Use.RETURNED)
-            stack = (*stack[:-1], False)
-        target = self._places.get(step.argval) if step.opcode in _JUMPS else None
-        if target is not None and step.opname not in _WITHIN_BLOCKS:
-            if step.opname == "FOR_ITER" and stack[-1] is True:
+            return []
+        if isinstance(parent, _BRANCHES) and node is parent.test:
+            kinds = self._raised_if(True, node) or self._raised_if(False, node)
+            if kinds is None:
                 raise _ComputedWith
-            effect = 0 if step.opname in _GOING else _effect(step, jump=True)
-            yield _State(target, stack[:effect] if effect < 0 else stack + (False,) * effect, names)
-        if step.opname not in _GOING:
-            yield _State(index + 1, *self._after(step, stack, names, found))
+            found.add(Use.ASSERTED)
+            raised |= kinds
+            return []
+        if isinstance(parent, ast.Call) and any(self._resolve(parent.func) is check for check in self._asserting):
+            found.add(Use.ASSERTED)
+            raised |= _ANY
+            return []
+        if isinstance(parent, ast.Assign):
+            return [load for target in parent.targets for load in self._loads_of(target, parent)]
+        if isinstance(parent, ast.AnnAssign | ast.NamedExpr):
+            return [*self._loads_of(parent.target, parent), *([parent] if isinstance(parent, ast.NamedExpr) else [])]
+        if not self._passes_on(parent, node):
+            raise _ComputedWith
+        return [] if isinstance(parent, ast.stmt) else [parent]
 
-    def _test(self, state: _State, found: set[Use], raised: set[Any]) -> Iterable[_State]:
-        """A branch on the value: one of its sides has to raise."""
-        step, target = self._steps[state.place], self._places[self._steps[state.place].argval]
-        keeps = step.opname.endswith("_OR_POP")
-        sides = [(target, state.stack if keeps else state.stack[:-1]), (state.place + 1, state.stack[:-1])]
-        others = []
-        for start, stack in sides:
-            kinds: set[Any] = set()
-            if self._only_raises(start, kinds):
-                raised |= kinds or {None}
-            else:
-                others.append(_State(start, stack, state.names))
-        if len(others) > 1:
-            joined = None if keeps else self._join(*others)
-            if joined is None:
+    def _passes_on(self, parent: ast.AST, node: ast.AST) -> bool:
+        """Whether no more is done with the value of ``node`` than to make another one of it, or to raise it."""
+        if isinstance(parent, ast.BoolOp) and self._raised_if(isinstance(parent.op, ast.Or), parent) is None:
+            # Whether those behind it are computed depends on the value.
+            place = [operand is node for operand in parent.values].index(True)
+            return all(map(self._only_computes, parent.values[place + 1 :]))
+        if isinstance(parent, ast.Call):
+            return self._is_pure_call(parent, node) and not self._may_miss(parent)
+        if isinstance(parent, ast.Subscript):
+            return not self._may_miss(parent)
+        if isinstance(parent, ast.IfExp):
+            return node is not parent.test
+        return isinstance(parent, _PASSING)
+
+    def _loads_of(self, target: ast.AST, assignment: ast.AST) -> Iterator[ast.AST]:
+        """What loads the variables that an assignment stores, unless that can only lead to an exception."""
+        around = list(self._around(assignment))
+        begin = getattr(assignment, "end_lineno", 0), getattr(assignment, "end_col_offset", 0)
+        # A loop comes back to what lies before the assignment.
+        begin = min([begin, *(_place(node) for node in around if isinstance(node, _LOOPS))])
+        own = {*self._code.co_varnames}.difference(self._code.co_cellvars)
+        for name in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+            if not isinstance(name, ast.Name) or name.id not in own:
                 raise _ComputedWith
-            others = [joined]
-        found.add(Use.ASSERTED)
-        return others
+            for load in ast.walk(around[-1]):
+                is_one = isinstance(load, ast.Name) and load.id == name.id and isinstance(load.ctx, ast.Load)
+                if is_one and _place(load) >= begin and not any(map(self._is_lost, self._around(load))):
+                    yield load
 
-    def _join(self, one: _State, other: _State) -> _State | None:
-        """Where two ways come together again, if nothing happens on them before that."""
-        places = sorted({state.place for state in self._looks(one) if len(state.stack) == len(one.stack)})
-        joins = (one._replace(place=place) for place in places)
-        return next((end for end in joins if self._lead(one, end) and self._lead(other, end)), None)
+    def _is_lost(self, node: ast.AST) -> bool:
+        """Whether all that can come after a statement is an exception."""
+        return self._only_raises(self._onwards(node), node) is not None
 
-    def _lead(self, start: _State, end: _State) -> bool:
-        """Whether every way from one state on does no more than to look at things until it raises, or comes to another
-        one, which is further on.
+    def _raised_if(self, outcome: bool, node: ast.AST) -> frozenset[Any] | None:
+        """The classes that are raised in every case where the truth of ``node`` comes to ``outcome``; None if that may
+        end otherwise.
         """
-        return all(self._is_at(state, end) or self._onwards(state, start) for state in self._looks(start, end))
+        parent = self._parents[node]
+        if isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not):
+            return self._raised_if(not outcome, parent)
+        if isinstance(parent, ast.BoolOp) and isinstance(parent.op, ast.Or) is outcome:
+            return self._raised_if(outcome, parent)
+        if isinstance(parent, ast.Assert) and not outcome:
+            return self._leaving(parent, frozenset({AssertionError}))
+        if isinstance(parent, ast.While) and outcome:
+            return self._only_raises(parent.body, parent)
+        if isinstance(parent, ast.If) and node is parent.test:
+            side = parent.body if outcome else parent.orelse
+            return self._only_raises([*side, *self._onwards(parent)[1:]], parent)
+        return None
 
-    def _looks(self, start: _State, end: _State | None = None) -> Iterator[_State]:
-        """The states that ways go through from one on, as far as they only look at things; up to and with ``end``."""
-        left, seen = [start._replace(stack=_marked(start.stack))], set[_State]()
-        while left:
-            state = left.pop()._replace(names=frozenset())
-            if state in seen or state.place >= len(self._steps) or self._always_raises(state.place):
-                continue
-            seen.add(state)
-            yield state
-            if end is None or not self._is_at(state, end):
-                left += self._onwards(state, start)
+    def _only_raises(self, block: Sequence[ast.stmt], place: ast.AST) -> frozenset[Any] | None:
+        """The classes of the exceptions with which a block at ``place`` leaves the code on every way; None if not."""
+        return self._leaving(place, self._kinds_in(block) or _ANY) if _always_raises(block) else None
 
-    def _onwards(self, state: _State, start: _State) -> list[_State]:
-        """The states after one, if nothing is changed on the way there, not even what was on the stack at the start,
-        and it leads further down in the code; else none.
+    def _leaving(self, node: ast.AST, raised: frozenset[Any]) -> frozenset[Any] | None:
+        """The classes of what leaves the code if one of the classes ``raised`` comes out of ``node``; None if that may
+        be caught.
         """
-        step = self._steps[state.place]
-        if step.opname.startswith("CALL"):
-            is_pure = self._is_pure_call(step, state.stack) and not self._may_miss(step)
-        elif step.opname in _PURE or step.opname.startswith(_MAKING):
-            is_pure = not _is_in_place(step) and step.opname != "IMPORT_NAME" and not self._may_miss(step)
-        else:
-            is_pure = step.opname in _IDLE or step.opname.startswith(_LOOKING)
-        after = list(self._follow(state, set(), set())) if is_pure else []
-        marks = _marked(start.stack)
-        are_good = all(one.place > state.place and one.stack[: len(marks)] == marks for one in after)
-        return after if are_good else []
+        for inner, outer in pairwise(self._around(node)):
+            if isinstance(outer, ast.With | ast.AsyncWith) and "suppress" in self._code.co_names:
+                return None
+            if isinstance(outer, _TRIES):
+                if _has(outer.finalbody, _LEAVING):
+                    return None
+                for handler in outer.handlers if inner in outer.body else ():
+                    if self._catches(handler, raised):
+                        if not _always_raises(handler.body):
+                            return None
+                        raised |= self._kinds_in(handler.body)
+        return raised
 
-    def _is_at(self, state: _State, end: _State) -> bool:
-        return len(state.stack) == len(end.stack) and self._is_same(state.place, end.place)
+    def _catches(self, handler: ast.ExceptHandler, raised: frozenset[Any]) -> bool:
+        """Whether the ``except`` clause may be for one of the classes ``raised``."""
+        kinds = map(self._class, handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type])
+        return any(issubclass(one, kind) or issubclass(kind, one) for kind in kinds for one in raised)
 
-    def _is_pure_call(self, step: dis.Instruction, stack: _Stack) -> bool:
-        """Whether a call does no more than to compute a result, as far as its name tells."""
-        called = [item for item in self._arguments(step, stack)[:_HEADS] if isinstance(item, str)]
-        holder, _, name = called[0].rpartition(".") if called else ("", "", "")
-        if "." not in (called or [""])[0]:
-            return bool(called) and _is_pure(self._global(name))
-        return name in _PURE_METHODS or _is_pure(self._global(f"{holder}.{name}"))
+    def _kinds_in(self, block: Sequence[ast.stmt]) -> frozenset[Any]:
+        """The classes of exceptions that a block raises, other than what is on its way already."""
+        raises = [node for statement in block for node in ast.walk(statement) if isinstance(node, ast.Raise)]
+        return frozenset(self._class(node.exc) for node in raises if node.exc is not None)
 
-    def _is_same(self, one: int, other: int) -> bool:
-        """Whether the same goes on from two instructions: a compiler copies what is short."""
-        return self._settled(one) == self._settled(other) or self._both_return(one, other)
+    def _class(self, node: ast.AST | None) -> Any:
+        """The class of an exception that an expression names or makes, as far as that is known."""
+        kind = self._resolve(node.func if isinstance(node, ast.Call) else node)
+        return kind if isinstance(kind, type) and issubclass(kind, BaseException) else BaseException
 
-    def _settled(self, index: int) -> int:
-        """The instruction that jumps lead to from one on."""
-        for _ in self._steps:
-            step = self._steps[index]
-            if step.opname not in (*_GOING, "NOP"):
-                break
-            index = index + 1 if step.opname == "NOP" else self._places[step.argval]
-        return index
+    def _may_miss(self, node: ast.AST) -> bool:
+        """Whether the code goes on where ``node`` cannot do what it is to do, as with a key that is not there."""
+        return self._leaving(node, _ANY) is None
 
-    def _both_return(self, *starts: int) -> bool:
-        """Whether nothing but ``return None`` begins at each of the instructions: a compiler copies it."""
-        for start in starts:
-            first, *others = self._steps[start : start + 2]
-            names = [first.opname, *(step.opname for step in others)]
-            if first.argval is not None or (names[0] != "RETURN_CONST" and names != ["LOAD_CONST", "RETURN_VALUE"]):
-                return False
-        return True
+    def _only_computes(self, node: ast.AST) -> bool:
+        """Whether an expression does no more than to compute a result, as far as the names of what it calls tell."""
+        calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
+        if _has([node], _ACTING) or not all(map(self._is_pure_call, calls)):
+            return False
+        return not (_has([node], (ast.Call, ast.Subscript)) and self._may_miss(node))
 
-    def _always_raises(self, start: int) -> bool:
-        """:meth:`_only_raises` without the classes, remembered: many ways lead through the same instructions."""
-        known = self._known_to_raise.get(start)
-        if known is None:
-            known = self._known_to_raise[start] = self._only_raises(start, set())
-        return known
+    def _is_pure_call(self, call: ast.Call, node: ast.AST | None = None) -> bool:
+        """Whether a call, to which ``node`` leads, does no more than to compute a result, as far as names tell."""
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _PURE_METHODS:
+            # The value may be given to a function, but to no method of something else.
+            return node in (None, call.func) or isinstance(self._resolve(call.func.value), ModuleType)
+        function = self._resolve(call.func)
+        if f"{type(function).__module__}.{type(function).__name__}" == "numpy.ufunc":
+            return True
+        with suppress(TypeError):
+            return function in _PURE_CALLS
+        return False
 
-    def _only_raises(self, start: int, kinds: set[Any], raised: Collection[Any] | None = None) -> bool:
-        """Whether every way from an instruction on ends with an exception that leaves the code. ``kinds`` gets the
-        exceptions' classes that are named on the way; ``raised`` are those of one that is on its way already.
-        """
-        left, seen = [start], set[int]()
-        raises = False
-        while left:
-            index = left.pop()
-            if index in seen:
-                continue
-            if index >= len(self._steps):
-                return False
-            seen.add(index)
-            step = self._steps[index]
-            raises |= step.opname in _RAISING
-            if step.opname in _RETURNING or step.opname in ("YIELD_VALUE", "SEND"):
-                return False
-            kind = self._named(index)
-            if isinstance(kind, type) and issubclass(kind, BaseException) and not self._is_caught_here(index):
-                kinds.add(kind)
-            if step.opname in _RAISING:
-                left += [self._handlers[index]] if index in self._handlers else []
-            else:
-                left += self._ways(index, kinds if raised is None else raised)
-        return raises
-
-    def _ways(self, index: int, raised: Collection[Any]) -> Iterator[int]:
-        """The instructions that may come after one while an exception is on its way, or is being made."""
-        step = self._steps[index]
-        target = self._places.get(step.argval) if step.opcode in _JUMPS else None
-        if step.opname in _GOING:
-            assert target is not None
-            yield target
-            return
-        before = [earlier.opname for earlier in self._steps[max(index - 2, 0) : index]]
-        leaves_with = "WITH_EXCEPT_START" in before and "suppress" not in self._code.co_names
-        if target is not None and step.opname not in _WITHIN_BLOCKS and not leaves_with:
-            yield target
-        is_match = step.opname == "JUMP_IF_NOT_EXC_MATCH" or before[-1:] == ["CHECK_EXC_MATCH"]
-        if not (target is not None and is_match and self._cannot_match(index, raised)):
-            yield index + 1
-
-    def _cannot_match(self, index: int, raised: Collection[Any]) -> bool:
-        """Whether the ``except`` clause that decides at an instruction is for none of ``raised``."""
-        loaded = index - (1 if self._steps[index].opname == "JUMP_IF_NOT_EXC_MATCH" else 2)
-        kind = self._named(loaded)
-        is_class = isinstance(kind, type) and issubclass(kind, BaseException)
-        return is_class and bool(raised) and not any(issubclass(one, kind) or issubclass(kind, one) for one in raised)
-
-    def _is_caught_here(self, index: int) -> bool:
-        """Whether the class that an instruction loads is one that an ``except`` clause is for."""
-        return any("EXC_MATCH" in step.opname for step in self._steps[index + 1 : index + 2])
-
-    def _named(self, index: int) -> Any:
-        """The global or builtin that an instruction loads, or None."""
-        step = self._steps[index]
-        if step.opname == "LOAD_ASSERTION_ERROR" or step.argval is AssertionError:
-            return AssertionError
-        return self._global(step.argval) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
-
-    def _global(self, path: str) -> Any:
-        first, *rest = path.split(".")
-        thing = self._space.get(first, getattr(builtins, first, None))
-        for name in rest:
+    def _resolve(self, node: ast.AST | None) -> Any:
+        """The global, builtin or attribute of a module that an expression names, or None."""
+        if isinstance(node, ast.Attribute):
             # Of modules only: to ask other objects could run code.
-            thing = vars(thing).get(name) if isinstance(thing, type(sys)) else None
-        return thing
+            holder = self._resolve(node.value)
+            return vars(holder).get(node.attr) if isinstance(holder, ModuleType) else None
+        code = self._code
+        if not isinstance(node, ast.Name) or node.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            return None
+        return self._space.get(node.id, getattr(builtins, node.id, None))
 
-    def _after(
-        self, step: dis.Instruction, stack: _Stack, names: frozenset[str], found: set[Use]
-    ) -> tuple[_Stack, frozenset[str]]:
-        """The stack and the names after an instruction that does not jump."""
-        opname, arg = step.opname, step.arg or 0
-        if opname in _IDLE:
-            return stack, names
-        if "_FAST" in opname and opname.startswith(("LOAD", "STORE", "DELETE")):
-            return _variables(step, stack, names)
-        if opname in _PURE or opname.startswith(_MAKING):
-            count = _PURE[opname](arg) if opname in _PURE else 1 - _effect(step)
-            rest, taken = _taken(stack, count)
-            if True in taken and ((_is_in_place(step) and taken[0] is not True) or self._may_miss(step)):
-                raise _ComputedWith
-            return (*rest, True in taken), names
-        if opname.startswith(("CALL", "LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME")):
-            return self._call_or_load(step, stack, found), names
-        if opname in _STORES:
-            rest, taken = _taken(stack, _STORES[opname])
-            if True in taken:
-                raise _ComputedWith
-            return rest, names
-        if opname in _INTO:
-            rest, taken = _taken(stack, _INTO[opname])
-            place = len(rest) - arg
-            return (*rest[:place], rest[place] is True or True in taken, *rest[place + 1 :]), names
-        return _moved(step, stack), names
+    def _onwards(self, statement: ast.AST) -> list[ast.stmt]:
+        """What comes after a statement in the block that it is in, with itself."""
+        parent = self._parents.get(statement)
+        for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
+            if isinstance(block, list) and statement in block:
+                after = self._onwards(parent)[1:] if isinstance(parent, ast.If) else []
+                return [*block[block.index(statement) :], *after]
+        return []
 
-    def _may_miss(self, step: dis.Instruction) -> bool:
-        """Whether the code goes on where an instruction cannot do with the value what it is to do, as with a key that
-        is not there.
-        """
-        handler = self._handlers.get(self._places[step.offset])
-        looks_up = step.opname.startswith("CALL") or "SUBSCR" in step.opname or step.argrepr == "[]"
-        return looks_up and handler is not None and not self._only_raises(handler, set())
-
-    @staticmethod
-    def _arguments(step: dis.Instruction, stack: _Stack) -> _Stack:
-        """What a call takes from the stack."""
-        # Python 3.11 counts the arguments as taken by the instruction before.
-        return _taken(stack, (step.arg or 0) + 2 if step.opname == "CALL" else 1 - _effect(step))[1]
-
-    def _call_or_load(self, step: dis.Instruction, stack: _Stack, found: set[Use]) -> _Stack:
-        opname = step.opname
-        if opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            # Beside what is to be called there may be a place for what that is bound to.
-            return stack + (str(step.argval),) * max(_effect(step), 1)
-        if opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            rest, (holder,) = _taken(stack, 1)
-            item = holder if holder is True else f"{holder or ''}.{step.argval}"
-            return rest + (item,) * (_effect(step) + 1)
-        taken = self._arguments(step, stack)
-        rest = stack[: max(len(stack) - len(taken), 0)]
-        if True in taken:
-            called = [item for item in taken[:_HEADS] if isinstance(item, str)]
-            function = self._global(called[0]) if called else None
-            if any(function is one for one in self._asserting):
-                found.add(Use.ASSERTED)
-                return (*rest, False)
-            if taken[0] is True or not _is_pure(function) or self._may_miss(step):
-                raise _ComputedWith
-        return (*rest, True in taken)
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        """``node`` and what it is part of, up to the function that runs it."""
+        inner = None
+        while True:
+            yield node
+            body = getattr(node, "body", None)
+            if isinstance(node, _SCOPES) and (inner is body or (isinstance(body, list) and inner in body)):
+                return
+            inner, node = node, self._parents[node]
 
 
-def _is_test(step: dis.Instruction) -> bool:
-    return step.opname.startswith(("POP_JUMP_", "JUMP_IF_")) and step.opname != "JUMP_IF_NOT_EXC_MATCH"
+def _place(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
-def _is_in_place(step: dis.Instruction) -> bool:
-    return step.opname.startswith("INPLACE_") or (step.opname == "BINARY_OP" and step.argrepr.endswith("="))
+def _has(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
+    return any(isinstance(inner, kinds) for node in nodes for inner in ast.walk(node))
 
 
-def _effect(step: dis.Instruction, *, jump: bool = False) -> int:
-    """By how much the stack grows."""
-    return dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=jump)
+def _always_raises(block: Sequence[ast.stmt]) -> bool:
+    """Whether every way through a block ends with an exception."""
+    for statement in block:
+        if isinstance(statement, ast.Raise):
+            return True
+        if isinstance(statement, ast.If) and _always_raises(statement.body) and _always_raises(statement.orelse):
+            return True
+        if _has([statement], (*_LEAVING, *_PAUSING)):
+            return False
+    return False
 
 
-def _taken(stack: _Stack, count: int) -> tuple[_Stack, _Stack]:
-    """The stack without its top, and the ``count`` items there."""
-    if count > len(stack):
-        stack = (False,) * (count - len(stack)) + stack
-    return stack[: len(stack) - count], stack[len(stack) - count :]
-
-
-def _marked(stack: _Stack) -> _Stack:
-    """A stack of which each item is told from what is put in its place."""
-    return tuple(f"{number}th" for number in range(len(stack)))
-
-
-def _variables(step: dis.Instruction, stack: _Stack, names: frozenset[str]) -> tuple[_Stack, frozenset[str]]:
-    """What loads, stores and deletes of variables do; since Python 3.13 two of them are one instruction."""
-    given = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-    acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE", "DELETE")]
-    for act, name in zip(acts, given, strict=True):
-        if act == "LOAD":
-            stack = (*stack, name in names)
-        if act == "STORE":
-            stack, (item,) = _taken(stack, 1)
-            names = names | {name} if item is True else names - {name}
-        elif act == "DELETE" or step.opname == "LOAD_FAST_AND_CLEAR":
-            names -= {name}
-    return stack, names
-
-
-def _moved(step: dis.Instruction, stack: _Stack) -> _Stack:
-    """The stack after an instruction that moves items, or one that is not known."""
-    opname, arg = step.opname, step.arg or 0
-    if opname in ("COPY", "DUP_TOP", "DUP_TOP_TWO"):
-        rest, taken = _taken(stack, {"DUP_TOP": 1, "DUP_TOP_TWO": 2}.get(opname, arg))
-        return (*rest, *taken, *(taken[:1] if opname == "COPY" else taken))
-    if opname == "SWAP":
-        rest, taken = _taken(stack, arg)
-        return (*rest, taken[-1], *taken[1:-1], taken[0])
-    if opname in _TURNS or opname == "ROT_N":
-        rest, taken = _taken(stack, _TURNS.get(opname, arg))
-        return (*rest, taken[-1], *taken[:-1])
-    if opname == "UNPACK_SEQUENCE":
-        rest, taken = _taken(stack, 1)
-        return rest + taken * arg
-    effect = _effect(step)
-    if opname in ("POP_TOP", "END_FOR", "END_SEND", "POP_ITER"):
-        return stack[:effect]
-    pushes = opname.startswith("LOAD_") and "SUPER" not in opname
-    if True in stack and not (pushes or opname in ("PUSH_NULL", "FOR_ITER")):
-        raise _ComputedWith
-    return stack[:effect] if effect < 0 else stack + (False,) * effect
-
-
-def _handlers(code: CodeType, steps: list[dis.Instruction], places: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """For instructions in a ``try`` or ``with`` statement: where an exception goes that comes out of them."""
+def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
+    """Line, last line, column, and column at the end of each instruction; since Python 3.11 more than its line."""
     if sys.version_info >= (3, 11):
-        for start, end, target in _exception_table(code.co_exceptiontable):
-            yield from ((places[at], places[target]) for at in range(start, end, 2) if at in places)
-        return
-    left: list[tuple[int, tuple[int | None, ...]]] = [(0, ())]
-    seen: set[int] = set()
-    while left:
-        index, blocks = left.pop()
-        if index in seen or index >= len(steps):
-            continue
-        seen.add(index)
-        step = steps[index]
-        handler = next((block for block in reversed(blocks) if block is not None), None)
-        if handler is not None:
-            yield index, handler
-        target = places.get(step.argval) if step.opcode in _JUMPS else None
-        if step.opname in _WITHIN_BLOCKS:
-            assert target is not None
-            left += [(target, (*blocks, None)), (index + 1, (*blocks, target))]
-            continue
-        if step.opname in ("POP_BLOCK", "POP_EXCEPT"):
-            blocks = blocks[:-1]
-        left += [(target, blocks)] if target is not None else []
-        left += [(index + 1, blocks)] if step.opname not in (*_GOING, *_RAISING, *_RETURNING) else []
+        return [(line, last, column, end) for line, last, column, end in code.co_positions()]
+    return [(line, line, None, None) for start, end, line in code.co_lines() for _ in range(start, end, 2)]
 
 
-def _exception_table(table: bytes) -> Iterator[tuple[int, int, int]]:
-    """Start, end and target of what a code object of Python 3.11 and later has for exceptions, as offsets."""
-    numbers = []
-    value = 0
-    for byte in table:
-        # Six bits each; the next one says whether more belong to the number, the last one begins an entry.
-        value = value << 6 | byte & 63
-        if not byte & 64:
-            numbers.append(value)
-            value = 0
-    for start, length, target, _ in zip(*[iter(numbers)] * 4, strict=True):
-        yield 2 * start, 2 * (start + length), 2 * target
+def _parse(code: CodeType, space: Mapping[str, Any]) -> ast.AST:
+    """The syntax tree of the lines that ``code`` comes from, or of its whole file where these make no statement."""
+    lines = linecache.getlines(code.co_filename, dict(space))
+    first, end = code.co_firstlineno, max(last or line or 0 for line, last, _, _ in _positions(code))
+    for start, part in ((first, lines[first - 1 : end]), (1, lines)):
+        is_inner = bool(part) and part[0][:1].isspace()
+        with suppress(SyntaxError):
+            tree = ast.parse("if True:\n" * is_inner + "".join(part))
+            return ast.increment_lineno(tree, start - 1 - is_inner)
+    return ast.Module([], [])

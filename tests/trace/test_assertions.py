@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from graphplan import HostSyncError, RefusalError, graph_step, graphed
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
+from graphplan.observe import branches
 from graphplan.trace.given_values import GivenValues
 from graphplan.trace.host_reads import HostRead, Place
 from graphplan.trace.records import Trace
@@ -102,7 +106,18 @@ if torch.isnan(x).any() and torch.isinf(x).any(): raise ValueError("no")
 for i in range(2):\n    assert x.any() or (x > i).all(), "no"\n    log(i)
 for i in range(2):\n    if (x > 3).any() and (x > i).all(): raise ValueError
 with torch.no_grad():\n    assert x.any() or (x > 3).all(), "no"
+if not x.all() or not log(1): raise ValueError
+assert x.all() and log(1)
+if not (x.all() and log(1)): raise ValueError
+if (v := x.item()) > 3: raise ValueError(v)
+v: float = x.item()\nassert v < 3
+v = x > 0\nv = v.all().item()\nif not v: raise ValueError
+if flag is None: log(1)\nelif not x: raise ValueError
+assert (x\n    .max()\n    .item()) < 3
+try:\n    with torch.no_grad():\n        assert x\nfinally:\n    log(1)
 """
+UNCLEAR = ("assert all(y", "if any(y", "torch._check")
+"""How those begin of which the line alone does not tell what is read there: Python 3.10 knows no more."""
 COMPUTED = r"""
 x.item()
 float(x)
@@ -161,6 +176,14 @@ if x.any() and {}.setdefault(1, 0): raise ValueError
 y = x * (2 if x.any() else 3)
 y = [x, 2 if x > 0 else 3][0] + (1 if flag and x.any() else -1)
 y = x.sum(0 if x else -1)
+if 0 <= -x <= len([log(1)]): raise ValueError
+if x.all() and not log(1): raise ValueError
+if x > 3 or log(1): log(2)
+if (v := x.item()) > 0: log(v)
+for i in range(2):\n    if i: log(v)\n    v = x.item()\n    assert v
+v = w = x.item()\nassert v\nlog(w)
+v = x.item()\nassert v > 0\nv += 1\nlog(v)
+store = [0]\nstore[0] = x.item()\nassert store[0] > 0
 """
 
 
@@ -190,13 +213,34 @@ def snippets(text: str) -> list[str]:
 def step_of(snippet: str) -> Callable[[Tensor], Any]:
     """A step with those lines in it."""
     body = snippet.replace("\\n", "\n    ")
+    source, file = f"def step(x):\n    y = x * 2\n    {body}\n    return y\n", f"<{snippet}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     space: dict[str, Any] = {**globals(), "flag": True, "suppress": suppress, "math": math}
-    exec(compile(f"def step(x):\n    y = x * 2\n    {body}\n    return y\n", "snippet.py", "exec"), space)
+    exec(compile(source, file, "exec"), space)
     step: Callable[[Tensor], Any] = space["step"]
     return step
 
 
-@pytest.mark.parametrize("snippet", snippets(ASSERTED))
+@pytest.fixture
+def _known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of instructions; until Python 3.10 their lines alone."""
+    if request.param == "lines":
+        monkeypatch.setattr(branches, "_positions", _lines)
+
+
+def _lines(code: CodeType) -> list[tuple[int | None, ...]]:
+    return [(line, line, None, None) for start, end, line in code.co_lines() for _ in range(start, end, 2)]
+
+
+def cases(text: str, step: int = 1) -> Any:
+    """Each snippet, and those of every ``step`` again for which lines have to do."""
+    alone = [(snippet, "lines") for snippet in snippets(text)[::step] if not snippet.startswith(UNCLEAR)]
+    columns = [(snippet, "columns") for snippet in snippets(text)] if sys.version_info >= (3, 11) else []
+    return pytest.mark.parametrize(("snippet", "_known"), [*columns, *alone], indirect=["_known"])
+
+
+@cases(ASSERTED, 4)
+@pytest.mark.usefixtures("_known")
 def test_what_is_only_asserted_refuses_nothing(snippet: str) -> None:
     step = step_of(snippet)
     fast = graph_step(step, backend="tape", verify=4)
@@ -206,10 +250,20 @@ def test_what_is_only_asserted_refuses_nothing(snippet: str) -> None:
     assert "asserts a tensor's value, in eager steps and checks only, at " in fast.report()
 
 
-@pytest.mark.parametrize("snippet", snippets(COMPUTED))
+@cases(COMPUTED)
+@pytest.mark.usefixtures("_known")
 def test_what_is_computed_with_is_refused(snippet: str) -> None:
     fast = graph_step(step_of(snippet), backend="tape")
     with pytest.raises(RefusalError, match="on the host"):
+        for _ in range(6):
+            fast(torch.tensor(1.0))
+
+
+def test_code_without_source_is_refused() -> None:
+    space: dict[str, Any] = {}
+    exec(compile("def step(x):\n    assert x\n    return x * 2\n", "<nowhere>", "exec"), space)
+    fast = graph_step(space["step"], backend="tape")
+    with pytest.raises(HostSyncError, match="on the host"):
         for _ in range(6):
             fast(torch.tensor(1.0))
 
@@ -258,6 +312,34 @@ def test_where_assertions_fail(bad: int) -> None:
     assert torch.equal(torch.stack(losses), torch.stack(expected))
     assert all(map(torch.equal, model.state_dict().values(), found))
     assert step.stats.replayed > 0
+
+
+def logged(x: Tensor) -> bool:
+    LOGGED.append(x.shape)
+    return True
+
+
+LOGGED: list[torch.Size] = []
+
+
+def test_assert_statements_that_pytest_rewrites() -> None:
+    def only_asserts(x: Tensor) -> Tensor:
+        assert x.sum() > 0 and (x > 0).all(), f"found {x.sum().item()}"
+        assert x.min()
+        return x * 2
+
+    def logs(x: Tensor) -> Tensor:
+        assert x.sum() > 0 or logged(x)
+        return x * 2
+
+    fast = graph_step(only_asserts, backend="tape")
+    for _ in range(8):
+        fast(torch.ones(2))
+    assert fast.stats.replayed > 0
+    fast = graph_step(logs, backend="tape")
+    with pytest.raises(HostSyncError, match="on the host"):
+        for _ in range(6):
+            fast(torch.ones(2))
 
 
 def validated(x: Tensor) -> Tensor:
