@@ -17,11 +17,11 @@ import dis
 import linecache
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from itertools import pairwise
-from types import BuiltinFunctionType, CodeType, ModuleType
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 
@@ -69,14 +69,12 @@ _PURE_METHODS = (
 
 
 class Branches:
-    """The branches of one code object. ``space`` has its globals; ``asserting`` are functions that raise unless their
-    arguments allow them to go on, and do nothing else.
-    """
+    """The branches of one code object. ``space`` has its globals."""
 
-    def __init__(self, code: CodeType, space: Mapping[str, Any], asserting: Collection[Any] = ()) -> None:
+    def __init__(self, code: CodeType, space: Mapping[str, Any]) -> None:
         self._code = code
         self._space = space
-        self._asserting = asserting
+        self._uses: dict[int, tuple[Use, frozenset[Any]]] = {}
         self._parents: dict[ast.AST, ast.AST] = {}
         for parent in ast.walk(_parse(code, space)):
             self._parents.update(dict.fromkeys(ast.iter_child_nodes(parent), parent))
@@ -85,7 +83,11 @@ class Branches:
         """What is done with the value that the instruction at ``offset`` reads, and the classes of the exceptions that
         the branches on it raise.
         """
-        index = offset // 2
+        if offset not in self._uses:
+            self._uses[offset] = self._find_use(offset // 2)
+        return self._uses[offset]
+
+    def _find_use(self, index: int) -> tuple[Use, frozenset[Any]]:
         names = [dis.opname[number] for number in self._code.co_code[::2]]
         while names[index].startswith(_TESTS):
             index -= 1
@@ -158,7 +160,7 @@ class Branches:
             found.add(Use.ASSERTED)
             raised |= kinds
             return []
-        if isinstance(parent, ast.Call) and any(self._resolve(parent.func) is check for check in self._asserting):
+        if isinstance(parent, ast.Call) and _is_check(self._resolve(parent.func)):
             found.add(Use.ASSERTED)
             raised |= _ANY
             return []
@@ -309,6 +311,27 @@ class Branches:
             if isinstance(node, _SCOPES) and (inner is body or (isinstance(body, list) and inner in body)):
                 return
             inner, node = node, self._parents[node]
+
+
+_KNOWN: dict[int, Branches] = {}
+"""By the identity of code, which each holds."""
+_MANY = 2**12
+
+
+def branches_of(frame: FrameType) -> Branches:
+    """The branches of the code that runs in ``frame``."""
+    known = _KNOWN.get(id(frame.f_code))
+    if known is None:
+        if len(_KNOWN) >= _MANY:
+            _KNOWN.clear()
+        known = _KNOWN[id(frame.f_code)] = Branches(frame.f_code, frame.f_globals)
+    return known
+
+
+def _is_check(function: Any) -> bool:
+    """Whether it is ``torch._check(condition, message)`` or the like, which does no more than to assert."""
+    is_torchs = isinstance(function, FunctionType) and function.__module__ == "torch"
+    return is_torchs and function.__name__.startswith("_check")
 
 
 def _place(node: ast.AST) -> tuple[int, int]:

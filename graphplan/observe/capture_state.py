@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from threading import Lock
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
 
-from graphplan.observe.branches import Branches, Use
+from graphplan.observe.branches import Use, branches_of
 
 _HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -37,8 +37,6 @@ _PATIENCE = 1.0
 """Seconds: Ctrl-C may come before the lock is given back, and no thread waits for long."""
 _lock: Any = Lock()
 _entered: list[object] = []
-_uses: dict[tuple[int, int], tuple[CodeType, Use]] = {}
-"""By the identity of code, which each entry holds."""
 _replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
 
 
@@ -105,10 +103,10 @@ def _is_of_step(frame: FrameType | None) -> bool:
         frame = frame.f_back
     if frame is None or _manages(frame.f_code.co_filename) or _is_optimizers(frame):
         return False
-    use = _use_in(frame)
+    use = branches_of(frame).use_at(frame.f_lasti)[0]
     while use is Use.RETURNED and frame.f_back is not None:
         frame = frame.f_back
-        use = _use_in(frame)
+        use = branches_of(frame).use_at(frame.f_lasti)[0]
     return use is not Use.ASSERTED
 
 
@@ -120,14 +118,6 @@ def _is_optimizers(frame: FrameType) -> bool:
             return True
         around = around.f_back
     return False
-
-
-def _use_in(frame: FrameType) -> Use:
-    """What the code in ``frame`` does with the answer that it is waiting for."""
-    key = (id(frame.f_code), frame.f_lasti)
-    if key not in _uses:
-        _uses[key] = (frame.f_code, Branches(frame.f_code, frame.f_globals).use_at(frame.f_lasti)[0])
-    return _uses[key][1]
 
 
 @cache

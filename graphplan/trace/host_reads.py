@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from graphplan.environment.origin import is_ours
-from graphplan.observe.branches import Branches, Use
+from graphplan.observe.branches import Use, branches_of
 from graphplan.observe.source import runs_steps
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -29,12 +29,6 @@ _MACHINERY = tuple(
     os.path.join(_TORCH, name) for name in ("_compile.py", "_ops.py", "_dynamo", "utils/_python_dispatch.py")
 )
 """What calls a dispatch mode."""
-_CHECKS = (check for name, check in vars(torch).items() if name.startswith("_check"))
-_ASSERTING = tuple(check for check in _CHECKS if getattr(check, "__module__", None) == "torch")
-"""torch's own ``torch._check(condition, message)`` and the like."""
-_MANY = 2**12
-_BRANCHES: dict[int, tuple[CodeType, Branches, dict[int, tuple[Use, frozenset[Any]]]]] = {}
-"""By the identity of code, which each entry holds."""
 
 
 class Place(NamedTuple):
@@ -68,23 +62,6 @@ class HostRead:
     waits: bool = False
 
 
-def _branches_of(frame: FrameType) -> tuple[Branches, dict[int, tuple[Use, frozenset[Any]]]]:
-    code = frame.f_code
-    known = _BRANCHES.get(id(code))
-    if known is None:
-        if len(_BRANCHES) >= _MANY:
-            _BRANCHES.clear()
-        known = _BRANCHES[id(code)] = (code, Branches(code, frame.f_globals, _ASSERTING), {})
-    return known[1:]
-
-
-def _use_in(frame: FrameType) -> tuple[Use, frozenset[Any]]:
-    branches, uses = _branches_of(frame)
-    if frame.f_lasti not in uses:
-        uses[frame.f_lasti] = branches.use_at(frame.f_lasti)
-    return uses[frame.f_lasti]
-
-
 def _asking(frame: FrameType | None) -> FrameType | None:
     """The innermost frame around ``frame`` that is neither graphplan's nor a dispatch mode's: the one that reads."""
     while frame is not None and (is_ours(frame.f_code.co_filename) or is_machinery(frame)):
@@ -116,7 +93,7 @@ def is_asserted() -> bool:
     """Return True if the value that is being read is only asserted, and the step ends where that fails."""
     frame = _asking(sys._getframe(1))
     while frame is not None and not is_ours(frame.f_code.co_filename):
-        use, raised = _use_in(frame)
+        use, raised = branches_of(frame).use_at(frame.f_lasti)
         if use is not Use.RETURNED:
             return use is Use.ASSERTED and _ends_step(frame.f_back, raised)
         frame = frame.f_back
@@ -127,7 +104,7 @@ def _ends_step(frame: FrameType | None, raised: frozenset[Any]) -> bool:
     """Whether an exception that comes to ``frame`` goes through all of the step's code."""
     while frame is not None and not runs_steps(frame.f_code):
         if not is_ours(frame.f_code.co_filename):
-            lets_out, raised = _branches_of(frame)[0].lets_out(frame.f_lasti, raised)
+            lets_out, raised = branches_of(frame).lets_out(frame.f_lasti, raised)
             if not lets_out:
                 return False
         frame = frame.f_back
