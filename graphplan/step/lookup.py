@@ -22,12 +22,15 @@ from graphplan.step.programs import Entry, Key, Variant
 from graphplan.step.runner import Parts
 from graphplan.tensors.attributes import attributes_on
 from graphplan.tensors.containers import PLAIN_LEAVES
+from graphplan.tensors.tree_shapes import shape_of, take_leaves
 
 _KINDS = 4
 """Kinds of calls with tensors of the same shapes that are remembered: as many as a step that accumulates gradients has
 programs."""
 _SHAPES = 256
 """Shapes whose kinds of calls are remembered."""
+_COMPARABLE = PLAIN_LEAVES | {type}
+"""Types of leaves that are compared without code of their own; records hold classes, too."""
 
 
 class Lookup:
@@ -133,7 +136,7 @@ def _anywhere(key: Key) -> Key:
 
 
 class KnownCall:
-    """One kind of call: positional arguments, each a tensor, a literal, or tuples, lists and dicts of those.
+    """One kind of call: positional arguments, each a tensor, a literal, or containers and records of those.
 
     Attributes:
         entry, program: what the long way found for it.
@@ -156,8 +159,8 @@ class KnownCall:
         self.program = program
         self.checks = checks
         self.variant = variant
-        self._shapes = list(map(_shape, args))
-        self._is_flat = all(shape is None for _, shape, _ in self._shapes)
+        self._shapes = list(map(shape_of, args))
+        self._is_flat = all(shape.label is None for shape in self._shapes)
         self._kinds = list(map(type, feed.leaves))
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
@@ -197,34 +200,7 @@ class KnownCall:
         """Add the leaves of ``args`` to ``leaves``; whether the containers are of this kind."""
         if len(args) != len(self._shapes):
             return False
-        return all(map(_take, args, self._shapes, repeat(leaves)))
-
-
-def _take(arg: Any, known: tuple[Any, Any, Any], leaves: list[Any]) -> bool:
-    """Add the leaves of ``arg`` to ``leaves``; whether it has the shape that is ``known``."""
-    kind, shape, parts = known
-    items: Any
-    if type(arg) is not kind:
-        return False
-    if shape is None:
-        leaves.append(arg)
-        return True
-    if (tuple(arg) if kind is dict else len(arg)) != shape:
-        return False
-    items = arg.values() if kind is dict else arg
-    if parts is None:
-        leaves += items
-        return True
-    return all(map(_take, items, parts, repeat(leaves)))
-
-
-def _shape(arg: Any) -> tuple[Any, Any, Any]:
-    """The class of an argument; a container's keys or length (None: a leaf); the shapes of nested containers."""
-    kind: Any = type(arg)
-    if kind not in (dict, list, tuple):
-        return kind, None, None
-    parts = [_shape(item) for item in (arg.values() if kind is dict else arg)]
-    return kind, tuple(arg) if kind is dict else len(arg), parts if any(part[1] is not None for part in parts) else None
+        return all(map(take_leaves, args, self._shapes, repeat(leaves)))
 
 
 def _shapes(args: Sequence[Any]) -> Any:
@@ -277,7 +253,7 @@ class FastPath:
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
         """Know calls like this one from now on, unless the comparisons would not tell enough about them."""
         read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
-        plain = PLAIN_LEAVES.issuperset(map(type, read)) and not entry.wants_grad
+        plain = _COMPARABLE.issuperset(map(type, read)) and not entry.wants_grad
         plain = plain and not any(attributes_on(leaf) for _, leaf in feed.tensors())
         if not plain:
             return

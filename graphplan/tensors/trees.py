@@ -199,7 +199,7 @@ def _opened(tree: Any, opens: Callable[[Any], bool], outer: tuple[Any, ...]) -> 
         for level, record in enumerate(reversed(outer)):
             if record is target and type(record) is not partial:
                 return _Outer(level, weak=leaf is not target)
-        if not opens(leaf) and not (outer and _refers_to(leaf, outer)):
+        if not opens(leaf) and not (outer and refers_to(leaf, outer)):
             return leaf
         values = record_values(leaf)
         return _Record(type(leaf), {name: _opened(value, opens, (*outer, leaf)) for name, value in values.items()})
@@ -207,7 +207,7 @@ def _opened(tree: Any, opens: Callable[[Any], bool], outer: tuple[Any, ...]) -> 
     return pytree.tree_map(opened, tree, is_leaf=has_attributes)
 
 
-def _refers_to(leaf: Any, outer: tuple[Any, ...]) -> bool:
+def refers_to(leaf: Any, outer: tuple[Any, ...]) -> bool:
     """Return True if an object refers to one that it is a part of: in a copy of that one, it has to be a copy, too."""
     if base_of(type(leaf)) is None:
         return False

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,12 +18,83 @@ from graphplan import GraphedStep, Program, graph_step
 from tests.facts import assert_same, flatten
 
 X, Y = torch.randn(4, 3), torch.randn(4, 3)
+
+
+class Named(NamedTuple):
+    """A pair of tensors."""
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass
+class Pair:
+    """A pair of tensors."""
+
+    x: Tensor
+    y: Tensor
+
+
+class OtherPair(Pair):
+    """The same attributes."""
+
+
+class Encoding(UserDict[str, Tensor]):
+    """What tokenizers return."""
+
+
+class Graph:
+    """Holds its tensors in a part that knows it, as batches of graphs do."""
+
+    def __init__(self, x: Tensor, **others: Any) -> None:
+        self.kind = Graph
+        self.store = Store(self, x, others)
+
+
+class Store:
+    """Tensors, and whose they are."""
+
+    def __init__(self, parent: Any, x: Tensor, others: dict[str, Any]) -> None:
+        self.mapping = {"x": x, **others}
+        self.parent = weakref.ref(parent)
+
+
+def loop(x: Tensor, *, is_closed: bool) -> Graph:
+    """An object with a second reference to itself, or with another object in that place."""
+    graph = Graph(x)
+    graph.store.mapping["other"] = graph if is_closed else Graph(x)
+    return graph
+
+
+def tensors_of(value: Any) -> Iterator[Any]:
+    """Tensors and literals in ``value``, in their order, but not those of an object that holds it."""
+    if isinstance(value, (Tensor, int, float)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+    elif isinstance(value, dict):
+        yield from tensors_of(list(value.values()))
+    elif isinstance(value, Graph):
+        mapping = value.store.mapping
+        yield from tensors_of([2.0 if item is value else item for item in mapping.values()])
+    elif value is not None:
+        yield from tensors_of(vars(value))
+
+
 CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "tensors": ((X, Y), (Y, X)),
     "a list": (([X, Y],), ([Y, X],)),
     "a dictionary": (({"x": X, "y": Y},), ({"x": Y, "y": X},)),
     "a literal": ((X, 0.5), (Y, 0.5)),
     "nothing": ((), ()),
+    "a named tuple": ((Named(X, Y),), (Named(Y, X),)),
+    "an ordered dictionary": ((OrderedDict(x=X, y=Y),), (OrderedDict(x=Y, y=X),)),
+    "a dataclass": ((Pair(X, Y),), (Pair(Y, X),)),
+    "an encoding": ((Encoding(x=X, y=Y),), (Encoding(x=Y, y=X),)),
+    "an object whose part knows it": ((Graph(X, y=Y, n=2),), (Graph(Y, y=X, n=2),)),
+    "an object that holds itself": ((loop(X, is_closed=True),), (loop(Y, is_closed=True),)),
+    "objects in a list": (([Pair(X, Y), Graph(X)],), ([Pair(Y, X), Graph(Y)],)),
 }
 """Two calls of one kind each."""
 OTHERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
@@ -35,6 +109,13 @@ OTHERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "another alignment": ((X,), (torch.randn(13)[1:].view(4, 3),)),
     "one more": ((X,), (X, Y)),
     "nested deeper": (([[X]],), ([X],)),
+    "another class": ((Pair(X, Y),), (OtherPair(X, Y),)),
+    "a named tuple and a tuple": ((Named(X, Y),), ((X, Y),)),
+    "another order of attributes": ((Encoding(x=X, y=Y),), (Encoding(y=X, x=Y),)),
+    "another attribute": ((Graph(X),), (Graph(X, y=Y),)),
+    "another literal in an object": ((Graph(X, n=1),), (Graph(X, n=2),)),
+    "another shape in an object": ((Graph(X),), (Graph(X[:2]),)),
+    "another object in the place of itself": ((loop(X, is_closed=True),), (loop(X, is_closed=False),)),
 }
 """Two calls of different kinds each."""
 
@@ -48,7 +129,7 @@ def make(seed: int = 0) -> tuple[nn.Linear, Callable[..., Tensor]]:
     def step(*args: Any) -> Tensor:
         optimizer.zero_grad()
         loss = model.weight.square().sum()
-        for number, leaf in enumerate(torch.utils._pytree.tree_leaves(args)):
+        for number, leaf in enumerate(tensors_of(args)):
             if isinstance(leaf, Tensor):
                 width = leaf.shape[-1]
                 loss = loss + (number + 1) * (model.weight.double()[:width, :width] * leaf.double().sum()).sum()
@@ -103,6 +184,18 @@ def test_calls_of_another_kind(name: str) -> None:
     assert graph.stats.captured == 2
     assert graph.stats.replayed == 32 - 2 * 6
     assert_same(flatten(losses=expected, model=model), flatten(losses=found, model=own))
+
+
+def test_attributes_that_containers_have_suddenly() -> None:
+    """They are seen, and the call is eager."""
+    _, graph = graphed_twin()
+    for _ in range(10):
+        graph(OrderedDict(x=X))
+    marked: Any = OrderedDict(x=X)
+    marked.note = 1
+    with pytest.warns(UserWarning, match=r"attributes of its own \(note\)"):
+        graph(marked)
+    assert graph.stats.replayed == 4
 
 
 def test_many_kinds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
