@@ -17,7 +17,7 @@ import graphplan.step.eager_calls as graphed
 from graphplan import GraphedStep, Program, graph_step
 from tests.facts import assert_same, flatten
 
-X, Y = torch.randn(4, 3), torch.randn(4, 3)
+X, Y, Z = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3)
 
 
 class Named(NamedTuple):
@@ -94,7 +94,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "an encoding": ((Encoding(x=X, y=Y),), (Encoding(x=Y, y=X),)),
     "an object whose part knows it": ((Graph(X, y=Y, n=2),), (Graph(Y, y=X, n=2),)),
     "an object that holds itself": ((loop(X, is_closed=True),), (loop(Y, is_closed=True),)),
-    "objects in a list": (([Pair(X, Y), Graph(X)],), ([Pair(Y, X), Graph(Y)],)),
+    "objects in a list": (([Pair(X, Y), Graph(Z)],), ([Pair(Y, Z), Graph(X)],)),
 }
 """Two calls of one kind each."""
 OTHERS: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
