@@ -261,7 +261,7 @@ class Graphed(Method, Reports):
             input=self._step.machine.buffers.nbytes + padding,
             param=sum(by_role[Role.PARAM].values()),
             state=sum(by_role[Role.STATE].values()),
-            output=sum(program.lent_bytes for program in programs),
+            output=sum(program.outputs.lent_bytes for program in programs),
             pool=sum(program.nbytes for program in programs),
         )
 

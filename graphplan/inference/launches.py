@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan.backends.backend import Recording
-from graphplan.program.watchers import WATCHERS
+from graphplan.program.program import WATCHERS
 from graphplan.tensors.dtensors import is_imagined, is_wrapped
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.operator_schemas import schema_of, tensors_in, written_tensors
@@ -63,13 +63,13 @@ class LaunchCounter(TorchDispatchMode):
 
     def __enter__(self) -> LaunchCounter:
         self._thread = get_ident()
-        WATCHERS.append(self)
+        WATCHERS.append(self.replay)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
-        WATCHERS.remove(self)
+        WATCHERS.remove(self.replay)
 
     def replay(self, recording: Recording) -> None:
         """Count a replay, and leave out what it runs; what other threads replay is not counted."""

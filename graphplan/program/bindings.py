@@ -237,7 +237,6 @@ class Bindings:
         """Use ``walk``'s containers from now on."""
         self._places = {path: self._place_in(walk, path) for path in self._fresh}
         self._walk = walk
-        self.companions.follow(walk)
         effects: list[Counter | Assignment] = [*self._plan.counters, *self._plan.assignments]
         repeats = filter(None, (effect.repeating(walk) for effect in effects))
         appends = (append.repeating(walk, items, _clone) for append, items in self._appended.items())

@@ -79,8 +79,7 @@ class _Body:
             raise HostEffectError(change)
         self.after = walk_owners(self._plan.handles.owners())
         with torch.no_grad():
-            writes = self._bindings.targets
-            self.outputs = Outputs(self._plan, result, clone_from=lambda t: storage_id(t) in writes, lent=self._lent)
+            self.outputs = Outputs(self._plan, result, overwritten=self._bindings.targets, lent=self._lent)
             self._bindings.close_step(self.after, self._outside)
 
 
@@ -142,7 +141,7 @@ def capture_program(
         feed=feed,
     )
     flags.assign(plan.left)
-    program.count_uses(before)
+    program.adopted.count_uses(before)
     return program
 
 

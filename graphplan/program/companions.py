@@ -30,11 +30,6 @@ class _Left(NamedTuple):
         """Whether it was written to since."""
         return self.tensor._version != self.version
 
-    @property
-    def is_there(self) -> bool:
-        """Whether it is in its slot."""
-        return self.slot.get() is self.tensor
-
 
 _PENDING: list[weakref.ref[Companions]] = []
 """What replays of any step have noted, until anything else runs: one step's copies are no writes of the host's."""
@@ -62,22 +57,17 @@ class Companions:
 
     def __init__(self, groups: tuple[AliasedSlots, ...]) -> None:
         self._groups = groups
-        self._walk = Walk()
         self._left: list[list[_Left]] = []
         self._reference = weakref.ref(self)
 
-    def follow(self, walk: Walk) -> None:
-        """Look into ``walk``'s slots from now on."""
-        self._walk = walk
-
-    def note(self) -> None:
-        """After a replay, which left tensors in the slots."""
+    def note(self, walk: Walk) -> None:
+        """After a replay, which left tensors in ``walk``'s slots."""
         _PENDING.append(self._reference)
         self._left = [
             [
                 _Left(path, overlay, slot, held, held._version)
                 for path, overlay in group
-                if (slot := self._walk.slots.get(path)) is not None
+                if (slot := walk.slots.get(path)) is not None
                 and type(held := slot.get()) in PLAIN_KINDS
                 and not held.is_inference()
             ]
@@ -90,7 +80,7 @@ class Companions:
         for group in groups:
             written = [left for left in group if left.is_written]
             if written:
-                _bring([left for left in group if not left.is_written and left.is_there], written)
+                _bring([left for left in group if not left.is_written and left.slot.get() is left.tensor], written)
 
 
 def _bring(others: list[_Left], written: list[_Left]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,17 +29,16 @@ class Outputs:
     """
 
     def __init__(
-        self, plan: Plan, result: Any, *, clone_from: Callable[[Tensor], bool], lent: Mapping[int, Lease] | None = None
+        self, plan: Plan, result: Any, *, overwritten: Collection[int | None], lent: Mapping[int, Lease]
     ) -> None:
         leaves = [leaf for _, leaf in flatten_result(result)[0]]
-        self._lent = dict(lent or {})
+        self._lent = lent
         self._template = [output.value for output in plan.outputs]
         self._given = [(number, o) for number, o in enumerate(plan.outputs) if o.kind in ("input", "owned")]
         self._rebuild = rebuilder(plan.output_structure, close_records)
         self._static: dict[int, Tensor] = {}
         self._packs: list[tuple[Tensor, list[int]]] = []
         self._shared: list[tuple[int, int]] = []
-        self._bits: list[tuple[int, bool, bool]] = []
         self._marks = [(number, dict(output.marks)) for number, output in enumerate(plan.outputs) if output.marks]
         places: dict[Any, int] = {}
         scalars: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -50,25 +49,21 @@ class Outputs:
             if first != number:
                 self._shared.append((number, first))
                 continue
-            tensor = leaf.detach()
-            if tensor.is_conj() or tensor.is_neg():
-                # A clone has no such bit: what lies in memory is cloned, and seen through it again.
-                self._lent.pop(number, None)
-                self._bits.append((number, tensor.is_conj(), tensor.is_neg()))
-                tensor = _seen(tensor, *self._bits[-1][1:])
-            if number in self._lent:
-                _fill(self._lent[number], tensor)
+            tensor = leaf.detach().resolve_conj().resolve_neg()
+            if number in lent:
+                _fill(lent[number], tensor)
                 continue
             # A carry may write into this memory at the end of the step: the caller wants what was returned.
-            self._static[number] = tensor.clone() if clone_from(tensor) else tensor
-            if tensor.ndim == 0 and not is_sharded(tensor) and all(number != seen for seen, *_ in self._bits):
+            self._static[number] = tensor.clone() if storage_id(tensor) in overwritten else tensor
+            if tensor.ndim == 0 and not is_sharded(tensor):
                 scalars.setdefault((tensor.dtype, tensor.device), []).append(number)
         for numbers in scalars.values():
             self._pack(numbers)
-        self.lent = list(self._lent.values())
+        self.lent = list(lent.values())
         """The results that are lent: each replay overwrites them."""
-        is_plain = 0 in self._static and not self._bits and not self._marks
-        self._lone = len(plan.outputs) == 1 and plan.output_structure.is_leaf() and is_plain
+        self._lone = (
+            0 in self._static and len(plan.outputs) == 1 and plan.output_structure.is_leaf() and not self._marks
+        )
 
     def _pack(self, numbers: Sequence[int]) -> None:
         """Have scalars of one dtype handed out as parts of vectors: of one that they are elements of, or a new one."""
@@ -102,8 +97,6 @@ class Outputs:
             built[number] = StaticOutput.of(lease)
         for number, static in self._static.items():
             built[number] = static.clone()
-        for number, is_conj, is_neg in self._bits:
-            built[number] = _seen(built[number], is_conj, is_neg)
         for pack, numbers in self._packs:
             for number, part in zip(numbers, hand_out(pack), strict=True):
                 built[number] = part
@@ -114,12 +107,6 @@ class Outputs:
         for number, output in self._given:
             built[number] = _given(output, leaves, walk)
         return self._rebuild(built)
-
-
-def _seen(tensor: Tensor, is_conj: bool, is_neg: bool) -> Tensor:
-    """The memory of ``tensor`` with the conjugate and the negative bit turned over where asked for."""
-    tensor = tensor.conj() if is_conj else tensor
-    return torch._neg_view(tensor) if is_neg else tensor
 
 
 def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:

@@ -13,14 +13,13 @@ from graphplan.compare.comparing import Row
 from graphplan.environment.devices import synchronize
 from graphplan.environment.surroundings import check_surroundings
 from graphplan.errors import ClosedError, DeviceFault, FeedError, GraphPlanError, GuardError
-from graphplan.feed.call_arguments import call_step
+from graphplan.feed.call_arguments import call_step, hands_over
 from graphplan.feed.signature import Feed, check_match, flatten
-from graphplan.guards.guards import Guards
 from graphplan.owners.flags import Flags
 from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Plan
-from graphplan.program.adopted_state import AdoptedState
+from graphplan.program.adopted_tensors import AdoptedTensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.companions import settle_companions
 from graphplan.program.faults import lost
@@ -28,7 +27,6 @@ from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs
 from graphplan.program.statics import CopiedOwned
-from graphplan.program.watchers import replay
 from graphplan.specs.policy import Policy
 from graphplan.specs.roles import Role
 from graphplan.tensors.dtensors import local
@@ -37,6 +35,16 @@ from graphplan.tensors.trees import flatten_result, map_result
 
 NO_CHECK = 2**62
 """No replay has this number."""
+WATCHERS: list[Callable[[Recording], None]] = []
+"""What replays recordings instead, to count them; the innermost last."""
+
+
+@hands_over
+def _launch(recording: Recording) -> None:
+    if WATCHERS:
+        WATCHERS[-1](recording)
+    else:
+        recording.replay()
 
 
 class Tally:
@@ -72,16 +80,16 @@ class Program:
         self._push_rates = plan.handles.rates.push
         self._recording: Recording | None = recording
         self.is_open = True
-        self._inputs = inputs
+        self.inputs = inputs
         inputs.note_grads()
         self._copied = copied
-        self._bindings = bindings
-        self._outputs = outputs
+        self.bindings = bindings
+        self.outputs = outputs
         self._walk = walk
         self._flags = Flags(walk) if plan.left else None
         asking = {f"{name}.requires_grad": index for index, name in enumerate(plan.feed.leaf_names)}
         self._asking = [(asking[path], value) for path, value in plan.left.items() if path in asking]
-        self._adopted = AdoptedState(plan, copied.stand_ins, walk, values, bindings.entry_grads)
+        self.adopted = AdoptedTensors(plan, copied.stand_ins, walk, values, bindings.entry_grads)
         self.bytes_per_replay = inputs.nbytes
         self.nbytes = recording.nbytes
         self.generation = recording.generation
@@ -99,50 +107,27 @@ class Program:
         return sum(tensor.nbytes for tensor in tensors.values() if tensor.layout is torch.strided)
 
     @property
-    def lent_bytes(self) -> int:
-        """Bytes of the results that are lent."""
-        return self._outputs.lent_bytes
-
-    @property
-    def lent(self) -> list[Lease]:
-        """The results that are lent: each replay overwrites them."""
-        return self._outputs.lent
-
-    @property
     def nodes(self) -> Nodes:
         """What a replay runs: operators on the tape, a CUDA graph's nodes; none after :meth:`close`."""
         return Nodes() if self._recording is None else self._recording.nodes
-
-    @property
-    def guards(self) -> Guards:
-        """The checks of what the program adopted."""
-        return self._adopted.guards
 
     def fits(self) -> bool:
         """Whether everything that a replay uses is where it was, after following tensors that moved, in containers that
         did not.
         """
-        if self._is_spoiled or self._bindings.lost_memory() is not None:
+        if self._is_spoiled or self.bindings.lost_memory() is not None:
             return False
-        if self.guards.hold() or (self._adopted.take_gradients() and self.guards.hold()):
+        if self.adopted.guards.hold() or (self.adopted.take_gradients() and self.adopted.guards.hold()):
             return True
-        if not self._adopted.follow_tensors():
+        if not self.adopted.follow_tensors():
             return False
-        self._bindings.move_homes(self._walk)
-        return self.guards.hold()
-
-    def take_gradients(self) -> bool:
-        """Take in gradients that were made since the last replay; whether there were any, and all fit."""
-        return self._adopted.take_gradients()
-
-    def count_uses(self, before: Mapping[int, int]) -> None:
-        """Note which references to the adopted memory are the program's own: those that were not there ``before``."""
-        self._adopted.count_uses(before)
+        self.bindings.move_homes(self._walk)
+        return self.adopted.guards.hold()
 
     def row(self) -> Row:
         """A comparison that holds while the program is open, and its guards are these."""
-        values = [self.is_open, self._is_spoiled, self.guards]
-        return ("same_attributes", [self, self, self._adopted], ["is_open", "_is_spoiled", "guards"], values)
+        values = [self.is_open, self._is_spoiled, self.adopted.guards]
+        return ("same_attributes", [self, self, self.adopted], ["is_open", "_is_spoiled", "guards"], values)
 
     @property
     def _is_spoiled(self) -> bool:
@@ -153,32 +138,18 @@ class Program:
         with, or other leaves share memory with what the step changes in owners, or other parts of it, than when the
         step was recorded; or a leaf that is not copied lies elsewhere.
         """
-        written = self._adopted.written
+        written = self.adopted.written
         shared = [
             (i, leaf) for i, leaf in enumerate(feed.leaves) if isinstance(leaf, Tensor) and storage_id(leaf) in written
         ]
         if {index: leaf.data_ptr() for index, leaf in shared} != self._shared_at:
             return MEMORY_IS_FED
-        return self._inputs.misfit(feed)
-
-    @property
-    def adopted_inputs(self) -> Mapping[int, int]:
-        """Addresses of the leaves that are not copied."""
-        return self._inputs.adopted
+        return self.inputs.misfit(feed)
 
     @property
     def written(self) -> set[Any] | None:
         """The owners' storages that the step writes to; None if it writes to copies of what it is fed as well."""
-        return None if self._inputs.are_changed else self._adopted.written
-
-    def stage_inputs(self) -> None:
-        """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""
-        self._inputs.stage()
-
-    @property
-    def staged_bytes(self) -> int:
-        """Bytes of the buffers that inputs are staged in."""
-        return self._inputs.staged_bytes
+        return None if self.inputs.are_changed else self.adopted.written
 
     def run(
         self,
@@ -188,7 +159,7 @@ class Program:
         is_settled: bool = False,
     ) -> Any:
         """Copy in, launch, repeat effects, return results. Guards are the caller's affair. ``is_settled``: the
-        caller alone keeps gradients since :meth:`settle`.
+        caller alone keeps gradients since :meth:`Bindings.settle_grads`.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -198,13 +169,13 @@ class Program:
             raise ClosedError(f"the program of {self.plan.name} was closed; capture it again")
         back = self._copied.load(given or {}) if self._copied.externals or given else ()
         self._push_rates()
-        self._bindings.settle_grads(are_kept=not is_settled)
-        self._adopted.refresh()
-        self._inputs.load(leaves)
-        self._outputs.renew()
-        replay(self._recording)
+        self.bindings.settle_grads(are_kept=not is_settled)
+        self.adopted.refresh()
+        self.inputs.load(leaves)
+        self.outputs.renew()
+        _launch(self._recording)
         try:
-            self._bindings.repeat()
+            self.bindings.repeat()
             for static, source in back:
                 with torch.no_grad():
                     source.copy_(static)
@@ -232,28 +203,15 @@ class Program:
                 "debug_eager=True, which takes every way but the recording, to see whether the step itself fails"
             ) from error
 
-    def settle(self) -> None:
-        """Move gradients that other code keeps out of the way of replays that overwrite them."""
-        self._bindings.settle_grads()
-
     def leave(self) -> None:
         """After a replay: note what :func:`settle_companions` has to know."""
         if self.plan.rebindings.together:
-            self._bindings.companions.note()
-
-    @property
-    def homes(self) -> Mapping[str, Any]:
-        """What is bound in carried slots between steps, by path."""
-        return self._bindings.homes
-
-    def keeps_places(self, walk: Walk) -> bool:
-        """Whether ``walk``, made before a replay, leads to all that the owners hold after it."""
-        return self._bindings.keep_places(walk)
+            self.bindings.companions.note(self._walk)
 
     @property
     def changed_memory(self) -> set[Any]:
         """Storages of owners' tensors and gradients that each replay writes to."""
-        return self._adopted.written | self._bindings.grad_memory
+        return self.adopted.written | self.bindings.grad_memory
 
     def run_between(
         self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any], walk: Callable[[], Walk]
@@ -267,7 +225,7 @@ class Program:
             return backend.run(body)
 
         def left(result: Any) -> Iterator[Tensor]:
-            self._bindings.take_grads()
+            self.bindings.take_grads()
             for slot in walk().slots.values():
                 yield from map(local, slot.tensors())
             for leaf in [*leaves, *(value for _, value in flatten_result(result)[0])]:
@@ -280,10 +238,10 @@ class Program:
 
     def run_eagerly(self, leaves: Sequence[Any]) -> Any:
         """:meth:`run` with the step itself in place of the recording: same copies in and out, no replay."""
-        self._bindings.settle_grads()
-        self._inputs.load(leaves)
-        worn = self._inputs.dress(leaves)
-        stands_for = {id(worn[index]): leaves[index] for index in self._inputs.by_leaf}
+        self.bindings.settle_grads()
+        self.inputs.load(leaves)
+        worn = self.inputs.dress(leaves)
+        stands_for = {id(worn[index]): leaves[index] for index in self.inputs.by_leaf}
         args, kwargs = self._rebuild(worn)
         result = call_step(self.plan.handles.function(), args, kwargs)
         self._give_back(leaves)
@@ -293,19 +251,19 @@ class Program:
         """Finish the call that was recorded: execute it unless recording did, and hand out its results."""
         assert self._recording is not None
         if not executed:
-            replay(self._recording)
+            _launch(self._recording)
         self._copied.give_back()
-        self._bindings.replace_recorded()
+        self.bindings.replace_recorded()
         return self.collect(leaves)
 
     def collect(self, leaves: Sequence[Any]) -> Any:
         """Results of the last run, with mutated inputs and input gradients given to the caller's tensors."""
-        self._give_back(leaves, self._outputs.lent)
-        return self._outputs.build(leaves, self._walk)
+        self._give_back(leaves, self.outputs.lent)
+        return self.outputs.build(leaves, self._walk)
 
     def _give_back(self, leaves: Sequence[Any], lent: Sequence[Lease] = ()) -> None:
         """Leave the caller's tensors as the step leaves what it is fed."""
-        self._inputs.give_back(leaves, lent)
+        self.inputs.give_back(leaves, lent)
         for index, asks in self._asking:
             leaves[index].requires_grad_(asks)
 
@@ -355,26 +313,26 @@ class Program:
         if self._is_spoiled:
             return "something that an eager step keeps lies in memory that replays write"
         walk = walk_owners(self.plan.handles.owners())
-        reason = self._bindings.lost_memory() or self._adopted.follow(walk)
+        reason = self.bindings.lost_memory() or self.adopted.follow(walk)
         if reason is not None:
             return reason
         self.plan.handles.rates.attach(walk.optimizers.values())
         self._copied.follow(walk)
-        self._bindings.follow(walk)
-        lost = self._bindings.lost_place()
+        self.bindings.follow(walk)
+        lost = self.bindings.lost_place()
         if lost is not None:
             return f"{lost} is gone, with what it lay in"
-        self._bindings.move_homes(walk)
+        self.bindings.move_homes(walk)
         self._walk = walk
         self._flags = Flags(walk) if self.plan.left else None
-        self._adopted.take(walk)
-        return None if self.guards.hold() else "what the step depends on has changed"
+        self.adopted.take(walk)
+        return None if self.adopted.guards.hold() else "what the step depends on has changed"
 
     def close(self) -> None:
         """Give the recording's memory back."""
         self.is_open = False
-        self._adopted.uses = {}
-        self._inputs.unstage()
+        self.adopted.uses = {}
+        self.inputs.unstage()
         if self._recording is not None:
             self._recording.reset()
             self._recording = None

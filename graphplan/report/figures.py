@@ -152,7 +152,11 @@ def describe_program(program: Program) -> dict[str, Any]:
         },
         "replays": program.replays,
         "launches": {"eager": plan.launches, "replay": 1},
-        "bytes": {"pool": program.nbytes, "output": program.lent_bytes, "copied_per_replay": program.bytes_per_replay},
+        "bytes": {
+            "pool": program.nbytes,
+            "output": program.outputs.lent_bytes,
+            "copied_per_replay": program.bytes_per_replay,
+        },
         "nodes": {
             "count": len(nodes.all),
             "types": dict(nodes.types()),

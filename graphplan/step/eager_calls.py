@@ -151,7 +151,7 @@ def _is_timed(machine: StateMachine, call: Call) -> Found:
 
 def _fits_no_buffer(machine: StateMachine, call: Call) -> Found:
     misfit = None if call.program is None else call.program.misfit(call.feed)
-    if misfit is not None and call.program is not None and call.program.adopted_inputs:
+    if misfit is not None and call.program is not None and call.program.inputs.adopted:
         machine.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
     return misfit
 

@@ -174,7 +174,7 @@ class KnownCall:
             for index, leaf in enumerate(feed.leaves)
             if index not in feed.unread and not isinstance(leaf, Tensor)
         ]
-        self._adopted = list(program.adopted_inputs.items())
+        self._adopted = list(program.inputs.adopted.items())
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
     def leaves(self, args: Sequence[Any]) -> list[Any] | None:
@@ -236,7 +236,7 @@ class FastPath:
                 return None
             if call.variant is not None and self._managed.grad_presence() != call.variant:
                 return None
-            if call.checks.hold() or (program.take_gradients() and call.checks.hold()):
+            if call.checks.hold() or (program.adopted.take_gradients() and call.checks.hold()):
                 return call, leaves
             return None
         except Exception:  # noqa: BLE001 - something is gone, or an object raises: the long way says what
@@ -259,11 +259,13 @@ class FastPath:
             return
         self._managed.fingerprint()
         self._modes.now()
-        modes, owners = self._modes.rows(), self._managed.rows(program.guards.compared)
+        modes, owners = self._modes.rows(), self._managed.rows(program.adopted.guards.compared)
         if modes is None or owners is None:
             return
         variant = None if entry.any_program is program else self._managed.grad_presence()
-        checks = Checks([entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.guards.rows])
+        checks = Checks(
+            [entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.adopted.guards.rows]
+        )
         call = KnownCall(args, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
         leaves = call.leaves(args)
         if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):

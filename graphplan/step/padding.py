@@ -285,7 +285,7 @@ class PaddedCall:
 
     def leave_lent_memory(self, program: Program) -> None:
         """Before ``program`` runs: keep copies of what was fed from memory in which it lends its results."""
-        lent = {storage_id(lease.tensor) for lease in program.lent}
+        lent = {storage_id(lease.tensor) for lease in program.outputs.lent}
         within = {index for index, leaf in self.feed.tensors() if storage_id(leaf) in lent} if lent else set()
         if within:
             leaves = [leaf.clone() if index in within else leaf for index, leaf in enumerate(self.feed.leaves)]

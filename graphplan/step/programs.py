@@ -106,7 +106,7 @@ class Entry:
         if line is not None and line.program is not None:
             return line.program
         # Gradients that the step drops unread may differ from those of the traced calls (validation clears them).
-        return next((program for program in self.programs() if program.guards.gradients_fit()), None)
+        return next((program for program in self.programs() if program.adopted.guards.gradients_fit()), None)
 
     def programs(self) -> list[Program]:
         """Programs that are ready, each once."""
@@ -206,7 +206,7 @@ class Programs:
     @property
     def staged_bytes(self) -> int:
         """Bytes of the buffers that inputs of programs are staged in."""
-        return sum(program.staged_bytes for program in self.all())
+        return sum(program.inputs.staged_bytes for program in self.all())
 
     def drop(self, entry: Entry, reason: str) -> None:
         """Close one entry's programs because of ``reason``."""

@@ -212,7 +212,7 @@ class Stages:
         if options.debug:
             program.wait("its capture")
         if options.prefetch and options.feed_device is not None:
-            program.stage_inputs()
+            program.inputs.stage()
         program.next_check = options.schedule.after(0)
         self._captured.add(program)
         build_later()
@@ -233,7 +233,7 @@ class Stages:
             policy=self._options.roles,
             backend=backend,
             buffers=self._buffers,
-            homes=ChainMap(*(dict(program.homes) for program in self._captured if program.is_open)),
+            homes=ChainMap(*(dict(program.bindings.homes) for program in self._captured if program.is_open)),
             lends=self._options.outputs == "static",
             watches=self._options.debug,
         )

@@ -87,7 +87,7 @@ class _Check:
         unowned = {e.name: e.tensor for e in plan.externals if e.path is None and e.tensor is not None}
         self._extra: dict[str, Tensor] = {**unowned, **fed}
         # What the program lends holds its latest results, which may be what is fed.
-        self._lent = [(lease, lease.number) for lease in program.lent]
+        self._lent = [(lease, lease.number) for lease in program.outputs.lent]
 
     def walk(self) -> Walk:
         return walk_owners(self._program.plan.handles.owners())
@@ -136,7 +136,7 @@ class _Check:
     def replay(self, walk: Walk) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and values that a replay leaves. ``walk`` is from before it."""
         result = self._program.run(self._feed, is_settled=True)
-        walk = walk if self._program.keeps_places(walk) else self.walk()
+        walk = walk if self._program.bindings.keep_places(walk) else self.walk()
         leaves, _ = flatten_result(result)
         return self.left(walk, leaves), collect_values(walk, leaves, self.is_allowed, self._extra)
 
@@ -267,7 +267,7 @@ def check_replay(
     # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
     # which are no longer to be told from those that other code keeps.
     program.plan.handles.rates.push()
-    program.settle()
+    program.bindings.settle_grads()
     start = check.start()
     hosts = host_generators()
     try:

