@@ -13,7 +13,7 @@ from graphplan.errors import HostScalarError
 from graphplan.observe.source import find_source
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.naming import free_name
-from graphplan.owners.slots import Reached
+from graphplan.owners.slots import Reached, Via
 from graphplan.owners.views import Numbers
 from graphplan.trace.mode import refuse_trace
 
@@ -53,7 +53,7 @@ def trainer_numbers(trainer: Trainer, *, trains: bool) -> dict[str, Any]:
         progress = getattr(holder, name)
         for part in ("total", "current"):
             known = [number for number in _PROGRESS if hasattr(getattr(progress, part), number)]
-            owners[f"trainer.{name}.{part}"] = Numbers(getattr(progress, part), known, via=name)
+            owners[f"trainer.{name}.{part}"] = Via(Numbers(getattr(progress, part), known), name)
     for index, config in enumerate(trainer.lr_scheduler_configs):
         owners[f"lr_schedulers[{index}]"] = config.scheduler
     return owners

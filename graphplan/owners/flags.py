@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphplan.environment.switches import NAMES, is_settable, read_all, set_some
 from graphplan.owners.slots import Walk, is_optimizer_state
@@ -80,10 +80,10 @@ def is_assignable(path: str, value: Any) -> bool:
 
 
 def _modes(walk: Walk) -> Iterator[_Place]:
-    for path, module in zip(walk.module_paths, walk.modules, strict=True):
+    for path, module in walk.parts.items():
         if "training" in vars(module):
             yield f"{path}.training", vars(module), "training"
-        elif hasattr(module, "training"):
+        elif isinstance(module, nn.Module) and hasattr(module, "training"):
             # A scripted module keeps it in C++.
             yield f"{path}.training", Setting(module), "training"
 

@@ -179,7 +179,7 @@ class Walk:
     only known by a name in the step's code, ``reached`` the paths of those that a library's object leads to.
     ``attributes`` are modules and objects, with their dictionaries, ``marks`` the dictionaries of tensors, with their
     classes. ``empty`` are the containers and keys of parameters and buffers that are None, ``parts`` modules and
-    optimizers, both by path.
+    optimizers that lie in other owners, both by path.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
@@ -194,7 +194,6 @@ class Walk:
     attributes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     marks: list[tuple[str, dict[str, Any], type]] = field(default_factory=list)
     modules: list[nn.Module] = field(default_factory=list)
-    module_paths: list[str] = field(default_factory=list)
     parts: dict[str, Any] = field(default_factory=dict)
     empty: dict[str, tuple[Any, str]] = field(default_factory=dict)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)

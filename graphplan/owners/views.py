@@ -1,12 +1,12 @@
 """Views of what cannot be used like a dictionary: one item of each is one thing that a step may read.
 
-Longer than most rooms: a small class for each kind of such places, which :func:`home` tells apart.
+Longer than most files: a small class for each kind of such places, which :func:`home` tells apart.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from operator import is_
@@ -21,26 +21,19 @@ _MOST_ITEMS = 65536
 
 class Numbers:
     """Python values that an object of torch's, Lightning's or Python's own shows as attributes, properties included:
-    read, guarded, never written. ``via`` is an attribute on the way to the object.
+    read, guarded, never written.
     """
 
-    def __init__(self, thing: Any, names: Iterable[str], *, via: str | None = None) -> None:
+    def __init__(self, thing: Any, names: Iterable[str] = ()) -> None:
         self.thing = thing
         self.names = tuple(names)
-        self.via = via
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self.thing, name)
 
 
-class Setting:
-    """One attribute that a class computes or checks, used like a dictionary of one item."""
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __getitem__(self, name: str) -> Any:
-        return getattr(self.thing, name)
+class Setting(Numbers):
+    """Attributes that a class computes or checks, and that can be set."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         setattr(self.thing, name, value)
@@ -89,13 +82,6 @@ class Attributes(MutableMapping[str, Any]):
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._slots if name in self)
 
-    def __contains__(self, name: object) -> bool:
-        try:
-            self._slots[name].__get__(self.thing)  # type: ignore[index]
-        except (KeyError, AttributeError):
-            return False
-        return True
-
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
@@ -120,12 +106,15 @@ def attributes_of(thing: Any) -> dict[str, Any] | None:
     return inner if isinstance(inner, dict) else None
 
 
-def class_space(kind: type) -> Any:
-    """The dictionary behind a class's ``__dict__``, which is read without a detour; the view of it where Python keeps
-    the dictionary to itself.
-    """
-    behind = gc.get_referents(vars(kind))
-    return behind[0] if len(behind) == 1 and type(behind[0]) is dict else vars(kind)
+class Told:
+    """What ``read`` tells of ``items``, as an item: read and guarded, never written."""
+
+    def __init__(self, items: Any, read: Callable[[Any], Any]) -> None:
+        self.items = items
+        self._read = read
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._read(self.items)
 
 
 class _OfItems:
@@ -154,23 +143,6 @@ class Extent(_OfItems):
         return self.same(tuple(self.items)) if isinstance(self.items, dict) else len(self.items)
 
 
-class Length(_OfItems):
-    """How many items a loader or sampler says that it has, which may ask the user's dataset."""
-
-    def __getitem__(self, key: str) -> int | None:
-        try:
-            return len(self.items)
-        except Exception:  # noqa: BLE001 - whatever a dataset raises that has no length
-            return None
-
-
-class Room(_OfItems):
-    """Whether a deque drops an item for each one that it gets."""
-
-    def __getitem__(self, key: str) -> bool:
-        return len(self.items) == self.items.maxlen
-
-
 class Contents(_OfItems):
     """What a set, buffer or random generator holds, as one value to compare."""
 
@@ -179,26 +151,12 @@ class Contents(_OfItems):
         return self.same(frozenset(items) if isinstance(items, AbstractSet) else state_of(items))
 
 
-class Alive(_OfItems):
-    """Whether what a weak reference leads to is there."""
-
-    def __getitem__(self, key: str) -> bool:
-        return self.items() is not None
-
-
 class Weakly(_OfItems):
     """The attributes of what a weak reference leads to, which stays weak."""
 
     def __getitem__(self, name: str) -> Any:
         # A dead referent has no attributes.
         return (attributes_of(self.items()) or {})[name]
-
-
-class Current(_OfItems):
-    """What a context variable holds here and now."""
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items.get(None)
 
 
 class Rest(_OfItems):
@@ -236,12 +194,13 @@ class Members:
     """What a class itself holds, used like a dictionary: other than ``vars`` of the class it can be written to.
 
     Attributes:
-        space: the dictionary to read from.
+        space: the dictionary behind the class's ``__dict__``, or the view of it where Python keeps that to itself.
     """
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
-        self.space = class_space(kind)
+        behind = gc.get_referents(vars(kind))
+        self.space: Any = behind[0] if len(behind) == 1 and type(behind[0]) is dict else vars(kind)
 
     def __getitem__(self, name: str) -> Any:
         return self.space[name]
@@ -256,6 +215,6 @@ class Inherited(Members):
 
 def home(container: Any) -> Any:
     """What has to stay for a place in ``container`` to be where it is."""
-    if isinstance(container, _OfItems):
+    if isinstance(container, Told | _OfItems):
         return container.items
     return container.thing if isinstance(container, Attributes) else container

@@ -7,39 +7,96 @@ checks links and slots sees a replaced layer or a reloaded optimizer, which a ke
 Walking knows modules, optimizers, gradient scalers, and plain objects, dicts, lists and tuples; it does not enter
 objects of torch or Lightning that it was not given by name, but for distributions and datasets.
 
-Longer than most rooms: one walker, whose methods for the kinds of owners call each other.
+Longer than most files: one walker, whose methods for the kinds of owners and values call each other.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    ItemsView,
+    Iterable,
+    KeysView,
+    Mapping,
+    MutableMapping,
+    ValuesView,
+)
+from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
-from types import MappingProxyType, ModuleType, NoneType
+from enum import Enum
+from functools import _lru_cache_wrapper, partial
+from itertools import islice
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from graphplan.owners.kinds import MAPPINGS, SCALARS, is_of_library, is_of_no_length, is_plain_code, is_user_object
+from graphplan.environment.origin import is_users, is_users_module
+from graphplan.owners.contents import elements_of, has_contents, is_array_of_objects, is_proxy
+from graphplan.owners.kinds import (
+    CODE,
+    MAPPINGS,
+    MAX_DEPTH,
+    MAX_ITEMS,
+    PLAIN,
+    SCALARS,
+    TOO_DEEP,
+    TOO_MANY,
+    WEAKLY_HELD,
+    holds_nothing_else,
+    is_gone,
+    is_loader,
+    is_of_library,
+    is_of_no_length,
+    is_plain,
+    is_plain_code,
+    is_user_object,
+    key_name,
+    unwrapped,
+    users_bases,
+)
 from graphplan.owners.naming import free_name
-from graphplan.owners.referents import Source
-from graphplan.owners.slots import Namespace, Reached, Scalar, Slot, Via, Walk
-from graphplan.owners.value_walk import Values
-from graphplan.owners.views import Extent, Length, Numbers, Rest, Room, Setting, attributes_of
+from graphplan.owners.slots import Items, Namespace, Reached, Scalar, Slot, Via, Walk, tensor_leaves
+from graphplan.owners.views import (
+    Attributes,
+    Contents,
+    Extent,
+    Inherited,
+    Members,
+    Numbers,
+    Rest,
+    Setting,
+    Told,
+    Weakly,
+    attributes_of,
+    slots_of,
+)
 from graphplan.specs.paths import Path
+from graphplan.tensors.attributes import PLAIN_KINDS, attributes_on
+from graphplan.tensors.dtensors import is_sharded
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OPTIMIZER_INTERNALS = frozenset({"state", "param_groups", "defaults", "step", "zero_grad"})
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+
+Source = tuple[Any, str]
+"""The object and attribute that lead to a place."""
 
 
-class _Walker(Values):
+class _Walker:
     def __init__(self, owners: Mapping[str, Any]) -> None:
-        super().__init__()
+        self.walk = Walk()
+        self._seen: set[int] = set()
+        self._named: list[tuple[str, torch.optim.Optimizer]] = []
+        self._names_of: dict[int, str] = {}
+        self._weakly_held: list[tuple[str, Any, Scalar]] = []
         names = [owner for owner in owners.values() if isinstance(owner, Namespace)]
         self._used = frozenset[str]().union(*(owner.attributes for owner in names))
         self._roots = {
@@ -52,13 +109,13 @@ class _Walker(Values):
         """Walk a named owner, whatever its type."""
         if isinstance(owner, Numbers):
             for name in owner.names:
-                self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name, owner.via)
+                self.walk.scalars[f"{path}.{name}"] = Scalar(owner, name, owner.thing, name)
         elif isinstance(owner, Via):
-            known = {*self.walk.scalars, *self.walk.slots}
-            self.enter(owner.thing, path)
             tables: tuple[dict[str, Any], ...] = (self.walk.scalars, self.walk.slots)
-            for table in tables:
-                for name in table.keys() - known:
+            counts = list(map(len, tables))
+            self.enter(owner.thing, path)
+            for table, count in zip(tables, counts, strict=True):
+                for name in list(islice(table, count, None)):
                     table[name] = replace(table[name], via=owner.name)
         elif isinstance(owner, Namespace):
             self._names(owner)
@@ -82,23 +139,24 @@ class _Walker(Values):
     def _reached(self, owner: Reached, path: str) -> None:
         if owner.names.isdisjoint(self._used):
             return
-        known = set(self.walk.slots)
+        known = len(self.walk.slots)
         if not owner.without:
             self.enter(owner.thing, path)
         elif self._first_visit(owner.thing):
             self._attributes(owner.thing, path, 0, without=owner.without)
-        self.walk.reached |= self.walk.slots.keys() - known
-        self._take_found(known)
+        self.walk.reached.update(self._take_found(known))
 
-    def _take_found(self, known: Collection[str]) -> None:
-        """Tensors in slots other than ``known`` may be a whole dataset: they are not copied."""
-        fresh = [slot for path, slot in self.walk.slots.items() if path not in known and not slot.is_parameter]
-        self.walk.found.update(id(tensor) for slot in fresh if slot.param is None for tensor in slot.tensors())
-        modules = [part for module in self.walk.modules for part in module._buffers.values()]
-        self.walk.found.difference_update(map(id, modules))
+    def _take_found(self, known: int) -> list[str]:
+        """Tensors in slots after the first ``known`` may be a whole dataset: they are not copied. Their paths."""
+        fresh = dict(islice(self.walk.slots.items(), known, None))
+        held = [slot for slot in fresh.values() if not slot.is_parameter and slot.param is None]
+        self.walk.found.update(id(tensor) for slot in held for tensor in slot.tensors())
+        buffers = [part for module in self.walk.modules for part in module._buffers.values()]
+        self.walk.found.difference_update(map(id, buffers))
+        return list(fresh)
 
     def _names(self, names: Namespace) -> None:
-        known = set(self.walk.slots)
+        known = len(self.walk.slots)
         for label, space, key, value in names.there():
             if not isinstance(space, MappingProxyType):
                 self.walk.places.append((space, key))
@@ -127,7 +185,6 @@ class _Walker(Values):
         if not self._first_visit(module):
             return
         self.walk.modules.append(module)
-        self.walk.module_paths.append(path)
         self.walk.parts[path] = module
         inner = vars(module)
         # A scripted module keeps its own in C++ and shows views of that.
@@ -148,9 +205,7 @@ class _Walker(Values):
         for kind in _HOOKS:
             for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), (dict, Mapping)) else ():
                 self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
-        for name, value in list(inner.items()):
-            if name not in _MODULE_INTERNALS and name != "training":
-                self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
+        self._each(inner, path, module, depth, lambda name, _: name not in _MODULE_INTERNALS)
         self._class_values(module, path)
         if isinstance(module, torch.jit.ScriptModule):
             self._scripted(module, path)
@@ -164,14 +219,11 @@ class _Walker(Values):
         is_used = isinstance(source[0], Namespace) or source[1].removeprefix(".") in self._used
         if not is_used or not self._first_visit(loader):
             return
-        known = set(self.walk.slots)
+        known = len(self.walk.slots)
         if not is_of_no_length(loader):
-            self.walk.objects[Path.length(path)] = Scalar(Length(loader), "len", *source)
-        for name, value in list(vars(loader).items()):
-            if name in self._used:
-                self._value(value, f"{path}.{name}", vars(loader), name, depth + 1, (loader, name))
-        self.walk.reached |= self.walk.slots.keys() - known
-        self._take_found(known)
+            self.walk.objects[Path.length(path)] = Scalar(Told(loader, _length), "len", *source)
+        self._each(vars(loader), path, loader, depth, lambda name, _: name in self._used)
+        self.walk.reached.update(self._take_found(known))
 
     def _scripted(self, module: torch.jit.ScriptModule, path: str) -> None:
         """What a scripted module keeps in C++, where its code reads it: no bytecode names that."""
@@ -181,7 +233,7 @@ class _Walker(Values):
             if type(value) is Tensor and name not in module._buffers and name not in module._parameters:
                 self.walk.slots[place] = Slot(Setting(module), name, module, name, path=place, name=name)
             elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
-                self.walk.scalars[place] = Scalar(Numbers(module, (name,)), name, module, name, name=name)
+                self.walk.scalars[place] = Scalar(Numbers(module), name, module, name, name=name)
 
     def _hook(self, hook: Any, path: str, hooks: Any, number: int, depth: int) -> None:
         """What a hook has that is no plain function: a partial's arguments, an object's attributes."""
@@ -216,10 +268,14 @@ class _Walker(Values):
                 self._items(values, f"{path}.state[{name}]", 1, (optimizer, "state"))
             else:
                 self._value(values, f"{path}.state[{name}]", state, owner, 1, (optimizer, "state"))
-        for name, value in list(inner.items()):
-            own = name in _OPTIMIZER_INTERNALS or name.startswith("_optimizer_")
-            if not own and (isinstance(value, (Tensor, list, dict, *SCALARS)) or not is_of_library(type(optimizer))):
-                self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
+        is_known = is_of_library(type(optimizer))
+
+        def is_walked(name: str, value: Any) -> bool:
+            if name in _OPTIMIZER_INTERNALS or name.startswith("_optimizer_"):
+                return False
+            return not is_known or isinstance(value, (Tensor, list, dict, *SCALARS))
+
+        self._each(inner, path, optimizer, 0, is_walked)
 
     def take_names(self) -> None:
         """Names that code has for containers of owners, for what lies in these."""
@@ -227,7 +283,7 @@ class _Walker(Values):
         for table in tables if self._names_of else ():
             for path, place in table.items():
                 # What is seen of a container as a whole, its length for one, has a space of its own.
-                whole = isinstance(place.container, Extent | Rest | Room)
+                whole = isinstance(place.container, Extent | Rest | Told)
                 name = self._names_of.get(id(place.container.items if whole else place.container))
                 if name is not None:
                     table[path] = replace(place, name=name)
@@ -265,15 +321,314 @@ class _Walker(Values):
         inner = vars(scaler)
         notes = inner.get("_per_optimizer_states", {})
         self.walk.containers += [inner, notes]
-        for name, value in list(inner.items()):
-            # Callables are no state of a scaler: its own decision may be replaced while a step runs.
-            if value is not notes and not callable(value):
-                self._value(value, f"{path}.{name}", inner, name, 1, (scaler, name))
+        # Callables are no state of a scaler: its own decision may be replaced while a step runs.
+        self._each(inner, path, scaler, 0, lambda _, value: value is not notes and not callable(value))
         names = {id(optimizer): name for name, optimizer in self.walk.optimizers.items()}
         for number, note in notes.items():
             self.walk.containers.append(note)
             stage = f"{path}.stage[{names.get(number, 'optimizer')}]"
             self.walk.scalars[stage] = Scalar(note, "stage", scaler, "stage")
+
+    def _first_visit(self, thing: Any) -> bool:
+        if id(thing) in self._seen:
+            return False
+        self._seen.add(id(thing))
+        return True
+
+    def _each(
+        self,
+        inner: MutableMapping[str, Any],
+        path: str,
+        thing: Any,
+        depth: int,
+        is_walked: Callable[[str, Any], bool] = lambda name, value: True,
+    ) -> None:
+        """Walk the attributes of ``thing``, which lie in ``inner``."""
+        for name, value in list(inner.items()):
+            if is_walked(name, value):
+                self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+
+    def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
+        self.walk.slots[path] = Slot(container, key, *source, path=path)
+
+    def _value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        kind = type(value)
+        if kind in PLAIN:
+            # Most values are; nothing that is asked below is true of them.
+            if depth <= MAX_DEPTH:
+                self.walk.scalars[path] = Scalar(container, key, *source)
+        elif kind is Tensor:
+            self._slot(path, container, key, source)
+            self._marks(value, path)
+        elif kind in CODE and depth <= MAX_DEPTH:
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            self._behind(value, path, depth, source)
+        elif not is_gone(value):
+            self._other_value(value, path, container, key, depth, source)
+
+    def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """Walk what is seldom there, and takes more questions to be told. ``isinstance`` would ask the value too, whose
+        answer is the user's code.
+        """
+        kind = value.__class__ if is_proxy(value) else type(value)
+        if issubclass(kind, Tensor) and isinstance(value, nn.Parameter):
+            self._parameter(value, path, container, key, source)
+        elif issubclass(kind, Tensor):
+            self._slot(path, container, key, source)
+            self._marks(value, path)
+        elif issubclass(kind, tuple):
+            self._tuple(value, path, container, key, depth, source)
+        elif depth > MAX_DEPTH:
+            self.walk.objects[path] = Scalar({path: TOO_DEEP}, path, *source)
+        elif issubclass(kind, nn.Module):
+            self.walk.links.append((container, key, value))
+            self._module(value, path, depth)
+        elif issubclass(kind, dict | list | deque):
+            self.walk.links.append((container, key, value))
+            self._items(value, path, depth, source)
+        elif issubclass(kind, set):
+            self.walk.links.append((container, key, value))
+            self._contents(value, path, source, depth)
+        elif is_user_object(value):
+            self.walk.links.append((container, key, value))
+            self.walk.objects[path] = Scalar(container, key, *source)
+            self._object(value, path, depth)
+        elif is_loader(value):
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            self._loader(value, path, depth, source)
+        else:
+            # Numbers and strings, but also functions, types, dtypes: whatever a step's code can tell apart.
+            self.walk.scalars[path] = Scalar(container, key, *source)
+            if not issubclass(kind, SCALARS):
+                self._behind(value, path, depth, source)
+
+    def _tuple(self, value: tuple[Any, ...], path: str, container: Any, key: Any, depth: int, source: Source) -> None:
+        """A tuple with tensors is a slot of theirs, one without a value; in either there may be objects."""
+        if not tensor_leaves(value):
+            self.walk.scalars[path] = Scalar(container, key, *source)
+        elif not isinstance(container, tuple):
+            self._slot(path, container, key, source)
+        for number, item in enumerate(value):
+            if issubclass(type(item), Tensor):
+                self._marks(item, f"{path}[{number}]")
+            elif not issubclass(type(item), SCALARS):
+                self._value(item, f"{path}[{number}]", value, number, depth + 1, source)
+
+    def _items(self, items: MutableMapping[Any, Any] | Items, path: str, depth: int, source: Source) -> None:
+        if not self._first_visit(items):
+            self._name(items, source)
+            return
+        self.walk.containers.append(items)
+        if not isinstance(source[0], torch.optim.Optimizer):
+            self.walk.objects[Path.length(path)] = Scalar(Extent(items), "len", *source)
+        dotted = isinstance(items, MAPPINGS)
+        if dotted:
+            self._members(items, f"{path}.keys()", depth, source)
+        if isinstance(items, list | deque):
+            self.walk.lists[path] = items
+        if isinstance(items, deque):
+            # Code that only appends does not look how long it is.
+            via = f"{source[1]}[:]"
+            self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items), "maxlen", *source, via)
+            self.walk.objects[f"full({path})"] = Scalar(Told(items, _is_full), "full", *source, via)
+        # The methods of the user's dictionaries may be code of the user's.
+        kind: Any = dict if isinstance(items, dict) else type(items)
+        pairs: Iterable[tuple[Any, Any]] = kind.items(items) if isinstance(items, MAPPINGS) else enumerate(items)
+        for count, (key, value) in enumerate(list(pairs)):
+            if count >= MAX_ITEMS:
+                self._rest(items, count, path, source)
+                break
+            name = f"{path}.{key}" if dotted and isinstance(key, str) else f"{path}[{key_name(key, count)}]"
+            self._value(value, name, items, key, depth + 1, source)
+        if type(items) not in (dict, list, deque) and is_user_object(items):
+            self._object(items, path, depth, visited=True)
+
+    def _name(self, items: Any, source: Source) -> None:
+        """Note that code has a name for a container that was found elsewhere, and so for the containers in it."""
+        if not isinstance(source[0], Namespace) or id(items) in self._names_of:
+            return
+        self._names_of[id(items)] = source[1]
+        for item in items.values() if isinstance(items, MAPPINGS) else items:
+            if isinstance(item, (*MAPPINGS, list, deque)):
+                self._name(item, source)
+
+    def _rest(self, items: MutableMapping[Any, Any] | Items, start: int, path: str, source: Source) -> None:
+        """The items of a long container from ``start`` on, which are compared as they are, without what is in them."""
+        values = items.values() if isinstance(items, MAPPINGS) else items
+        hold = not all(map(holds_nothing_else, values))
+        rest: Any = {"rest": TOO_MANY} if hold else Rest(items, start)
+        self.walk.objects[f"{path}[{start}:]"] = Scalar(rest, "rest", *source)
+
+    def _members(self, items: Iterable[Any], path: str, depth: int, source: Source) -> None:
+        """Objects that are told apart by a hash."""
+        own = [i for i in items if type(i) not in PLAIN and (isinstance(i, Enum) or is_user_object(i))]
+        found = tuple(item for item in own if not isinstance(item, nn.Module))
+        for number, item in enumerate(found[:MAX_ITEMS]):
+            self._value(item, f"{path}{{{number}}}", found, number, depth + 1, source)
+
+    def _contents(self, items: Any, path: str, source: Source, depth: int = 0) -> None:
+        if isinstance(items, set | frozenset):
+            if isinstance(items, set):
+                self.walk.containers.append(items)
+                self.walk.scalars[path] = Scalar(Contents(items), "contents", *source)
+            self._members(items, path, depth, source)
+        else:
+            self.walk.scalars[f"{path}[:]"] = Scalar(Contents(items), "contents", *source)
+            if is_array_of_objects(items):
+                self._elements(items, path, depth, source)
+
+    def _elements(self, array: Any, path: str, depth: int, source: Source) -> None:
+        """What the objects in an array hold."""
+        found = elements_of(array)
+        inner = [number for number, item in enumerate(found) if not holds_nothing_else(item)]
+        if len(inner) > MAX_ITEMS:
+            self.walk.objects[f"{path}[:]..."] = Scalar({"rest": TOO_MANY}, "rest", *source)
+        for number in inner[:MAX_ITEMS] if self._first_visit(array) else ():
+            self._value(found[number], f"{path}[{number}]", found, number, depth + 1, source)
+
+    def _object(self, thing: Any, path: str, depth: int, *, visited: bool = False) -> None:
+        if not visited and not self._first_visit(thing):
+            return
+        self._attributes(thing, path, depth)
+        if slots_of(type(thing)):
+            slots = Attributes(thing)
+            self.walk.containers.append(slots)
+            self._each(slots, path, thing, depth)
+        self._class_values(thing, path, depth)
+
+    def _attributes(self, thing: Any, path: str, depth: int, without: Collection[str] = ()) -> None:
+        inner = attributes_of(thing)
+        # An attribute dictionary may be its own ``__dict__``.
+        if inner is not None and inner is not thing:
+            self.walk.containers.append(inner)
+            self.walk.attributes.append((thing, inner))
+            self._each(inner, path, thing, depth, lambda name, _: name not in without)
+
+    def _marks(self, tensor: Tensor, path: str) -> None:
+        """What code hung on a tensor."""
+        if is_sharded(tensor) or not self._first_visit(inner := attributes_on(tensor)):
+            return
+        kind = type(tensor)
+        self.walk.marks.append((path, inner, kind))
+        if kind not in PLAIN_KINDS:
+            self._class_values(tensor, path)
+        self._each(inner, path, tensor, 0, lambda name, _: not name.startswith("__"))
+
+    def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
+        """What the user's classes hold for ``thing``, unless it has its own."""
+        own = attributes_of(thing) or {}
+        for kind in users_bases(type(thing)):
+            members = Inherited(kind)
+            for name, value in list(vars(kind).items()):
+                place = f"{path}.{name}"
+                if not (name.startswith("__") or name in own or self._knows(place)) and is_plain(value):
+                    self._value(value, place, members, name, depth + 1, (thing, name))
+
+    def _knows(self, path: str) -> bool:
+        return path in self.walk.scalars or path in self.walk.objects or path in self.walk.slots
+
+    def _behind(self, value: Any, path: str, depth: int, source: Source) -> None:
+        """What a function, method, class, module, variable or buffer leads to."""
+        if isinstance(value, FunctionType):
+            if is_users(value) and self._first_visit(value):
+                self._function(value, path, depth, source)
+        elif isinstance(value, MethodType | BuiltinMethodType):
+            self._bound(value, path, depth, source)
+        elif isinstance(value, torch.optim.Optimizer):
+            self.walk.parts[path] = value
+            if not isinstance(source[0], LRScheduler):
+                self._named.append((path, unwrapped(value)))
+        elif isinstance(value, partial):
+            self._behind(value.func, f"{path}.func", depth, source)
+            self._tuple(value.args, f"{path}.args", Numbers(value), "args", depth, source)
+            self._items(value.keywords, f"{path}.keywords", depth, source)
+        elif isinstance(value, _lru_cache_wrapper):
+            self._behind(value.__wrapped__, f"{path}.__wrapped__", depth, source)
+        elif isinstance(value, type):
+            if is_users(value) and not issubclass(value, Enum) and self._first_visit(value):
+                self._class(value, path, depth)
+        elif isinstance(value, ModuleType):
+            # One that code names is looked at by the names that the code takes from it.
+            is_named = isinstance(source[0], Namespace)
+            if not is_named and is_users_module(value, value.__name__) and self._first_visit(value):
+                is_value = lambda name, item: isinstance(item, SCALARS) and not name.startswith("__")  # noqa: E731
+                self._each(vars(value), path, value, depth, is_value)
+        elif isinstance(value, ContextVar):
+            space = Told(value, _held)
+            self._value(value.get(None), f"{path}.get()", space, "get", depth + 1, source)
+        elif isinstance(value, KeysView | ValuesView | ItemsView) and hasattr(value, "mapping"):
+            self._behind(value.mapping, path, depth, source)
+        elif isinstance(value, MappingProxyType):
+            for number, (key, item) in enumerate(value.items()):
+                self._value(item, f"{path}[{key_name(key, number)}]", value, key, depth + 1, source)
+        elif isinstance(value, Enum):
+            for name, item in list(vars(value).items()):
+                if not name.startswith("__"):
+                    via = "value" if name == "_value_" else name
+                    self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
+        elif isinstance(value, weakref.ref):
+            self.walk.objects[f"{path}()"] = Scalar(Told(value, _is_alive), "alive", *source)
+            thing = value()
+            for name, item in list((attributes_of(thing) or {}).items()):
+                if isinstance(item, SCALARS):
+                    self.walk.scalars[f"{path}().{name}"] = Scalar(Weakly(value), name, value, name)
+                elif isinstance(item, (dict, list, deque)) or is_user_object(item):
+                    # Layers are owners as soon as they run.
+                    if isinstance(thing, nn.Module) or isinstance(item, nn.Module):
+                        continue
+                    self._weakly_held.append((f"{path}().{name}", item, Scalar({name: WEAKLY_HELD}, name, value, name)))
+        elif isinstance(value, frozenset) or has_contents(value):
+            self._contents(value, path, source, depth)
+
+    def _bound(self, method: MethodType | BuiltinMethodType, path: str, depth: int, source: Source) -> None:
+        """What a method is bound to, and its function; a built-in function is bound to its module, or to nothing."""
+        bound = method.__self__
+        if bound is None or type(bound) is ModuleType:
+            return
+        if isinstance(bound, nn.Module | dict | list | deque) or is_user_object(bound):
+            self._value(bound, f"{path}.__self__", Numbers(method), "__self__", depth + 1, source)
+        if isinstance(method, MethodType):
+            self._behind(method.__func__, f"{path}.__func__", depth, source)
+
+    def _function(self, function: FunctionType, path: str, depth: int, source: Source) -> None:
+        """Its code, defaults and attributes: what its closure and its globals hold are names."""
+        space = Numbers(function)
+        self.walk.scalars[f"{path}.__code__"] = Scalar(space, "__code__", *source)
+        self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
+        if function.__kwdefaults__:
+            self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
+        self._each(vars(function), path, function, depth)
+
+    def _class(self, kind: type, path: str, depth: int) -> None:
+        """Values in a class that lies in a place of its own."""
+        for base in reversed(users_bases(kind)):
+            members = Members(base) if base is kind else Inherited(base)
+            for name, value in list(vars(base).items()):
+                if not name.startswith("__") and is_plain(value):
+                    if base is kind:
+                        self.walk.places.append((members, name))
+                    self._value(value, f"{path}.{name}", members, name, depth + 1, (kind, name))
+
+
+def _length(loader: Any) -> int | None:
+    """How many items a loader or sampler says that it has, which may ask the user's dataset."""
+    try:
+        return len(loader)
+    except Exception:  # noqa: BLE001 - whatever a dataset raises that has no length
+        return None
+
+
+def _is_full(items: deque[Any]) -> bool:
+    """Whether a deque drops an item for each one that it gets."""
+    return len(items) == items.maxlen
+
+
+def _held(variable: ContextVar[Any]) -> Any:
+    return variable.get(None)
+
+
+def _is_alive(reference: Callable[[], Any]) -> bool:
+    return reference() is not None
 
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:

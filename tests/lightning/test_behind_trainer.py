@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from graphplan import HostScalarError
-from graphplan.owners.value_walk import Values
+from graphplan.owners.walk import _Walker
 from tests.facts import assert_same, flatten
 from tests.lightning.parts import (
     Observer,
@@ -272,9 +272,9 @@ def test_a_datamodule_that_is_not_named_is_not_walked(tmp_path: Path, monkeypatc
         pass
 
     walked: list[type] = []
-    walk = Values._object
+    walk = _Walker._object
     monkeypatch.setattr(
-        Values,
+        _Walker,
         "_object",
         lambda self, thing, *args, **kwargs: walked.append(type(thing)) or walk(self, thing, *args, **kwargs),
     )
