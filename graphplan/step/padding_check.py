@@ -56,7 +56,6 @@ from graphplan.verify.compare import (
     fits,
     lengths,
     moved,
-    numbers,
 )
 from graphplan.verify.noise import nudged
 from graphplan.verify.state import collect_tensors, collect_values, tensors_of
@@ -216,7 +215,7 @@ class PaddingCheck:
         old = {path: value for path, t in live.items() if (value := self._snapshot.value(t)) is not None}
         alike = [path for path in came if path in padded and fits(came[path], padded[path])]
         far = Run.of(came, padded).far
-        (moves,) = numbers(moved(alike, old, came))
+        moves = moved(alike, old, came).values()
         sizes = lengths([came[path] for path in alike])
         over: dict[str, float] = {}
         for path, apart, move, size in zip(alike, (far.get(path, 0.0) for path in alike), moves, sizes, strict=True):

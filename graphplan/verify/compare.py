@@ -48,46 +48,32 @@ def fits(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and first.dtype == second.dtype and first.layout == second.layout
 
 
-class Differing:
-    """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has. A device
-    may still compare them: :meth:`paths` waits for it.
-    """
-
-    def __init__(self, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> None:
-        self._paths = [*second, *first.keys() - second.keys()]
-        self._fitting = [path for path in second if path in first and fits(first[path], second[path])]
-        self._unequal = Unequal([first[path] for path in self._fitting], [second[path] for path in self._fitting])
-
-    def paths(self) -> list[str]:
-        """What was found."""
-        equal = set(self._fitting) - {self._fitting[place] for place in self._unequal.places()}
-        return [path for path in self._paths if path not in equal]
-
-
 def differing(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
-    """The paths of :class:`Differing`."""
-    return Differing(first, second).paths()
+    """Paths, in ``second``'s order, whose tensors are not the same bits; also those that only one of them has."""
+    fitting = [path for path in second if path in first and fits(first[path], second[path])]
+    places = Unequal([first[path] for path in fitting], [second[path] for path in fitting]).places()
+    equal = set(fitting) - {fitting[place] for place in places}
+    return [path for path in [*second, *first.keys() - second.keys()] if path not in equal]
 
 
-class Norms:
+@torch.no_grad()
+def _norms(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None = None) -> list[float]:
     """The Euclidean distance between each row's two tensors, or its only one's length, in float64. NaN in the same
-    places counts as equal, NaN in one of the two as far. A device may still compute them: see :func:`numbers`.
+    places counts as equal, NaN in one of the two as far. Each device is waited for once.
 
     Args:
         rows: one or two tensors each. One of two may lie on the host: what a device has is compared there.
         device: where to compute what lies on the host altogether, if not there.
     """
-
-    @torch.no_grad()
-    def __init__(self, rows: Sequence[tuple[Tensor, ...]], device: torch.device | None = None) -> None:
-        self.rows = rows
-        self.vectors: list[Tensor] = []
-        self.order: list[int] = []
-        """To which rows the elements of the vectors belong."""
-        for home, members in _alike(rows, device):
-            columns = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
-            self.order += members
-            self.vectors.append(torch.stack(_norms_of(*(beside(column, home) for column in columns))))
+    vectors: list[Tensor] = []
+    order: list[int] = []
+    for home, members in _alike(rows, device):
+        columns = (list(column) for column in zip(*(rows[index] for index in members), strict=True))
+        order += members
+        vectors.append(torch.stack(_norms_of(*(beside(column, home) for column in columns))))
+    found = dict(zip(order, chain.from_iterable(values_of(vectors)), strict=True))
+    # An infinite norm, or one that is no number, says nothing of where.
+    return [n if math.isfinite(n := found[index]) else _careful_norm(*row) for index, row in enumerate(rows)]
 
 
 def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
@@ -98,34 +84,23 @@ def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
     return [_sum(term, *row).sqrt() for row in zip(one, *others, strict=True)]
 
 
-def numbers(*several: Norms) -> list[list[float]]:
-    """The norms of each, in the order of its rows. Each device is waited for once."""
-    values = chain.from_iterable(values_of([vector for norms in several for vector in norms.vectors]))
-    numbered = [dict(zip(norms.order, values, strict=False)) for norms in several]
-    # An infinite norm, or one that is no number, says nothing of where.
-    return [
-        [n if math.isfinite(n := found[index]) else _careful_norm(*row) for index, row in enumerate(norms.rows)]
-        for norms, found in zip(several, numbered, strict=True)
-    ]
-
-
-def apart(paths: Iterable[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Norms:
+def apart(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> dict[str, float]:
     """How far ``one`` and ``other`` lie apart at ``paths``, where they are alike."""
-    return Norms([(_real(one[path]), _real(other[path])) for path in paths])
+    return dict(zip(paths, _norms([(_real(one[path]), _real(other[path])) for path in paths]), strict=True))
 
 
 def moved(
-    paths: Iterable[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
-) -> Norms:
-    """How far ``one`` is from ``old`` at ``paths``, or how large, if nothing was there before. ``device``: see
-    :class:`Norms`.
+    paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
+) -> dict[str, float]:
+    """How far ``one`` is from ``old`` at ``paths``, or how large, if nothing was there before; what lies on the host is
+    measured on ``device``.
     """
     rows: list[tuple[Tensor, ...]] = []
     for path in paths:
         before, tensor = old.get(path), one[path]
         fit = before is not None and fits(before, tensor)
         rows.append((_real(tensor), _real(before)) if fit and before is not None else (_real(tensor),))
-    return Norms(rows, device)
+    return dict(zip(paths, _norms(rows, device), strict=True))
 
 
 def _careful_norm(one: Tensor, *others: Tensor) -> float:
@@ -187,8 +162,8 @@ class Run:
     def of(cls, one: Mapping[str, Tensor], left: Mapping[str, Tensor]) -> Run:
         """Compare ``one``, copies of what the first replay left, with what is there now. Waits for the device."""
         alike = [path for path, t in left.items() if path in one and fits(one[path], t) and not t.is_quantized]
-        (distances,) = numbers(apart(alike, left, one))
-        return cls(dict(zip(alike, distances, strict=True)), any(distances) or bool(differing(one, left)))
+        distances = apart(alike, left, one)
+        return cls(distances, any(distances.values()) or bool(differing(one, left)))
 
 
 def unexplained(
@@ -232,9 +207,8 @@ def unexplained(
 
 
 def lengths(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[float]:
-    """Euclidean norms of the finite elements in float64. ``device``: see :class:`Norms`."""
-    (found,) = numbers(Norms([(_real(tensor),) for tensor in tensors], device))
-    return found
+    """Euclidean norms of the finite elements in float64; what lies on the host is measured on ``device``."""
+    return _norms([(_real(tensor),) for tensor in tensors], device)
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -280,11 +254,11 @@ def _words(before: Tensor | None, one: Tensor | None, eager: Tensor | None, spre
     if one.numel() == 1:
         text = f"{one.item()!r} by {sides.one}, {eager.item()!r} by {sides.other}"
     else:
-        ((distance,),) = numbers(Norms([(one, eager)]))
+        (distance,) = _norms([(one, eager)])
         count = int((bits(one) != bits(eager.detach().to(one.device))).sum())
         text = f"{count} of {one.numel()} elements differ, by {distance:.3g} (Euclidean)"
     if before is not None and fits(before, one):
-        ((own, other),) = numbers(Norms([(before, one), (before, eager)]))
+        own, other = _norms([(before, one), (before, eager)])
         text += f"; {sides.one}'s update is {own:.3g} long, {sides.other}'s {other:.3g}"
     return f"{text}; {sides.spread} {spread:.3g}"
 

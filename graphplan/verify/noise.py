@@ -9,29 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import beside, copy_all
-from graphplan.verify.compare import RESPONSES, SPREADS, Differing, Norms, Run, apart, fits, moved, numbers, unexplained
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """How far a replay has moved each tensor with numbers, by path."""
-
-    paths: list[str]
-    norms: Norms
-
-    @classmethod
-    def of(cls, old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None) -> Moves:
-        """Have ``device`` measure how far ``one`` is from ``old``, wherever both lie."""
-        paths = [path for path in one if _has_numbers(one[path])]
-        return cls(paths, moved(paths, old, one, device))
-
+from graphplan.verify.compare import RESPONSES, SPREADS, Run, apart, differing, fits, moved
 
 _LITTLE = 0.1
 """As a share of what the step changes. More than that may come of a first checked step that hardly changes anything."""
@@ -49,14 +33,12 @@ class Noise:
         """Whether one check has measured it, or two where the first found it large."""
         return self._measured >= (1 if max(self._shares.values(), default=0.0) <= _LITTLE else 2)
 
-    def learn(self, moves: Moves, again: Sequence[Run], eager: Run, nudged: Run | None = None) -> None:
-        """Take in how far replays from one state lie from the first of them, which has made ``moves``: ``again``, at
+    def learn(self, changes: Mapping[str, float], again: Sequence[Run], eager: Run, nudged: Run | None = None) -> None:
+        """Take in how far replays from one state lie from the first of them, which has made ``changes``: ``again``, at
         least one, and as ``nudged`` one from rounded parameters. What the eager step left was found to be as good by
         the check: as far away it may be again, and no further.
         """
         self._measured += 1
-        (lengths,) = numbers(moves.norms)
-        changes = dict(zip(moves.paths, lengths, strict=True))
         for other in again:
             self._widen(changes, other, 1.0)
         self._widen(changes, eager, 1 / SPREADS)
@@ -69,39 +51,25 @@ class Noise:
             if change > 0 and math.isfinite(distance) and math.isfinite(change):
                 self._shares[path] = max(self._shares.get(path, 0.0), part * distance / change)
 
-    def share(self, path: str) -> float:
-        """How far the tensor at ``path`` may lie from what another replay makes of it, as a share of its move."""
-        return self._shares.get(path, 0.0)
-
-
-class Beyond:
-    """Paths at which ``one``, what a replay left after ``moves``, and what the eager step left differ by more than
-    ``noise``. A device may still compare them: :meth:`paths` waits for it.
-    """
-
-    def __init__(self, noise: Noise, moves: Moves, one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> None:
-        self._noise = noise
-        self._moves = moves
+    def beyond(self, changes: Mapping[str, float], one: Mapping[str, Tensor], eager: Mapping[str, Tensor]) -> list[str]:
+        """Paths at which ``one``, what a replay left after ``changes``, and what the eager step left differ by more
+        than noise.
+        """
         # Integers are the same, or they are not.
-        self._alike = [path for path in moves.paths if path in eager and fits(one[path], eager[path])]
-        self._far = apart(self._alike, one, eager)
-        near = set(self._alike)
-        self._others = Differing(*({path: t for path, t in side.items() if path not in near} for side in (one, eager)))
-
-    def paths(self) -> list[str]:
-        """What was found."""
-        far, lengths = numbers(self._far, self._moves.norms)
-        changes = dict(zip(self._moves.paths, lengths, strict=True))
+        far = apart([path for path in changes if path in eager and fits(one[path], eager[path])], one, eager)
         found = [
             path
-            for path, distance in zip(self._alike, far, strict=True)
-            if distance > 0 and not distance <= SPREADS * self._noise.share(path) * changes[path] < math.inf
+            for path, distance in far.items()
+            if distance > 0 and not distance <= SPREADS * self._shares.get(path, 0.0) * changes[path] < math.inf
         ]
-        return found + self._others.paths()
+        return found + differing(*({path: t for path, t in side.items() if path not in far} for side in (one, eager)))
 
 
-def _has_numbers(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+def changes_of(
+    old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
+) -> dict[str, float]:
+    """How far ``one`` has moved each tensor with numbers from ``old``, by path."""
+    return moved([path for path, t in one.items() if t.is_floating_point() or t.is_complex()], old, one, device)
 
 
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
@@ -154,57 +122,3 @@ def nudged(
     rows = [(tensor, before) for tensor, before in rows if fits(before, tensor)]
     take_back([tensor for tensor, _ in rows], [before for _, before in rows], rounding)
     return left
-
-
-_REPLAYS = 3
-"""As often a replay is repeated until two of them differ."""
-
-
-Tensors = Mapping[str, Tensor]
-
-
-def beyond_spread(
-    paths: list[str],
-    old: Tensors,
-    replayed: Tensors,
-    eager: Run,
-    *,
-    repeat: Callable[[bool], Run],
-    on_any: Callable[[bool], bool],
-    noise: Noise,
-    may_reorder: bool,
-    device: torch.device,
-) -> dict[str, float]:
-    """What more replays from the same state do not explain: noise may be so seldom that several show none.
-
-    Args:
-        paths: where ``replayed`` and the eager step differ.
-        old: what was there before.
-        replayed: what the first replay left.
-        eager: the eager step beside that.
-        repeat: one more replay from ``old`` beside it; told True, one from parameters with other last bits.
-        on_any: whether something is so on any rank, all of which repeat as often.
-        noise: what earlier checks have shown, to which this one adds.
-        may_reorder: whether eager steps may compute in another order, or by another formula, than replays.
-        device: where to compute what lies on the host.
-
-    Returns:
-        How far replays lie apart, by path.
-    """
-    again: list[Run] = []
-    found = dict.fromkeys(paths, 0.0)
-    noisy = may_reorder
-    for _ in range(_REPLAYS):
-        again.append(repeat(False))
-        noisy = noisy or again[-1].differs
-        found = unexplained(found, replayed, again, eager, noisy=noisy, device=device)
-        if not on_any(bool(found) and not noisy):
-            break
-    off = None
-    # Noise that is rare has not been seen in a few replays: what rounding does says how large it may be.
-    if on_any(noisy and (bool(found) or not noise.is_known)):
-        off = repeat(True)
-        found = unexplained(found, replayed, again, eager, off, noisy=True, device=device)
-    if not found and noisy:
-        noise.learn(Moves.of(old, replayed, device), again, eager, off)
-    return found

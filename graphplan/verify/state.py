@@ -65,15 +65,6 @@ def collect_values(
     return values
 
 
-def are_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Whether the same tensors, whatever is in them, are at the same paths. What generators tell is a new one each
-    time.
-    """
-    return one.keys() == other.keys() and all(
-        tensor is other[path] or path.startswith(_GENERATOR) for path, tensor in one.items()
-    )
-
-
 def tensors_of(walk: Walk, is_left_out: Callable[[str], bool] = lambda path: False) -> dict[str, Tensor]:
     """The tensors that are in the walk's slots now, by path; several in one slot are numbered."""
     found: dict[str, Tensor] = {}

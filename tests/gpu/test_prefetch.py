@@ -75,7 +75,7 @@ def sleeping(seed: int) -> Between:
     def wait(index: int, step: Any) -> None:
         for program in step.machine.programs.all():
             if dice.random() < 0.5:
-                with torch.cuda.stream(program._inputs._staging._stream):
+                with torch.cuda.stream(program.inputs._staging._stream):
                     torch.cuda._sleep(dice.randrange(20_000_000))
         if dice.random() < 0.5:
             torch.cuda._sleep(dice.randrange(20_000_000))
@@ -125,7 +125,7 @@ def test_a_copy_does_not_wait_for_the_device() -> None:
     torch.cuda._sleep(2_000_000_000)
     step(x, weight)
     done.record()
-    program._inputs._staging._stream.synchronize()
+    program.inputs._staging._stream.synchronize()
     assert not done.query()
     torch.cuda.synchronize()
 
@@ -136,13 +136,13 @@ def test_what_is_not_staged() -> None:
     expected, _ = train(eager_if=1, size=2**16)
     found, step = train(prefetch=True, size=2**16)
     assert_same(expected, found)
-    assert step.machine.programs.all()[0]._inputs._staging is None
+    assert step.machine.programs.all()[0].inputs._staging is None
 
     expected, _ = train(eager_if=1)
     for make in (lambda index, size: pinned(index, size).clone(), lambda index, size: pinned(index, size).to(DEVICE)):
         found, step = train(prefetch=True, make=make)
         assert_same(expected, found)
-        assert not step.machine.programs.all()[0]._inputs._staging._is_taken
+        assert not step.machine.programs.all()[0].inputs._staging._is_taken
 
 
 @needs_cuda
@@ -154,14 +154,14 @@ def test_a_call_that_was_broken_off() -> None:
     def between(index: int, step: Any) -> None:
         if index == STEPS - 4:
             program = step.machine.programs.all()[0]
-            program._inputs._staging.fetch([*map(pinned, (99,)), torch.tensor(1.0)])
-            assert program._inputs._staging._is_taken
+            program.inputs._staging.fetch([*map(pinned, (99,)), torch.tensor(1.0)])
+            assert program.inputs._staging._is_taken
             broken.append(index)
 
     found, step = train(between, prefetch=True)
     assert broken
     assert_same(expected, found)
-    assert not step.machine.programs.all()[0]._inputs._staging._is_taken
+    assert not step.machine.programs.all()[0].inputs._staging._is_taken
 
 
 @needs_cuda

@@ -409,7 +409,7 @@ def test_one_allocation_serves_all_shapes_and_grows_by_leaps() -> None:
         for (x,) in inputs(*[size] * 5):
             assert torch.equal(fast(x), x.cumsum(0) * 2)
     assert (fast.stats.captured, fast.stats.recaptured) == (32, 0)
-    allocations = {program._inputs.by_leaf[0].untyped_storage().data_ptr() for program in fast.programs}
+    allocations = {program.inputs.by_leaf[0].untyped_storage().data_ptr() for program in fast.programs}
     assert 1 < len(allocations) <= 8
     assert fast.memory.input <= 4 * 33 * 8 * 4 + 64
 

@@ -126,7 +126,7 @@ def test_control_flow_between_segments_is_free() -> None:
         assert torch.equal(four(middle) + 0, wanted)
     assert run.num_graphs == 4 and len(run) == 4
     assert all(step.pool is pool for step in run.programs)
-    adopted = run.programs[-1].programs[0]._inputs.by_leaf[0].data_ptr()
+    adopted = run.programs[-1].programs[0].inputs.by_leaf[0].data_ptr()
     assert adopted in {step(x).data_ptr() for step in run.programs[1:3]}
     assert run.programs[1].memory.input == 0
     assert torch.equal(run[-1](x) + 0, segments[3](x))

@@ -106,7 +106,7 @@ def test_a_result_that_is_fed_to_another_program_is_not_copied() -> None:
     first = ready(lambda x: x * 2, torch.ones(4, 8))
     second = ready(lambda y: y + 1, first(torch.ones(4, 8)))
     program = second.programs[0]
-    assert program._inputs.by_leaf[0].data_ptr() == first(torch.ones(4, 8)).data_ptr()
+    assert program.inputs.by_leaf[0].data_ptr() == first(torch.ones(4, 8)).data_ptr()
     assert second.memory.input == 0
     for _ in range(3):
         x = torch.randn(4, 8)
