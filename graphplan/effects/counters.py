@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from graphplan.effects.allowed import describe, is_allowed
 from graphplan.errors import HostEffectError, HostScalarError
-from graphplan.owners.group_counts import GroupCounts
 from graphplan.owners.slots import Scalar, Walk
+from graphplan.owners.views import GroupCounts
 from graphplan.trace.records import Trace
 
 _PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")

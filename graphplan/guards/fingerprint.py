@@ -6,17 +6,16 @@ They are part of a program's key: when they come back, so does the program.
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import repeat
-from operator import contains
+from itertools import repeat, zip_longest
+from operator import contains, is_not
 from typing import Any
 
 from torch import Tensor
 
-from graphplan.compare.comparing import Row, facts_of, row_of
+from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of
 from graphplan.compare.tensors import GEOMETRY, geometry
-from graphplan.guards.groups import Groups, difference
-from graphplan.guards.hooks import Hooks
-from graphplan.guards.key_values import Own, frozen, stays
+from graphplan.guards.hooks import Hooks, Own
+from graphplan.owners.contents import has_contents, state_of
 from graphplan.owners.kinds import PLAIN
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Walk
@@ -47,14 +46,10 @@ class Fingerprint:
         self._containers: list[Any] = []
         self._keys: list[str] = []
         self.labels: list[str] = []
-        # A layer, parameter, buffer or hook that comes or goes changes what a step runs.
-        self._sized: list[Any] = []
-        self._size_labels: list[str] = []
-        self._empty: list[Any] = []
+        # A layer, parameter or buffer that comes or goes changes what a step runs.
+        self._sized: list[Any] = [getattr(module, part) for module in walk.modules for part in _MODULE_PARTS]
+        self._size_labels = [f"{type(module).__name__}.{part}" for module in walk.modules for part in _MODULE_PARTS]
         self._hooks = Hooks(walk)
-        for module in walk.modules:
-            for part in _MODULE_PARTS:
-                self._add_size(getattr(module, part), f"{type(module).__name__}.{part}")
         self._dicts = [vars(module) for module in walk.modules]
         self._training, self._forward = (list(repeat(name, len(self._dicts))) for name in ("training", "forward"))
         self._sharding = Sharding(walk.modules)
@@ -63,26 +58,21 @@ class Fingerprint:
         self._steppers = [vars(optimizer) for optimizer in walk.optimizers.values() for _ in _OPTIMIZER_METHODS]
         self._methods = [name for _ in walk.optimizers for name in _OPTIMIZER_METHODS]
         self._method_labels = [f"{path}.{name}" for path in walk.optimizers for name in _OPTIMIZER_METHODS]
-        self._groups = Groups(walk)
+        self._groups = _Groups(walk)
         for path, optimizer in walk.optimizers.items():
-            self._add_size(optimizer.param_groups, f"{path}.param_groups")
+            self._sized.append(optimizer.param_groups)
+            self._size_labels.append(f"{path}.param_groups")
             for index, group in enumerate(optimizer.param_groups):
-                self._add_size(group, f"{path}.param_groups[{index}]")
-                self._add_size(group["params"], f"{path}.param_groups[{index}]['params']")
+                place = f"{path}.param_groups[{index}]"
+                self._sized += [group, group["params"]]
+                self._size_labels += [place, f"{place}['params']"]
                 # Groups that change places have their keys in other orders.
                 for key, value in sorted(group.items(), key=lambda item: str(item[0])):
                     if key == "params" or isinstance(value, Tensor) or (id(group), key) in left_out:
                         continue
                     self._containers.append(group)
                     self._keys.append(key)
-                    self.labels.append(f"{type(optimizer).__name__} {path}.param_groups[{index}].{key}")
-
-    def _add_size(self, items: Any, label: str) -> None:
-        if len(items):
-            self._sized.append(items)
-            self._size_labels.append(Path.length(label))
-        else:
-            self._empty.append(items)
+                    self.labels.append(f"{type(optimizer).__name__} {place}.{key}")
 
     def is_of_today(self) -> bool:
         """Whether the optimizers' groups have the parameters that they had in the walk."""
@@ -93,11 +83,10 @@ class Fingerprint:
         enough. ``placed`` are the ids of tensors that others compare.
         """
         if (
-            any(self._empty)
-            or any(map(contains, self._dicts, repeat("forward")))
+            any(map(contains, self._dicts, repeat("forward")))
             or self._sharding.is_there
             or (hooks := self._hooks.rows()) is None
-            or not all(map(stays, map(dict.get, self._containers, self._keys)))
+            or not all(map(_stays, map(dict.get, self._containers, self._keys)))
         ):
             return None
         left: list[Tensor] = [param for param in self._parameters if id(param) not in placed]
@@ -107,7 +96,6 @@ class Fingerprint:
             ("same_types", self._modules, list(map(type, self._modules))),
             ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
             ("same_lengths", self._sized, list(map(len, self._sized))),
-            ("all_empty", self._empty),
             ("none_there", self._dicts, self._forward),
             *hooks,
             row_of(left, placed=False),
@@ -118,7 +106,7 @@ class Fingerprint:
         # One that is gone shows in the group's length.
         hypers = tuple(map(dict.get, self._containers, self._keys))
         if not PLAIN.issuperset(map(type, hypers)):
-            hypers = tuple(map(frozen, hypers))
+            hypers = tuple(map(_frozen, hypers))
         return (
             *hypers,
             *map(dict.get, self._dicts, repeat("training")),
@@ -127,7 +115,6 @@ class Fingerprint:
             *[own and Own(own) for own in map(dict.get, self._steppers, self._methods)],
             *map(len, self._sized),
             *self._groups.values,
-            self._filled(),
             self._own_forwards(),
             self._hooks.values(),
             *self._sharding.values(),
@@ -141,12 +128,6 @@ class Fingerprint:
             columns = zip(*map(geometry, self._parameters), strict=True)
             self._flags = tuple(fact for column in columns for fact in column)
         return self._flags
-
-    def _filled(self) -> tuple[tuple[int, int], ...]:
-        """Which containers that were empty are so no more, and how many items they have."""
-        if not any(self._empty):
-            return ()
-        return tuple((index, len(items)) for index, items in enumerate(self._empty) if items)
 
     def _own_forwards(self) -> tuple[tuple[int, Own], ...]:
         """Which instances have a ``forward`` of their own, which stands before their class's."""
@@ -162,9 +143,8 @@ class Fingerprint:
             "the classes of the modules",
             "the order of layers or parameters",
             *self._method_labels,
-            *self._size_labels,
+            *map(Path.length, self._size_labels),
             *self._groups.labels,
-            "layers, parameters or buffers where there were none",
             "a module's own forward",
             "hooks",
             *self._sharding.labels(),
@@ -184,15 +164,10 @@ class Fingerprint:
         """Descriptions of everything that differs. ``layout`` is that of the ``old`` values."""
         if layout != self.layout:
             pairs = [(set(before), set(now)) for before, now in zip(layout, self.layout, strict=True)]
-            gone = [f"{_within(label)} is gone" for before, now in pairs for label in sorted(before - now)]
-            return gone + [f"{_within(label)} is new" for before, now in pairs for label in sorted(now - before)]
+            gone = [f"{label} is gone" for before, now in pairs for label in sorted(before - now)]
+            return gone + [f"{label} is new" for before, now in pairs for label in sorted(now - before)]
         # The parameters' flags are one value, so that they need not be copied for each call.
         return _differences(self._all_labels(), (*old[:-1], *old[-1]), (*new[:-1], *new[-1]))
-
-
-def _within(label: str) -> str:
-    """What ``label`` has the length of, if it is about a length."""
-    return label.place if isinstance(label, Path) else label
 
 
 def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) -> list[str]:
@@ -201,4 +176,91 @@ def _differences(labels: list[str], old: tuple[Any, ...], new: tuple[Any, ...]) 
 
 
 def _difference(label: str, old: Any, new: Any) -> str:
-    return difference(old, new) if names(label, Of.MEMBERS) and old and new else f"{old!r} then {new!r}"
+    return _first_difference(old, new) if names(label, Of.MEMBERS) and old and new else f"{old!r} then {new!r}"
+
+
+def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> str:
+    """What the first place at which two groups' paths differ has in each, and how many more do."""
+    differ = [pair for pair in zip_longest(old, new, fillvalue="nothing") if pair[0] != pair[1]]
+    first, then = differ[0]
+    more = f", and {len(differ) - 1} more" if len(differ) > 1 else ""
+    return f"{first} then {then}{more}"
+
+
+class _Groups:
+    """The parameters in the groups of a walk's optimizers: with others, a group's hyper-parameters act on others.
+
+    ``values`` are the paths of each group's parameters, in their order. Paths, since a loaded state dictionary leaves
+    them alone, and a parameter that is replaced by another one is the guards' affair.
+
+    A program's guards compare the groups' lists before each replay, so that nothing of these is compared there.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self._optimizers = list(walk.optimizers.values())
+        self._parameters = self._now()
+        paths = {number: path for number, (path, _) in walk.parameters.items()}
+        self.values = [tuple(paths[id(param)] for param in params) for params in self._parameters]
+        self.labels = [
+            Path.members(f"{path}.param_groups[{index}]")
+            for path, optimizer in walk.optimizers.items()
+            for index in range(len(optimizer.param_groups))
+        ]
+        spaces, outer = list(map(vars, self._optimizers)), [optimizer.param_groups for optimizer in self._optimizers]
+        groups = [group for groups in outer for group in groups]
+        lists = [group["params"] for group in groups]
+        self._checks = Checks([
+            ("same_values", spaces, ["param_groups"] * len(outer), outer),
+            ("same_values", groups, ["params"] * len(lists), lists),
+            *contents_of([*outer, *lists]),
+        ])  # fmt: skip
+
+    def _now(self) -> list[list[Any]]:
+        return [list(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def hold(self) -> bool:
+        """Whether all groups have the parameters that they had, in the same order: in other lists, perhaps."""
+        if self._checks.hold():
+            return True
+        before, now = self._parameters, self._now()
+        return list(map(len, before)) == list(map(len, now)) and not any(
+            any(map(is_not, *pair)) for pair in zip(before, now, strict=True)
+        )
+
+
+class _Odd:
+    """A hyper-parameter of a type that may have its own mind of equality, or none of hashing."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Odd) and same_value(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self.value))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+def _frozen(value: Any) -> Any:
+    """What can be compared and hashed in the place of ``value``, with what a list (checkpoints bring betas in one), a
+    dictionary or a buffer holds, which may be changed in place.
+    """
+    if isinstance(value, dict):
+        return tuple((_frozen(key), _frozen(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    if type(value) in PLAIN:
+        return value
+    return state_of(value) if has_contents(value) else _Odd(value)
+
+
+def _stays(value: Any) -> bool:
+    """Whether a hyper-parameter is what it was as long as it is the same object."""
+    if type(value) is tuple:
+        return all(map(_stays, value))
+    return not isinstance(value, (list, dict)) and not has_contents(value)

@@ -16,17 +16,17 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from graphplan.compare.comparing import Checks, Row, contents_of, row_of
+from graphplan.compare.comparing import Checks, Row, contents_of, facts_of, row_of
 from graphplan.effects.reads import Reads
-from graphplan.guards.metadata_rows import MetadataRows
 from graphplan.observe.comparisons import come_out_alike
 from graphplan.owners.slots import Scalar, Slot, Walk, tensor_leaves
+from graphplan.owners.tensor_metadata import TensorMetadata, metadata_of
 from graphplan.owners.views import Inherited, Members, Numbers, attributes_of, home, present
 from graphplan.plan.plan import Plan
 from graphplan.specs.paths import Path
 from graphplan.tensors.attributes import PLAIN_KINDS
 from graphplan.tensors.dtensors import is_sharded, local
-from graphplan.trace.changes import same_value
+from graphplan.trace.changes import is_alike, same_value
 
 Place = tuple[Any, Any, Any]
 """A container, a key in it, and what lies there."""
@@ -61,7 +61,7 @@ class Guards:
         read = [(path, value) for path in plan.reads.values if (value := walk.value(path)) is not None]
         self._reads = plan.reads
         places = [(slot.container, slot.key, slot.get()) for slot in slots]
-        self._shown = MetadataRows(plan.reads.traits, walk)
+        self._shown = _Metadata(plan.reads.traits, walk)
         holders = [[place.container for place in places] for places in (slots, self._shown.slots, dict(read).values())]
         links = _used_links(walk, plan, *holders)
         self._shared = _with_other_names(links)
@@ -121,8 +121,7 @@ class Guards:
         self.compared = frozenset(map(id, tensors))
         """Tensors of which everything is compared, by identity."""
         sharded = [value for value in (*(slot.get() for slot in slots), *self._grads) if is_sharded(value)]
-        rows: list[Row] = [("same_results", [_Shards(sharded).hold], [True])] if sharded else []
-        return [*rows, row_of(tensors, placed=True)]
+        return [*_rows_of_shards(sharded), row_of(tensors, placed=True)]
 
     def gradients_fit(self) -> bool:
         """Whether gradients are there where the program reads them, and missing where it makes new ones."""
@@ -177,18 +176,49 @@ class Guards:
         return self._reads.changed_traits(walk)
 
 
-class _Shards:
-    """The shards of DTensors. They do not refer to the guards, which would then keep the owners' tensors until the next
-    garbage collection: whether a tensor's memory is used elsewhere is told from how many tensors have it.
+class _Metadata:
+    """What tensors are like that the step's code only looks at, compared with what they were like in the traces. They
+    are not held: the host may put another one there before each step, and as long as it is alike that does not matter.
+
+    Args:
+        known: what they were like, by path.
+        walk: says where they lie now.
     """
 
-    def __init__(self, sharded: list[Any]) -> None:
-        self._sharded = sharded
-        self._shards = list(map(local, sharded))
+    def __init__(self, known: Mapping[str, Any], walk: Walk) -> None:
+        found = [(traits, walk.slots[path]) for path, traits in known.items() if path in walk.slots]
+        self.slots = [slot for _, slot in found]
+        self._is_whole = len(found) == len(known)
+        # Single tensors are compared in one call; others are tuples, or only have to be there.
+        single = [(traits, slot) for traits, slot in found if isinstance(traits, TensorMetadata)]
+        self._others = [(traits, slot) for traits, slot in found if not isinstance(traits, TensorMetadata)]
+        self._traits, self._single = [traits for traits, _ in single], [slot for _, slot in single]
+        self._kinds = [traits.kind for traits in self._traits]
+        self._facts: Any = None
 
     def hold(self) -> bool:
-        """Whether all have the shards that they had."""
-        return not any(map(is_not, map(local, self._sharded), self._shards))
+        """Whether all are there, and what they were."""
+        if not self._is_whole or not self.gradients_are_there():
+            return False
+        tensors = [slot.get() for slot in self._single]
+        if self._facts is None or list(map(type, tensors)) != self._kinds or not self._facts.fit(tensors):
+            if not all(map(same_value, self._traits, map(metadata_of, tensors))):
+                return False
+            self._facts = facts_of(tensors, placed=False)
+        return all(is_alike(traits, metadata_of(slot.get())) for traits, slot in self._others)
+
+    def gradients_are_there(self) -> bool:
+        """Whether the gradients are there of which that is all that the code may tell."""
+        return all(slot.param.grad is not None for slot in self.slots if slot.param is not None)
+
+
+def _rows_of_shards(sharded: list[Any]) -> list[Row]:
+    """A comparison that holds while DTensors have the shards that they had. It does not refer to the guards, which
+    would then keep the owners' tensors until the next garbage collection: whether a tensor's memory is used elsewhere
+    is told from how many tensors have it.
+    """
+    shards = list(map(local, sharded))
+    return [("same_results", [lambda: not any(map(is_not, map(local, sharded), shards))], [True])] if sharded else []
 
 
 def _row_of_comparisons(compared: _Scalars, known: list[Any], reads: Reads) -> Row:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphplan.owners.group_counts import GroupCounts
 from graphplan.owners.kinds import SCALARS
 from graphplan.owners.naming import free_name
 from graphplan.owners.tensor_metadata import GONE, metadata_of
-from graphplan.owners.views import Cell, Members, present
+from graphplan.owners.views import Cell, GroupCounts, Members, present
 from graphplan.tensors.attributes import PLAIN_KINDS, has_memory
 from graphplan.tensors.dtensors import local
 from graphplan.tensors.storages import storage_id

@@ -13,6 +13,8 @@ from operator import is_
 from types import CellType, FunctionType, MemberDescriptorType
 from typing import Any
 
+import torch
+
 from graphplan.owners.contents import Unseen, state_of
 
 _MOST_ITEMS = 65536
@@ -81,6 +83,40 @@ class Attributes(MutableMapping[str, Any]):
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self._slots if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class GroupCounts(MutableMapping[str, Any]):
+    """The integers in one parameter group that the optimizer's own step changes: its state, not hyper-parameters.
+    Whichever dictionary the group is now: loading a checkpoint makes new ones.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, index: int) -> None:
+        self._optimizer = optimizer
+        self._index = index
+        self.keys_counted: set[str] = set()
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The parameter group; empty if it is gone."""
+        groups = self._optimizer.param_groups
+        return groups[self._index] if self._index < len(groups) else {}
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self.keys_counted:
+            raise KeyError(key)
+        return self.group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self.group if key in self.keys_counted)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -26,7 +26,6 @@ from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import own_tensors
 from graphplan.program.bindings import Bindings
 from graphplan.program.inputs import StaticInputs
-from graphplan.program.leases import Lease
 from graphplan.program.outputs import Outputs, lend_outputs
 from graphplan.program.program import Program
 from graphplan.program.statics import CopiedOwned, check_policy
@@ -40,47 +39,6 @@ _IS_RECORDED = ContextVar("is_recorded", default=False)
 def is_recorded() -> bool:
     """Whether the step that this thread is running is being recorded, for the way that its traces took."""
     return _IS_RECORDED.get()
-
-
-class _Body:
-    """The function that a backend records: the step, then the copies that end it."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        feed: Feed,
-        inputs: StaticInputs,
-        bindings: Bindings,
-        before: Walk,
-        sharding: Sharding,
-        lent: Mapping[int, Lease],
-    ) -> None:
-        self._plan = plan
-        self._fed = CallArguments(*feed.rebuild(inputs.dress(feed.leaves))).watch()
-        fed = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()}
-        self._outside = fed | set(before.by_storage())
-        self._bindings = bindings
-        self._sharding = sharding
-        self._lent = lent
-        self.after: Walk | None = None
-        self.outputs: Outputs | None = None
-
-    @presenting_capture()
-    @runs_step
-    def __call__(self) -> None:
-        token = _IS_RECORDED.set(True)
-        try:
-            result = call_step(self._plan.handles.function(), self._fed.args, self._fed.kwargs)
-        finally:
-            _IS_RECORDED.reset(token)
-        self._sharding.settle()
-        change = self._fed.change()
-        if change is not None:
-            raise HostEffectError(change)
-        self.after = walk_owners(self._plan.handles.owners())
-        with torch.no_grad():
-            self.outputs = Outputs(self._plan, result, overwritten=self._bindings.targets, lent=self._lent)
-            self._bindings.close_step(self.after, self._outside)
 
 
 def capture_program(
@@ -123,8 +81,10 @@ def capture_program(
     before = memory_uses(tensor for slot in walk.slots.values() for tensor in slot.tensors())
     # A backend that executes records them with the rest.
     bindings = Bindings(plan, walk, copied.stand_ins, () if backend.executes else plan.handles.host_draws)
-    body = _Body(plan, feed, inputs, bindings, walk, sharding, lend_outputs(plan) if lends else {})
-    recording, after, outputs = _record(backend, body, copied, _traced_values(plan, watches=watches))
+    recording, after, outputs = _record(
+        plan, feed, walk, backend=backend, inputs=inputs, copied=copied, bindings=bindings, sharding=sharding,
+        lends=lends, watches=watches,
+    )  # fmt: skip
     bindings.bind_back(after)
     # A program compares what a call begins with.
     flags.assign(found)
@@ -159,19 +119,50 @@ def _traced_values(plan: Plan, *, watches: bool) -> TracedValues:
 
 
 def _record(
-    backend: Backend, body: _Body, copied: CopiedOwned, traced: TracedValues
+    plan: Plan,
+    feed: Feed,
+    walk: Walk,
+    *,
+    backend: Backend,
+    inputs: StaticInputs,
+    copied: CopiedOwned,
+    bindings: Bindings,
+    sharding: Sharding,
+    lends: bool,
+    watches: bool,
 ) -> tuple[Recording, Walk, Outputs]:
+    """Have the backend record the step, then the copies that end it."""
+    fed = CallArguments(*feed.rebuild(inputs.dress(feed.leaves))).watch()
+    outside = {storage_id(inputs.by_leaf.get(index, leaf)) for index, leaf in feed.tensors()} | set(walk.by_storage())
+    lent = lend_outputs(plan) if lends else {}
+    found: list[tuple[Walk, Outputs]] = []
+
+    @presenting_capture()
+    @runs_step
+    def body() -> None:
+        token = _IS_RECORDED.set(True)
+        try:
+            result = call_step(plan.handles.function(), fed.args, fed.kwargs)
+        finally:
+            _IS_RECORDED.reset(token)
+        sharding.settle()
+        change = fed.change()
+        if change is not None:
+            raise HostEffectError(change)
+        after = walk_owners(plan.handles.owners())
+        with torch.no_grad():
+            found.append((after, Outputs(plan, result, overwritten=bindings.targets, lent=lent)))
+            bindings.close_step(after, outside)
+
     # Casts of the weights that the caller's autocast remembers would be missing from the recording.
     torch.clear_autocast_cache()
     copied.load({})
     copied.swap_in()
     try:
-        recording = backend.record(body, traced)[0]
+        recording = backend.record(body, _traced_values(plan, watches=watches))[0]
     finally:
         copied.swap_out()
-    assert body.after is not None
-    assert body.outputs is not None
-    return recording, body.after, body.outputs
+    return recording, *found[-1]
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:

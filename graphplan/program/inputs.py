@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from graphplan.compare.moving import copy_in
-from graphplan.environment.devices import is_accelerator
+from graphplan.environment.devices import current_stream, is_accelerator, module_of, synchronize
 from graphplan.feed.buffers import Buffers, distinct
 from graphplan.feed.signature import Feed, shared_leaf
 from graphplan.plan.plan import Plan
 from graphplan.program.leases import Lease, find_lease
-from graphplan.program.staging import Staging, is_stageable
 from graphplan.tensors.attributes import dressed
 from graphplan.tensors.storages import storage_id
 
 _wants_grad = attrgetter("requires_grad")
+_LARGE = 2**22
+"""Bytes of an input from which a copy takes longer than to have it done elsewhere."""
 _FEW = 3
 """So many inputs are copied faster one by one: from host memory, torch's call for many makes one copy of each too."""
 
@@ -51,7 +52,7 @@ class StaticInputs:
         self._statics = list(self.by_leaf.values())
         self._targets = [distinct(static.detach()) for static in self._statics]
         self._device = plan.device
-        self._staging: Staging | None = None
+        self._staging: _Staging | None = None
         self._shared = {index for index, static in self.by_leaf.items() if distinct(static) is not static}
         self._write_back = [(index, static) for index, static in self.by_leaf.items() if index in mutated]
         self._grads: list[tuple[int, Tensor]] = []
@@ -132,8 +133,8 @@ class StaticInputs:
 
     def stage(self) -> None:
         """From now on, copy large inputs from pinned host memory while the device is busy with the replay before."""
-        if is_accelerator(self._device) and not self._leases and any(map(is_stageable, self._targets)):
-            self._staging = Staging(self._targets, self._device)
+        if is_accelerator(self._device) and not self._leases and any(map(_is_stageable, self._targets)):
+            self._staging = _Staging(self._targets, self._device)
 
     def unstage(self) -> None:
         """Undo :meth:`stage`."""
@@ -169,3 +170,65 @@ def _fill(plan: Plan, feed: Feed, buffers: Buffers, leases: Mapping[int, Lease])
             with torch.no_grad():
                 target.copy_(leaf if target is inputs[index] else distinct(leaf))
     return dict(sorted(inputs.items()))
+
+
+class _Staging:
+    """Large inputs on their way from pinned host memory, while the device is still busy with the replay before.
+
+    A copy into a static input has to wait until the replay before has read it. The long part of it, over the bus, need
+    not: it goes to a buffer of its own, on a stream of its own, and only the copy from there waits for the replay. Two
+    events keep the streams apart: the buffer is read after it was filled, and filled after it was read.
+    """
+
+    def __init__(self, targets: Sequence[Tensor], device: torch.device) -> None:
+        module = module_of(device)
+        self._device, self._module = device, module
+        with torch.inference_mode(False):
+            self._buffers = {
+                index: torch.empty_like(target) for index, target in enumerate(targets) if _is_stageable(target)
+            }
+        self._stream = module.Stream(device)
+        for buffer in self._buffers.values():
+            # Later uses of its memory have to wait for this stream as well.
+            buffer.record_stream(self._stream)
+        self._filled, self._read = module.Event(), module.Event()
+        # What the memory was used for before may still be under way.
+        self._read.record(current_stream(device))
+        self._is_taken = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def fetch(self, sources: Sequence[Tensor]) -> list[Tensor]:
+        """``sources``, but the buffer for what has one and lies in pinned host memory, as the current stream will find
+        it. :meth:`give_back` has to follow once copies from there are queued.
+        """
+        found = list(sources)
+        coming = [index for index in self._buffers if found[index].is_cpu and found[index].is_pinned()]
+        if not coming:
+            return found
+        if self._is_taken:
+            # The last call was broken off, and when the buffers were read was not noted.
+            synchronize(self._device)
+        self._is_taken = True
+        with torch.no_grad(), self._module.stream(self._stream):
+            self._stream.wait_event(self._read)
+            for index in coming:
+                found[index] = self._buffers[index].copy_(found[index], non_blocking=True)
+            self._filled.record(self._stream)
+        current_stream(self._device).wait_event(self._filled)
+        return found
+
+    def give_back(self) -> None:
+        """The buffers have been read when the current stream gets here."""
+        if self._is_taken:
+            self._read.record(current_stream(self._device))
+            self._is_taken = False
+
+
+def _is_stageable(target: Tensor) -> bool:
+    """Whether a buffer pays for ``target`` and has its strides."""
+    dense = torch.empty_like(target, device="meta").stride() == target.stride()
+    return dense and target.nbytes >= _LARGE

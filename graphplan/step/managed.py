@@ -26,11 +26,10 @@ from graphplan.optimizers.preparation import Preparation, check_optimizer, may_b
 from graphplan.optimizers.rates import LearningRates
 from graphplan.optimizers.scaling import ScaledSteps
 from graphplan.owners.discovery import Discovery
-from graphplan.owners.group_counts import GroupCounts
 from graphplan.owners.naming import free_name, name_owners
 from graphplan.owners.sharding import Sharding
 from graphplan.owners.slots import Namespace, Reached, Walk
-from graphplan.owners.views import attributes_of
+from graphplan.owners.views import GroupCounts, attributes_of
 from graphplan.owners.walk import walk_owners
 from graphplan.program.faults import refusing
 from graphplan.step.compiled import runs_compiled

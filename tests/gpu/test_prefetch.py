@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from graphplan import graph_step
-from graphplan.program import staging
+from graphplan.program import inputs
 from tests.devices import BACKEND, CUDA, DEVICE, needs_cuda
 from tests.facts import assert_same, flatten
 
@@ -183,16 +183,16 @@ def test_a_fit_whose_batches_are_prefetched(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(parts.Observer, "on_train_batch_end", Callback.on_train_batch_end)
     monkeypatch.setattr(parts, "loaders", pinning)
-    monkeypatch.setattr(staging, "LARGE", 1)
+    monkeypatch.setattr(inputs, "_LARGE", 1)
     staged: list[int] = []
-    fetch = staging.Staging.fetch
+    fetch = inputs._Staging.fetch
 
     def noting(self: Any, sources: Any) -> Any:
         found = fetch(self, sources)
         staged.append(self._is_taken)
         return found
 
-    monkeypatch.setattr(staging.Staging, "fetch", noting)
+    monkeypatch.setattr(inputs._Staging, "fetch", noting)
     options: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
     expected = parts.fit(parts.LitDigits, tmp_path / "eager", **options)
     callback = GraphPlanCallback(prefetch=True)
