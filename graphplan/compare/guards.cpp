@@ -1,6 +1,6 @@
 // What graphplan compares before every replay, in one call.
 //
-// `Checks(rows).hold()` is exactly the class of that name in graphplan/native/comparing.py, and each kind of row the
+// `Checks(rows).hold()` is exactly the class of that name in graphplan/compare/comparing.py, and each kind of row the
 // function of that name there.
 
 #include "moves.h"
@@ -76,15 +76,20 @@ PyObject* item_of(const Row& row, Py_ssize_t i) {
   return found;
 }
 
-int same_items(const Row& row) {
+PyObject* attribute_of(const Row& row, Py_ssize_t i) { return PyObject_GetAttr(row.at(0, i), row.at(1, i)); }
+
+// The functions that look up what is compared are parts of the types, so that they are compiled into the loops.
+template <PyObject* (*look_up)(const Row&, Py_ssize_t)>
+int are_same(const Row& row) {
   int yes = 1;
   for (Py_ssize_t i = 0; yes == 1 && i < row.size(); i++) {
-    yes = is_same(item_of(row, i), row.list(2), i);
+    yes = is_same(look_up(row, i), row.list(2), i);
   }
   return yes;
 }
 
-int are_equal(const Row& row, PyObject* (*look_up)(const Row&, Py_ssize_t)) {
+template <PyObject* (*look_up)(const Row&, Py_ssize_t)>
+int are_equal(const Row& row) {
   for (Py_ssize_t i = 0; i < row.size(); i++) {
     PyObject* found = look_up(row, i);
     if (found == nullptr) {
@@ -107,20 +112,6 @@ int are_equal(const Row& row, PyObject* (*look_up)(const Row&, Py_ssize_t)) {
     }
   }
   return 1;
-}
-
-PyObject* attribute_of(const Row& row, Py_ssize_t i) { return PyObject_GetAttr(row.at(0, i), row.at(1, i)); }
-
-int equal_items(const Row& row) { return are_equal(row, item_of); }
-
-int equal_attributes(const Row& row) { return are_equal(row, attribute_of); }
-
-int same_attributes(const Row& row) {
-  int yes = 1;
-  for (Py_ssize_t i = 0; yes == 1 && i < row.size(); i++) {
-    yes = is_same(attribute_of(row, i), row.list(2), i);
-  }
-  return yes;
 }
 
 // A number that no dictionary in any other state has (PEP 509); 0 in newer Pythons, which have none.
@@ -178,24 +169,12 @@ int same_types(const Row& row) {
   return 1;
 }
 
-int all_empty(const Row& row) {
+int same_lengths(const Row& row) {
   for (Py_ssize_t i = 0; i < row.size(); i++) {
     fetch_ahead(row.list(0), i);
     PyObject* container = row.at(0, i);
     const bool is_plain = PyDict_CheckExact(container) || PyODict_CheckExact(container);
     Py_ssize_t length = is_plain ? PyDict_GET_SIZE(container) : PyObject_Size(container);
-    if (length != 0) {
-      return length < 0 ? -1 : 0;
-    }
-  }
-  return 1;
-}
-
-int same_lengths(const Row& row) {
-  for (Py_ssize_t i = 0; i < row.size(); i++) {
-    fetch_ahead(row.list(0), i);
-    PyObject* container = row.at(0, i);
-    Py_ssize_t length = PyDict_CheckExact(container) ? PyDict_GET_SIZE(container) : PyObject_Size(container);
     Py_ssize_t known = PyLong_AsSsize_t(row.at(1, i));
     if (length != known) {
       return PyErr_Occurred() ? -1 : 0;
@@ -286,15 +265,14 @@ struct Named {
 };
 
 const Named kKinds[] = {
-    {"same_items", same_items, 3, 3, 3},
-    {"equal_items", equal_items, 3, 3, 4},
-    {"equal_attributes", equal_attributes, 3, 3, 4},
-    {"same_attributes", same_attributes, 3, 3, 3},
+    {"same_items", are_same<item_of>, 3, 3, 3},
+    {"equal_items", are_equal<item_of>, 3, 3, 4},
+    {"equal_attributes", are_equal<attribute_of>, 3, 3, 4},
+    {"same_attributes", are_same<attribute_of>, 3, 3, 3},
     {"same_values", same_values, 3, 3, 3},
     {"none_there", none_there, 2, 2, 2},
     {"same_types", same_types, 2, 2, 2},
     {"same_lengths", same_lengths, 2, 2, 2},
-    {"all_empty", all_empty, 1, 1, 1},
     {"same_dicts", same_dicts, 2, 4, 4},
     {"same_lists", same_lists, 2, 3, 3},
     {"same_results", same_results, 2, 2, 2},
@@ -397,7 +375,7 @@ PyObject* checks_hold(PyObject* self, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// `lie` of graphplan/native/comparing.py.
+// `lie` of graphplan/compare/comparing.py.
 PyObject* lie(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *tensors, *units, *rests, *written;

@@ -1,6 +1,6 @@
 // What a replay moves in and out, without Python's way to each operator.
 //
-// The functions are those of graphplan/native/moving.py. None of them is anything that autograd or a view notes.
+// The functions are those of graphplan/compare/moving.py. None of them is anything that autograd or a view notes.
 
 #pragma once
 

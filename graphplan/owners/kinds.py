@@ -98,12 +98,8 @@ def is_user_object(value: Any) -> bool:
     kind = type(value)
     if issubclass(kind, LRScheduler):
         return True
-    if issubclass(kind, torch.optim.Optimizer):
-        # It is walked as an optimizer where it is an owner, a library's too.
-        return False
-    if is_of_library(kind):
-        return False
-    if issubclass(kind, (*_ATOMS, *SCALARS)):
+    # An optimizer is walked as one where it is an owner, a library's too.
+    if issubclass(kind, (torch.optim.Optimizer, *_ATOMS, *SCALARS)) or is_of_library(kind):
         return False
     # The attributes of an alias such as tuple[int, str] are those of its class, which is no dictionary.
     return attributes_of(value) is not None or bool(slots_of(kind))

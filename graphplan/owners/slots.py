@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType
@@ -100,23 +100,23 @@ def holds_plain(value: Any) -> bool:
     return not (value.requires_grad or vars(value))
 
 
+@dataclass(frozen=True, slots=True)
 class Via:
     """An owner that code reaches through an attribute called ``name`` and not otherwise."""
 
-    def __init__(self, thing: Any, name: str) -> None:
-        self.thing = thing
-        self.name = name
+    thing: Any
+    name: str
 
 
+@dataclass(frozen=True, slots=True)
 class Reached:
     """An owner that a library's object leads to: it is walked once the step's code loads an attribute that is called
     one of ``names``, whatever its type, but for its attributes ``without``.
     """
 
-    def __init__(self, thing: Any, names: Iterable[str], *, without: Collection[str] = ()) -> None:
-        self.thing = thing
-        self.names = frozenset(names)
-        self.without = frozenset(without)
+    thing: Any
+    names: Collection[str]
+    without: Collection[str] = ()
 
 
 class Namespace:

@@ -137,7 +137,7 @@ class _Walker:
             self._behind(owner, path, 0, (owner, path))
 
     def _reached(self, owner: Reached, path: str) -> None:
-        if owner.names.isdisjoint(self._used):
+        if self._used.isdisjoint(owner.names):
             return
         known = len(self.walk.slots)
         if not owner.without:

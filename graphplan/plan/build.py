@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +28,8 @@ from graphplan.plan.classify import classify
 from graphplan.plan.difference import check_difference, check_marks, form_of
 from graphplan.plan.plan import DRAWS, Handles, Output, Plan
 from graphplan.specs.paths import Of, Path, names
-from graphplan.specs.roles import External
+from graphplan.specs.roles import External, Role
+from graphplan.tensors.storages import storage_id
 from graphplan.tensors.trees import has_attributes
 from graphplan.trace.changes import place_of, same_value
 from graphplan.trace.collectives import is_collective
@@ -35,6 +37,13 @@ from graphplan.trace.records import OutputTensor, Trace
 
 _LAST = 8
 """Operators that an error of the device lists."""
+_SAME = (
+    "form", "rebindings", "counters", "appends", "entry_grads", "twins", "shared", "joined", "device",
+    "output_structure", "communicates",
+)  # fmt: skip
+_AS_MANY = ("outputs", "host_reads")
+_HANDLES_AS_MANY = ("host_draws", "device_constants", "host_constants")
+"""Facts that plans of one step for several shapes have in common, and those of which they have as many."""
 
 
 def find_device(walk: Walk, feed: Feed) -> torch.device:
@@ -239,3 +248,57 @@ def _shared(first: Trace, second: Trace) -> list[Tensor]:
     """Leaves that are views of one storage in both traces: the step may also read that storage by another name."""
     shared = set(first.leaf_storages.values()) & set(second.leaf_storages.values())
     return [second.externals[storage].tensor for storage in shared if storage in second.externals]
+
+
+def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: Any) -> Plan | None:
+    """The plan of a step that was traced once, fed with ``feed``, if it is one of the ``known`` ones for other shapes:
+    the same operators on the same operands, with the same effects. None if it is another step.
+
+    Two traces of the known plan have told which of its facts change from step to step. What one trace cannot tell are
+    numbers and constants that differ from those of the known plan: they may follow from the shapes, or from something
+    that will be different in the next step. So the first replay has to be compared with an eager step. Python values
+    and tensors that the code reads or looks at need not be the same: guards compare them before each replay.
+    """
+    form = form_of(trace)
+    alike = [plan for plan in known if plan.form == form and not plan.may_reorder]
+    if not alike:
+        return None
+    plan = build_plan(trace, trace, feed, **options)
+    like = next((one for one in alike if _is_alike(plan, one)), None)
+    if like is None:
+        return None
+    # Fed memory that two traces have in common is kept alive, and a trace has all of it in common with itself.
+    if like.handles.keep_alive:
+        return plan
+    return replace(plan, handles=replace(plan.handles, keep_alive=()))
+
+
+def _is_alike(plan: Plan, known: Plan) -> bool:
+    return (
+        all(getattr(plan, name) == getattr(known, name) for name in _SAME)
+        and plan.handles.generators == known.handles.generators
+        and all(len(getattr(plan, name)) == len(getattr(known, name)) for name in _AS_MANY)
+        and all(len(getattr(plan.handles, name)) == len(getattr(known.handles, name)) for name in _HANDLES_AS_MANY)
+        and _outline(plan) == _outline(known)
+        and same_value(_values(plan), _values(known))
+    )
+
+
+def _outline(plan: Plan) -> tuple[Any, ...]:
+    """What is compared in part: nothing that follows from shapes."""
+    outputs = [(output.kind, output.index, output.path, output.marks) for output in plan.outputs]
+    restores = [(restore.device, restore.number) for restore in plan.states.restores]
+    return [_facts(external) for external in plan.externals], outputs, plan.states.saves, restores
+
+
+def _facts(external: External) -> tuple[Any, ...]:
+    spec = None if external.role is Role.INPUT else external.spec
+    memory = None if external.tensor is None else storage_id(external.tensor)
+    change = (external.mutated, external.carried)
+    return (external.name, external.role, spec, change, external.leaf, external.path, memory)
+
+
+def _values(plan: Plan) -> tuple[Any, ...]:
+    """Python values, whose own comparison is not asked."""
+    assigned = tuple((assignment.path, assignment.value) for assignment in plan.assignments)
+    return assigned, tuple(plan.left.items())

@@ -217,7 +217,13 @@ class Plan:
 
     def rows(self, policy: Policy) -> list[tuple[str, ...]]:
         """One row for each external, of texts in the order of :data:`COLUMNS`."""
-        return [_row(external, policy) for external in self.externals]
+        rows: list[tuple[str, ...]] = []
+        for external in self.externals:
+            is_static = external.role in policy.static_roles
+            storage = "copied in" if external.role in policy.copy_roles else "adopted" if is_static else "uncovered"
+            change = "carried" if external.carried else "mutated" if external.mutated else ""
+            rows.append((external.name, str(external.role), str(external.spec), storage, change))
+        return rows
 
     def _footnotes(self) -> list[str]:
         notes = [f"carried: {path}" for path in self.rebindings.carries]
@@ -241,14 +247,3 @@ class Plan:
 
 def _few(paths: Collection[str]) -> str:
     return ", ".join(list(paths)[:6]) + (", …" if len(paths) > 6 else "")
-
-
-def _row(external: External, policy: Policy) -> tuple[str, str, str, str, str]:
-    if external.role in policy.copy_roles:
-        storage = "copied in"
-    elif external.role in policy.static_roles:
-        storage = "adopted"
-    else:
-        storage = "uncovered"
-    change = "carried" if external.carried else "mutated" if external.mutated else ""
-    return (external.name, str(external.role), str(external.spec), storage, change)

@@ -43,7 +43,7 @@ def _others(held: Any) -> tuple[Any, ...]:
 
 
 def _what_became_of(slot: Slot) -> str:
-    """What was done to a slot in which there is no tensor any more."""
+    """Describe why the slot no longer holds a tensor."""
     if slot.param is not None:
         return "was there at capture and is None now"
     try:
@@ -90,7 +90,7 @@ class AdoptedTensors:
         self._unowned_facts = self._facts_of_unowned()
 
     def take(self, walk: Walk) -> None:
-        """Take the owners' tensors as they lie now; the Python values of the capture are still those that count."""
+        """Take the owners' tensors as they lie now, with the Python values of the capture."""
         self.guards = self._guard(walk, self.guards.values)
 
     def _guard(self, walk: Walk, values: Mapping[str, Any]) -> Guards:
@@ -112,12 +112,12 @@ class AdoptedTensors:
         return Guards(slots, walk, self._plan, unowned, values, entry_grads=self._entry_grads)
 
     def _twins(self, walk: Walk, held: Collection[int], named: Collection[str]) -> list[Slot]:
-        """Other slots of what is held: a plan lists one of several names, and all must go on leading to it."""
+        """Other slots of what is held: a plan lists one of several names."""
         others = [slot for path, slot in walk.slots.items() if path not in named]
         return [s for s in others if s.path in self._plan.twins or (s.is_parameter and id(s.get()) in held)]
 
     def refresh(self) -> None:
-        """Copy what was written since to tensors that were put in place of adopted ones, and are still used."""
+        """Copy what was written to tensors whose memory others share, in whose place adopted ones were put."""
         if not self._sources or list(map(_get_version, self._sources.values())) == self._versions:
             return
         self._versions = [source._version for source in self._sources.values()]
@@ -126,16 +126,16 @@ class AdoptedTensors:
                 self._aliases[path][0].copy_(source)
 
     def count_uses(self, before: Mapping[int, int]) -> None:
-        """Note how many references to the adopted memory are this program's: all that there are now beyond ``before``,
-        as :func:`memory_uses` found them before the recording.
+        """Note how many uses of the adopted memory are this program's: those beyond ``before``, which
+        :func:`memory_uses` found before the recording.
         """
         now = memory_uses(alias for aliases in self._aliases.values() for alias in aliases)
         self.uses = {storage: count - before.get(storage, count) for storage, count in now.items()}
         _LIVE.add(self)
 
     def take_gradients(self) -> bool:
-        """Copy gradients that were made since the last replay to those that the recording reads, and bind these back:
-        an eager backward pass makes new ones for each step. False if none is new, or one does not fit.
+        """Copy gradients that an eager backward pass has made to those that the recording reads, and bind these back.
+        False if none is new, or one does not fit.
         """
         if self._gradients is None:
             self._gradients = self._find_gradients()
@@ -161,7 +161,7 @@ class AdoptedTensors:
         return [param for param, _ in pairs], held, [grad.detach() for grad in held], facts_of(held, placed=False)
 
     def _lost_memory(self) -> str | None:
-        """What no longer lies where the recording reads and writes it, described: values cannot be copied there."""
+        """Describe what no longer lies where the recording reads and writes it."""
         for path, aliases in self._aliases.items():
             if places(aliases) != self._places[path]:
                 # An alias shares the storage, and only storage.resize_ changes where that lies.
@@ -189,18 +189,15 @@ class AdoptedTensors:
         return [one for one in held.values() if places(tensor_leaves(one)) == self._places[path]]
 
     def follow_tensors(self) -> bool:
-        """:meth:`follow`, where nothing but tensors has moved, which takes no walk; whether it was possible."""
+        """:meth:`follow` without a walk, if nothing but tensors has moved; whether that was possible."""
         if not self.guards.structure_holds() or self.follow(self._walk) is not None:
             return False
         self.take(self._walk)
         return True
 
     def follow(self, walk: Walk) -> str | None:
-        """Copy the values of tensors that moved to where the program reads them, and bind that back. ``walk`` leads to
-        what the owners hold now.
-
-        Returns:
-            None if that was possible, else why not.
+        """Copy tensors that moved to where the program reads them, and bind that back. ``walk`` is of now. None if that
+        was possible, else why not.
         """
         changed = self.guards.changed_value(walk)
         if changed is not None:
@@ -257,7 +254,7 @@ class AdoptedTensors:
         return None
 
     def _joined(self, path: str, slot: Slot, sharing: Mapping[int, list[Slot]]) -> str | None:
-        """Why the slot's new memory must stay what it is: another slot, which lay elsewhere, lies there too."""
+        """Describe another slot that shares the slot's new memory, and did not before."""
         is_replaced = self._is_replaced(path, slot)
         own = {storage_id(alias) for alias in self._aliases[path]}
         for tensor in slot.tensors():
@@ -272,7 +269,7 @@ class AdoptedTensors:
         return None
 
     def _parted(self, walk: Walk) -> str | None:
-        """Two slots that lay in one memory, and do not lie in one in the same way now, described."""
+        """Describe two slots that shared memory, and do not in the same way now."""
         firsts: dict[int | None, tuple[str, Any]] = {}
         for path, aliases in self._aliases.items():
             slot = walk.slots[path]
@@ -284,11 +281,11 @@ class AdoptedTensors:
         return None
 
     def _is_replaced(self, path: str, slot: Slot) -> bool:
-        """Whether the step only reads what is in the slot, and puts other tensors there: others are as good to it."""
+        """Whether the step only reads the slot's tensors and replaces them, so that others are as good."""
         return path in self._replaced and holds_plain(slot.get())
 
     def _kept(self, moved: list[tuple[str, Slot]]) -> str | None:
-        """Why nothing can be copied to where old tensors lie: something else has that memory, or them."""
+        """Describe who else uses the old tensors or their memory, so that nothing can be copied there."""
         # Gradients that are kept elsewhere get memory of their own before a replay; what steps replace is overwritten.
         slots = {path: slot for path, slot in moved if slot.param is None and not self._is_replaced(path, slot)}
         left = {path: self._held[path] for path, slot in slots.items() if slot.get() is not self._held[path]}
@@ -305,9 +302,10 @@ class AdoptedTensors:
         return None
 
     def _copy_in(self, moved: list[tuple[str, Slot]]) -> None:
-        """Copy what moved into the fixed storage, and have it lie there: values first, since two slots may have
-        swapped. What was there before goes on with memory of its own, since other code may have kept it.
+        """Copy what moved into the fixed storage, and have it lie there. What was there before gets memory of its own,
+        since other code may have kept it.
         """
+        # Values first, since two slots may have swapped.
         with torch.no_grad():
             values = [[tensor.detach().clone() for tensor in slot.tensors()] for _, slot in moved]
             olds = [[alias.clone() for alias in self._aliases[path]] for path, _ in moved]
@@ -342,7 +340,7 @@ class AdoptedTensors:
         self._versions = [source._version for source in self._sources.values()]
 
     def _is_home(self, slot: Slot) -> bool:
-        """Whether what was put in the slot lies where replays write what a step puts elsewhere."""
+        """Whether the slot's tensors lie in another slot's fixed storage."""
         homes = {storage_id(alias) for path in self._replaced for alias in self._aliases.get(path, ())}
         return not homes.isdisjoint(map(storage_id, slot.tensors()))
 
@@ -352,8 +350,8 @@ class AdoptedTensors:
             slot.set(with_leaves(slot.get(), [alias.detach() for alias in self._aliases[path]]))
 
     def _put_in(self, path: str, slot: Slot, *, shared: bool) -> None:
-        """Have what was put in the slot lie in the fixed storage; if other tensors share its memory, a tensor in
-        its place: later writes to that memory are meant for the step.
+        """Have the slot's tensors lie in the fixed storage; if others share their memory, put a tensor of the program
+        there and go on reading theirs: later writes to that memory are meant for the step.
         """
         now = slot.get()
         if shared and isinstance(now, Tensor) and places(slot.tensors()) != self._places[path]:

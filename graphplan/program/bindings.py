@@ -44,9 +44,7 @@ def _clone(value: Any) -> Any:
 
 @cache
 def _references() -> tuple[int, int]:
-    """How many refer to a gradient in a variable, as ``getrefcount`` counts, and how many without its parameter: torch
-    itself may be among them.
-    """
+    """What ``getrefcount`` says of a gradient in a variable, with its parameter and without."""
     param = torch.empty(0, device="cpu", requires_grad=True)
     param.grad = torch.empty(0, device="cpu")
     grad = param.grad
@@ -56,7 +54,7 @@ def _references() -> tuple[int, int]:
 
 
 class _Severed(torch.autograd.Function):
-    """A copy of what a replay computed: it asks for gradients as eager's does, and has no graph to give them to."""
+    """Copies a replay's result: the copy asks for gradients as eager's does, and refuses a backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, path: str) -> Tensor:
@@ -83,9 +81,8 @@ def _renew(value: Any, path: str) -> Any:
 
 
 class Bindings:
-    """Bindings of one program; ``before`` is the owner walk before its recording. ``stand_ins`` are in the owners'
-    slots while it is recorded, in the place of what is bound there. ``draws`` are random draws on the host that the
-    recording leaves out.
+    """What one program binds. ``before`` is the owner walk before its recording, during which ``stand_ins`` are in the
+    owners' slots; ``draws`` are random draws on the host that the recording leaves out.
     """
 
     def __init__(
@@ -159,9 +156,7 @@ class Bindings:
         self._counts = self._count()
 
     def _count(self) -> list[int]:
-        """How many refer to each gradient that is written, or to its shard, but for its parameter: who takes a gradient
-        off may keep it.
-        """
+        """References to each gradient that is written, and to its shard, without those of parameters."""
         counts = map(getrefcount, self._written)
         if self._memory is not self._written:
             counts = map(add, counts, map(getrefcount, self._memory))
@@ -171,12 +166,9 @@ class Bindings:
         return list(map(sub, counts, map(is_, map(_get_grad, self._written_params), self._written)))
 
     def settle_grads(self, *, are_kept: bool = True) -> None:
-        """Before a replay: bring gradients that the recording writes back to its memory, and those that are kept
-        elsewhere out of it, unless it is known that none ``are_kept``.
-
-        ``module.to`` moves a gradient to other memory. And an eager step makes new gradients, so that one which the
-        caller keeps stays what it was: it gets memory of its own, and another tensor takes its place. Gradients that
-        steps accumulate into are the same objects in eager steps too.
+        """Before a replay: bring gradients that moved (``module.to``) back to the memory that the recording writes. One
+        that the caller keeps gets memory of its own, and another tensor takes its place, since an eager step makes new
+        ones; but not those that steps accumulate into. ``are_kept`` is False if it is known that none is kept.
 
         Raises:
             GuardError: if :meth:`lost_memory` says so.
@@ -205,9 +197,7 @@ class Bindings:
             param.grad = grad
 
     def lost_memory(self) -> str | None:
-        """The gradient that no longer has the memory that the recording writes, described. An alias shares its storage,
-        and only ``storage.resize_`` changes where that lies.
-        """
+        """Describe the gradient whose memory was given back: only ``storage.resize_`` moves an alias of it."""
         if self._addresses.are_of(self._memory):
             return None
         for param, alias, pointer in zip(self._written_params, self._aliases, self._addresses.pointers, strict=True):
@@ -243,8 +233,8 @@ class Bindings:
         self._repeats = [*self._draws, *repeats, self._set_fresh, *appends]
 
     def _place_in(self, walk: Walk, path: str) -> Slot | None:
-        """Where the step binds ``path``. If there is nothing now (``self.cache.clear()`` before each step), that is
-        where it was, or in what was put in the place of the container (``self.cache = {}``).
+        """Where the step binds ``path``: if nothing is there now (``self.cache.clear()`` before each step), where it
+        was, or in what replaced the container (``self.cache = {}``).
         """
         place = walk.place(path)
         before = self._places.get(path)
@@ -258,12 +248,12 @@ class Bindings:
         return before if any(container is held for held in walk.containers) else None
 
     def lost_place(self) -> str | None:
-        """Something that the step binds in a place that is no longer known."""
+        """A path that the step binds and that leads nowhere any more."""
         lost = (path for path, place in self._places.items() if place is None and self._fresh[path] is not None)
         return next(lost, None)
 
     def move_homes(self, walk: Walk) -> None:
-        """Take what is bound in ``walk``'s carried slots for what is bound there between steps."""
+        """Take what ``walk``'s carried slots hold as :attr:`homes`."""
         self.homes = {path: walk.slots[path].get() if path in walk.slots else home for path, home in self.homes.items()}
 
     def replace_recorded(self) -> None:
@@ -280,7 +270,7 @@ class Bindings:
                 slot.set(_renew(value, path))
 
     def keep_places(self, walk: Walk) -> bool:
-        """Whether ``walk`` finds whatever there is after :meth:`repeat` too, as it did before."""
+        """Whether ``walk``, made before :meth:`repeat`, leads to everything after it."""
         stay = (path in walk.slots and value is not None for path, value in self._fresh.items())
         return not self._appended and all(stay)
 
@@ -294,8 +284,8 @@ class Bindings:
 
 
 def _own(value: Any, foreign: set[int | None], *, asks: bool = False) -> Any:
-    """``value`` with tensors that lie in foreign memory cloned (inside the recording) and all of them detached. With
-    ``asks`` they go on asking for gradients if they did.
+    """``value`` with all tensors detached, and those in foreign memory cloned, inside the recording. ``asks``: those
+    that asked for gradients go on asking.
     """
 
     def own(tensor: Tensor) -> Tensor:

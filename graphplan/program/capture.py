@@ -37,7 +37,7 @@ _IS_RECORDED = ContextVar("is_recorded", default=False)
 
 
 def is_recorded() -> bool:
-    """Whether the step that this thread is running is being recorded, for the way that its traces took."""
+    """Return True while this thread records a step."""
     return _IS_RECORDED.get()
 
 
@@ -52,18 +52,15 @@ def capture_program(
     lends: bool = False,
     watches: bool = False,
 ) -> Program:
-    """Record ``plan``'s step on ``feed`` under ``policy``. ``homes`` are what other programs of the step have bound in
-    carried slots, by path; ``lends``: results are the program's own memory; ``watches``: torch watches what it reads.
-
-    On a backend that executes, the recorded pass is a real step; on one that does not, nothing has run yet. Either way
-    :meth:`Program.run_recorded` finishes it.
+    """Record ``plan``'s step on ``feed`` under ``policy``; :meth:`Program.run_recorded` then finishes the call.
+    ``homes`` are what other programs of the step have bound in carried slots, by path; ``lends``: results are the
+    program's own memory; ``watches``: torch watches what it reads.
 
     Raises:
         UncoveredRoleError: if an external's role is not static.
         FeedError: if a leaf shares memory with an owner's tensor in a way that no program could.
         GuardError: if :func:`outdated` says so.
-        RefusalError: if the step cannot be recorded. The caller restores owners' contents; bindings of copied roles are
-            put back here.
+        RefusalError: if the step cannot be recorded. The caller restores what owners hold.
     """
     check_policy(plan, policy)
     sharding, walk = come_to_rest(plan.handles.owners())
@@ -89,17 +86,9 @@ def capture_program(
     # A program compares what a call begins with.
     flags.assign(found)
     program = Program(
-        plan,
-        policy,
-        recording=recording,
-        inputs=inputs,
-        copied=copied,
-        bindings=bindings,
-        outputs=outputs,
-        walk=walk_owners(plan.handles.owners()),
-        values=values,
-        feed=feed,
-    )
+        plan, policy, recording=recording, inputs=inputs, copied=copied, bindings=bindings, outputs=outputs,
+        walk=walk_owners(plan.handles.owners()), values=values, feed=feed,
+    )  # fmt: skip
     flags.assign(plan.left)
     program.adopted.count_uses(before)
     return program
@@ -166,7 +155,7 @@ def _record(
 
 
 def outdated(plan: Plan, walk: Walk) -> str | None:
-    """What the step works on and is not what it was in the traces, described: a Python value, or where slots lie."""
+    """Describe the first Python value or slot that is not what it was in the traces."""
     for path, old in plan.reads.values.items():
         value = walk.value(path)
         if value is not None and not plan.reads.allow(path, old, new := value.get()):
@@ -181,7 +170,7 @@ def outdated(plan: Plan, walk: Walk) -> str | None:
 
 
 def _joined(plan: Plan, walk: Walk) -> str | None:
-    """The first two slots that hold one memory now, where that matters, and did not in the traces, described."""
+    """Describe the first two slots that share memory now, where that matters, and did not in the traces."""
     holders: dict[int | None, str] = {}
     for path in {external.path: None for external in plan.externals if external.path is not None}:
         slot = walk.slots.get(path)
@@ -194,8 +183,8 @@ def _joined(plan: Plan, walk: Walk) -> str | None:
 
 
 def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> None:
-    """Bind carried slots to the storage that other programs have for them, where that does not show: programs that take
-    turns would otherwise move them from one to the other in each turn.
+    """Bind carried slots to the storage of other programs, where that does not show: programs that take turns would
+    otherwise copy them in each turn.
     """
     sharing = walk.by_storage()
     taken = {storage_id(leaf) for _, leaf in feed.tensors()} | sharing.keys()
@@ -215,8 +204,8 @@ def _move_in(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any]) -> No
 
 
 def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bound: Collection[str]) -> None:
-    """Bind carried slots that the step only replaces to tensors of the programs' own: replays write there, and other
-    holders of what lay in them (the zeros that a hidden state begins with) find that unchanged.
+    """Bind carried slots that the step only replaces to tensors of the program, which replays write to: what lay there
+    (the zeros that a hidden state begins with) stays what it is.
 
     Raises:
         HostEffectError: if replays would write to what lies in another slot.
@@ -240,7 +229,7 @@ def _make_homes(plan: Plan, feed: Feed, walk: Walk, homes: Mapping[str, Any], bo
 
 
 def _check_shared(plan: Plan, feed: Feed, walk: Walk, copied: CopiedOwned, inputs: StaticInputs) -> None:
-    """Refuse leaves that would have to be used in place, and cannot be, or that ask for gradients."""
+    """Refuse leaves that cannot be used in place though they have to be, or that ask for gradients."""
     if plan.shared_leaves(feed, walk) != plan.shared:
         raise FeedError(
             f"{_named(plan, plan.shared_leaves(feed, walk))} of the feed shares memory with tensors of owners that the "

@@ -17,7 +17,7 @@ from graphplan.tensors.copying import same_bits
 
 
 class _Left(NamedTuple):
-    """What a replay left in a slot; ``version`` is how often the tensor had been written to by then."""
+    """What a replay left in a slot, and the tensor's version then."""
 
     path: str
     overlay: Overlay
@@ -27,7 +27,7 @@ class _Left(NamedTuple):
 
     @property
     def is_written(self) -> bool:
-        """Whether it was written to since."""
+        """Whether the tensor was written to since."""
         return self.tensor._version != self.version
 
 
@@ -36,7 +36,7 @@ _PENDING: list[weakref.ref[Companions]] = []
 
 
 def settle_companions() -> None:
-    """Before a step runs, whichever it is: bring what was written to one of several slots of one memory to the others.
+    """Before any step runs: bring what was written to one of several slots of one memory to the others.
 
     Raises:
         GuardError: if tensors were written to that overlap, each with something else.

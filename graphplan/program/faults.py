@@ -1,7 +1,5 @@
-"""Errors that are not the step's own: what graphplan meets while it looks at a step becomes a refusal, with its place.
-
-Reading an object's attributes, items and comparisons runs code of its class, which may raise. So may graphplan itself,
-where torch raises an error that it does not expect. A run that succeeds without graphplan must not fail for either.
+"""Errors that are not the step's own become refusals, with their place: a run that succeeds without graphplan must not
+fail because reading an object runs code of its class that raises, or because graphplan itself fails.
 """
 
 from __future__ import annotations
@@ -37,8 +35,8 @@ _NAMES = ("path", "label", "place")
 
 
 def refusal_of(error: Exception) -> FaultError | None:
-    """The refusal that ``error`` comes to, which came up in a call of a step. None for one that is to come out as it
-    is: the step's own, one that graphplan has raised on purpose, or want of memory.
+    """The refusal that ``error``, raised in a call of a step, comes to. None if it comes out as it is: the step's own,
+    one that graphplan raises on purpose, or want of memory.
     """
     if is_steps_own(error) or is_out_of_memory(error):
         return None
@@ -86,7 +84,7 @@ def lost(error: Exception, name: str) -> EffectError:
 
 
 def describe(error: Exception) -> str:
-    """What ``error`` is, what graphplan did then, where it was raised, and which path it looked at."""
+    """Say what ``error`` is, what graphplan did, where it was raised, and at which path."""
     frames = list(walk_tb(error.__traceback__))
     ours = [frame for frame, _ in frames if frame.f_code.co_filename.startswith(_HERE)]
     rooms = [frame.f_code.co_filename.removeprefix(_HERE).split(os.sep)[0].removesuffix(".py") for frame in ours]

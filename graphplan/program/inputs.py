@@ -37,8 +37,8 @@ ELSEWHERE = (
 
 
 class StaticInputs:
-    """The static tensor of each leaf: a view of ``buffers`` or lent memory as it is, which holds ``feed`` now; without
-    ``copies``, and where ``feed`` shares memory with what the step changes, the leaf itself.
+    """The static tensor of each leaf: a view of ``buffers``, or lent memory; the leaf itself without ``copies``, and
+    where ``feed`` shares memory with what the step changes.
     """
 
     def __init__(self, plan: Plan, feed: Feed, buffers: Buffers, *, copies: bool) -> None:
@@ -59,7 +59,7 @@ class StaticInputs:
         self.nbytes = sum(s.numel() * s.element_size() for s in self._statics)
 
     def note_grads(self) -> None:
-        """Once the step is recorded: give the gradients that it has left at inputs to the leaves after each run."""
+        """Once the step is recorded: note the inputs that it left gradients at, which each run gives to the leaves."""
         self._grads = [(index, static) for index, static in self.by_leaf.items() if static.grad is not None]
 
     @property
@@ -68,9 +68,7 @@ class StaticInputs:
         return bool(self._write_back)
 
     def misfit(self, feed: Feed) -> str | None:
-        """Why ``feed`` cannot be taken: a leaf that is not copied lies elsewhere, or the step writes to a leaf that
-        another one shares memory with.
-        """
+        """Why ``feed`` cannot be taken, if so: see the two texts."""
         if any(feed.leaves[index].data_ptr() != at for index, at in self.adopted.items()):
             return ELSEWHERE
         is_shared = self._write_back and shared_leaf(feed, [index for index, _ in self._write_back]) is not None
@@ -113,8 +111,8 @@ class StaticInputs:
                 target.copy_(source if target is static else distinct(source), non_blocking=True)
 
     def give_back(self, leaves: Sequence[Any], results: Iterable[Lease] = ()) -> None:
-        """After a run: what the step has changed in its inputs, and their gradients, to the caller's tensors; not to
-        those that lie where there are new ``results`` now.
+        """After a run: give what the step changed in its inputs, and their gradients, to the caller's tensors, but not
+        to those that the new ``results`` have overwritten.
         """
         if not self._write_back and not self._grads:
             return
@@ -202,8 +200,8 @@ class _Staging:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def fetch(self, sources: Sequence[Tensor]) -> list[Tensor]:
-        """``sources``, but the buffer for what has one and lies in pinned host memory, as the current stream will find
-        it. :meth:`give_back` has to follow once copies from there are queued.
+        """``sources``, with buffers in the place of large ones in pinned host memory. :meth:`give_back` has to follow
+        once copies from there are queued.
         """
         found = list(sources)
         coming = [index for index in self._buffers if found[index].is_cpu and found[index].is_pinned()]

@@ -1,9 +1,8 @@
-"""Memory that is written again and again, and lent: static outputs, and inputs that callers fill where they lie.
+"""Lent memory: static outputs, and inputs that callers fill where they lie.
 
-A replay with static outputs hands its own memory out. Code that still uses a result of an earlier replay would find the
-later one's values in it, so results come as tensors that know which replay they are of, and refuse to be used after the
-next one. Views of them know it too. What is fed from lent memory need not be copied: a program that is captured on it
-takes it for its own static input.
+A replay with static outputs hands its own memory out, as tensors that know which replay they are of, as do views of
+them: they refuse to be used after the next one. What is fed from lent memory need not be copied: a program that is
+captured on it takes it for its own static input.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class StaticOutput(Tensor):
             self._check()
             found = self.as_subclass(Tensor)
             if len(marks := vars(self)) > len(StaticOutput.__annotations__):
-                # What the caller has hung on it.
+                # Attributes of the caller's.
                 vars(found).update({name: marks[name] for name in marks.keys() - StaticOutput.__annotations__.keys()})
             return found
 
@@ -118,7 +117,7 @@ class StaticOutput(Tensor):
         return repr(self.plain())
 
     def plain_memory(self) -> Tensor:
-        """The memory as it is now, whosever values are in it."""
+        """The memory as it is now, overwritten or not."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -139,7 +138,7 @@ _HARMLESS = {
     *(vars(torch._C.TensorBase)[name].__get__ for name in _FACTS if name in vars(torch._C.TensorBase)),
     Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point, Tensor.element_size,
 }  # fmt: skip
-"""What tells about a tensor and not about its values."""
+"""What may be asked of an overwritten tensor: nothing of its values."""
 
 
 def plain(value: Any) -> Any:

@@ -22,10 +22,8 @@ from graphplan.trace.changes import place_of
 
 
 class Outputs:
-    """Static results of a recording and how to hand them out.
-
-    Zero-dimensional results of one dtype are stacked inside the recording, unless the step has done so, so that handing
-    out several losses costs one clone. A tensor that was returned in several places is handed out in all of them.
+    """Static results of a recording and how to hand them out. Scalars of one dtype are stacked inside the recording,
+    unless the step has done so: several losses cost one clone.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class Outputs:
         )
 
     def _pack(self, numbers: Sequence[int]) -> None:
-        """Have scalars of one dtype handed out as parts of vectors: of one that they are elements of, or a new one."""
+        """Hand scalars of one dtype out as parts of the vector that they lie in, or of a new one."""
         alone: list[int] = []
         for run in _runs({number: self._static[number] for number in numbers}):
             if len(run) == 1:
@@ -84,12 +82,12 @@ class Outputs:
         return sum(lease.tensor.nbytes for lease in self.lent)
 
     def renew(self) -> None:
-        """What was lent of the run before is overwritten from now on."""
+        """The results of the run before are overwritten from now on."""
         for lease in self.lent:
             lease.number += 1
 
     def build(self, leaves: Sequence[Any], walk: Walk) -> Any:
-        """The step's result: clones of what it made, the caller's or owners' own tensors where it returned those."""
+        """The step's result: clones of what it made, and the caller's or owners' own tensors that it returned."""
         if self._lone:
             return self._static[0].clone()
         built = self._template.copy()
@@ -110,7 +108,7 @@ class Outputs:
 
 
 def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
-    """The numbers of ``scalars``, those together that lie one after the other in one memory."""
+    """The numbers of ``scalars``, in groups that lie one after the other in one memory."""
     places = sorted((storage_id(tensor) or 0, tensor.storage_offset(), number) for number, tensor in scalars.items())
     runs: list[list[int]] = []
     end: tuple[int, Any] | None = None
@@ -124,7 +122,7 @@ def _runs(scalars: Mapping[int, Tensor]) -> list[list[int]]:
 
 
 def lend_outputs(plan: Plan) -> dict[int, Lease]:
-    """Memory for the dense tensors that the step makes, outside of the recording's: no other replay writes there."""
+    """Memory for the dense tensors that the step makes, outside of the recording's, where no other replay writes."""
     lent = {}
     for number, output in enumerate(plan.outputs):
         spec = output.spec
@@ -137,7 +135,7 @@ def lend_outputs(plan: Plan) -> dict[int, Lease]:
 
 
 def _fill(lease: Lease, tensor: Tensor) -> None:
-    """Copy, inside the recording, what the step made to where it is lent."""
+    """Copy, inside the recording, what the step made to the lent memory."""
     memory = lease.tensor
     if (memory.shape, memory.dtype, memory.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise CaptureError(

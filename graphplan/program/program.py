@@ -48,7 +48,7 @@ def _launch(recording: Recording) -> None:
 
 
 class Tally:
-    """How often programs of one step for several shapes were replayed, all together."""
+    """Replays of all programs of one step, for whatever shapes."""
 
     __slots__ = ("replays",)
 
@@ -100,7 +100,7 @@ class Program:
         """The replay, as ``tally`` counts them, from which on it is to be checked."""
 
     def count_state_bytes(self) -> int:
-        """Bytes of all dense tensors that the owners hold, but for those that the step has nothing to do with."""
+        """Bytes of the owners' dense tensors, without those that the step has nothing to do with."""
         untouched = self.plan.untouched(self._walk)
         slots = [slot for path, slot in self._walk.slots.items() if path not in untouched]
         tensors = {id(t): t for slot in slots for t in slot.tensors()}
@@ -112,9 +112,7 @@ class Program:
         return Nodes() if self._recording is None else self._recording.nodes
 
     def fits(self) -> bool:
-        """Whether everything that a replay uses is where it was, after following tensors that moved, in containers that
-        did not.
-        """
+        """Whether everything that a replay uses is where it was, once tensors that moved were followed."""
         if self._is_spoiled or self.bindings.lost_memory() is not None:
             return False
         if self.adopted.guards.hold() or (self.adopted.take_gradients() and self.adopted.guards.hold()):
@@ -134,9 +132,8 @@ class Program:
         return self._recording is not None and self._recording.is_spoiled
 
     def misfit(self, feed: Feed) -> str | None:
-        """Why the program cannot be run on the feed, if so: the step writes to a leaf that another one shares memory
-        with, or other leaves share memory with what the step changes in owners, or other parts of it, than when the
-        step was recorded; or a leaf that is not copied lies elsewhere.
+        """Why the program cannot be run on the feed: leaves share memory with what the step changes, in other places
+        than in the recorded call, or a leaf that is not copied lies elsewhere.
         """
         written = self.adopted.written
         shared = [
@@ -148,7 +145,7 @@ class Program:
 
     @property
     def written(self) -> set[Any] | None:
-        """The owners' storages that the step writes to; None if it writes to copies of what it is fed as well."""
+        """The owners' storages that the step writes to; None if it writes to what it is fed as well."""
         return None if self.inputs.are_changed else self.adopted.written
 
     def run(
@@ -158,8 +155,8 @@ class Program:
         *,
         is_settled: bool = False,
     ) -> Any:
-        """Copy in, launch, repeat effects, return results. Guards are the caller's affair. ``is_settled``: the
-        caller alone keeps gradients since :meth:`Bindings.settle_grads`.
+        """Copy in, launch, repeat effects, return results. Callers check guards first. ``is_settled``: nobody else
+        keeps gradients since :meth:`Bindings.settle_grads`.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -216,9 +213,7 @@ class Program:
     def run_between(
         self, backend: Backend, body: Callable[[], Any], leaves: Sequence[Any], walk: Callable[[], Walk]
     ) -> Any:
-        """Run ``body``, the step itself fed with ``leaves``, between two replays. ``walk`` leads to what its owners
-        hold afterwards.
-        """
+        """Run ``body``, the step fed with ``leaves``, between two replays. ``walk`` is of afterwards."""
         assert self._recording is not None
         if self.plan.communicates:
             # Another rank might have to capture anew after this, and this one not.

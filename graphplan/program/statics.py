@@ -42,9 +42,8 @@ def check_policy(plan: Plan, policy: Policy) -> None:
 
 
 class CopiedOwned:
-    """Buffers that stand in for owned externals of a copied role while the step is recorded.
-
-    Gradients, tuples of tensors and DTensors are adopted in any case: nothing can be bound in their place.
+    """Buffers that stand in for owned externals of a copied role while the step is recorded. Gradients, tuples of
+    tensors and DTensors are adopted in any case: nothing can be bound in their place.
     """
 
     def __init__(self, plan: Plan, policy: Policy, buffers: Buffers, walk: Walk) -> None:
@@ -88,8 +87,7 @@ class CopiedOwned:
         self._swapped = []
 
     def load(self, given: Mapping[Role, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """Copy values in: those given by name; for a role that is not given, the owners' own. Returns pairs to write
-        back.
+        """Copy values in: those given by name, else the owners' own. Returns pairs to write back.
 
         Raises:
             FeedError: for an unknown name, a missing one, or a tensor that does not fit.

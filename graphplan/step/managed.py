@@ -255,7 +255,7 @@ class Managed:
     def _count_reached(self) -> int:
         """How many owners the step's code has come to through libraries' objects."""
         reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
-        return sum(not owner.names.isdisjoint(self._names.attributes) for owner in reached)
+        return sum(not self._names.attributes.isdisjoint(owner.names) for owner in reached)
 
     @property
     def unborn(self) -> bool:

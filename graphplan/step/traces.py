@@ -19,8 +19,7 @@ from graphplan.feed.placeholders import ReadSignal, compares_classes
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
-from graphplan.plan.alike import build_plan_like
-from graphplan.plan.build import build_plan
+from graphplan.plan.build import build_plan, build_plan_like
 from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
 from graphplan.program.capture import outdated

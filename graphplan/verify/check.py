@@ -113,7 +113,10 @@ class _Check:
 
     def start(self) -> _Start:
         """What is there before the replay."""
-        return self._where_all_have_room(self._copied)
+        walk = self.walk()
+        snapshot, tensors = self._where_all_have_room(lambda: self.snapshot(walk))
+        old = {path: value for path, t in tensors.items() if (value := snapshot.value(t)) is not None}
+        return _Start(walk, old, snapshot)
 
     def _where_all_have_room(self, copy: Callable[[], Result]) -> Result:
         """What ``copy`` makes. What comes next communicates: all ranks do it, or none."""
@@ -125,12 +128,6 @@ class _Check:
         if self._on_any(False):
             raise PeerError("another rank has no room for a check")
         return made
-
-    def _copied(self) -> _Start:
-        walk = self.walk()
-        snapshot, tensors = self.snapshot(walk)
-        old = {path: value for path, t in tensors.items() if (value := snapshot.value(t)) is not None}
-        return _Start(walk, old, snapshot)
 
     def replay(self, walk: Walk) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and values that a replay leaves. ``walk`` is from before it."""

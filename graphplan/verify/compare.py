@@ -80,7 +80,7 @@ def _norms_of(one: list[Tensor], *others: list[Tensor]) -> list[Tensor]:
     if one[0].dtype in _SUBTRACTED:
         terms = torch._foreach_sub(one, *others) if others else one
         return list(torch._foreach_norm(terms, 2, dtype=torch.float64))
-    term = _plain if others else _finite
+    term = _apart if others else _finite
     return [_sum(term, *row).sqrt() for row in zip(one, *others, strict=True)]
 
 
@@ -104,7 +104,7 @@ def moved(
 
 
 def _careful_norm(one: Tensor, *others: Tensor) -> float:
-    return math.sqrt(_sum(_careful if others else _finite, one, *(other.to(one.device) for other in others)).item())
+    return math.sqrt(_sum(_apart if others else _finite, one, *(other.to(one.device) for other in others)).item())
 
 
 def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
@@ -133,11 +133,7 @@ def _sum(term: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def _plain(one: Tensor, two: Tensor) -> Tensor:
-    return (one - two).square()
-
-
-def _careful(one: Tensor, two: Tensor) -> Tensor:
+def _apart(one: Tensor, two: Tensor) -> Tensor:
     apart = torch.where((one == two) | (one.isnan() & two.isnan()), 0.0, one - two)
     return torch.where(apart.isnan(), math.inf, apart).square()
 
