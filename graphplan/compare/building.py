@@ -1,9 +1,8 @@
-"""Where the compiled guards are, how they come there, and how they are loaded.
+"""Building and loading the compiled guards, for one torch, one Python and one version of their source.
 
-They are built for one torch, one Python and one version of their source: into a wheel that is made where torch is
-installed, else into the folder that torch keeps built extensions in. Importing graphplan loads what is there. The first
-capture of a process that found nothing has another process build them, for the processes that come after it: building
-takes half a minute, and needs what only an installed torch has, which an isolated build of a wheel lacks.
+They are built into a wheel that is made where torch is installed, else into torch's folder of built extensions.
+Importing graphplan loads what is there. The first capture of a process that found nothing has another process build
+them, for later processes: building takes half a minute, and needs an installed torch.
 """
 
 from __future__ import annotations
@@ -132,8 +131,8 @@ def build() -> Path:
 
 
 def build_later() -> None:
-    """Have another process build them, for processes that start when it is done. Does nothing if they are there, if
-    they are not wanted, if a build has failed before, or if another process has begun one.
+    """Have another process build them for later processes, unless they are there or not wanted, or a build has failed
+    or begun.
     """
     if os.environ.get(_WANTED, "1") != "1" or find() is not None or not (sys.executable and _compiler()):
         return

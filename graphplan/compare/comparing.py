@@ -1,7 +1,4 @@
-"""Comparisons of many things at once, by identity: in C++ where that was built, else by Python's own C loops.
-
-Both say the same; see :mod:`graphplan.compare.building`.
-"""
+"""Comparisons of many things at once, by identity: in C++ where that was built, else by Python's own C loops."""
 
 from __future__ import annotations
 
@@ -110,8 +107,8 @@ def _same_dicts(
 def _ask_dicts(
     dicts: Sequence[dict[Any, Any]], lengths: Sequence[int], keys: Sequence[Any], values: Sequence[Any]
 ) -> Callable[[], bool]:
-    """:func:`_same_dicts`, prepared: the garbage collector lists what is in many dictionaries in one call. Of those
-    whose keys are all strings it leaves the keys out, which are the same if they are equal.
+    """:func:`_same_dicts`, prepared: the garbage collector lists what is in many dictionaries in one call, without keys
+    that are all strings.
     """
     slow = partial(_same_dicts, dicts, lengths, keys, values)
     visit, names = partial(get_referents, *dicts), partial(chain.from_iterable, [d for d in dicts if _is_named(d)])
@@ -157,9 +154,8 @@ _KINDS: dict[str, Callable[..., bool]] = {
 
 
 class _Checks:
-    """Many comparisons in one call. Each row names one of the functions above, and has what it takes; the lists stay
-    the caller's, who may write to them, but for those of :func:`_same_dicts`, :func:`_same_values` and
-    :func:`_none_there`: a dictionary that is as it was need not be asked again.
+    """Many comparisons in one call: each row names one of the functions above, and has its arguments. Callers may write
+    to the lists, but for those of :func:`_same_dicts`, :func:`_same_values` and :func:`_none_there`.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -178,9 +174,7 @@ class _Checks:
 
 
 def _lie(tensors: list[Tensor], units: list[int], rests: list[int], written: set[Any]) -> bool:
-    """Whether the addresses of dense ``tensors`` leave these ``rests`` when divided by ``units``, and none of them lies
-    in memory whose storage is among those ``written``.
-    """
+    """Whether the addresses of dense ``tensors`` have these alignments, and no storage is among those ``written``."""
     if list(map(mod, map(Tensor.data_ptr, tensors), units)) != rests:
         return False
     return written.isdisjoint(map(_identity_of, map(Tensor.untyped_storage, tensors)))
@@ -194,8 +188,8 @@ Tensors: Any = getattr(_built, "Tensors", None)
 
 
 def facts_of(tensors: Sequence[Tensor], *, placed: bool) -> Any:
-    """What these tensors are like, and where they lie if ``placed``: ``facts.fit(others)`` compares others with them.
-    True means that they are the same; False that they may differ.
+    """What these tensors are like, and where they lie if ``placed``: ``facts.fit(others)`` is True if others are the
+    same, and False if they may differ.
     """
     if Tensors is not None:
         # Not sparse and nested tensors, and wrappers such as DTensor.

@@ -1,7 +1,5 @@
-"""Fast answers to "is it as it was?", from the guards of torch's own compiler, where this torch has them.
-
-Each of them is exact in one direction: True means that nothing changed. False means that something may have, and the
-caller looks closely.
+"""Fast answers to "is it as it was?", from the guards of torch's own compiler, where this torch has them. True means
+that nothing changed, False that something may have.
 """
 
 from __future__ import annotations
@@ -73,9 +71,7 @@ class Modes:
         self._known: tuple[Any, ...] = ()
 
     def watch(self, uses: Collection[str]) -> bool:
-        """Compare the switches that code reads or sets by functions in C of these names, too; whether there are new
-        ones.
-        """
+        """Compare the switches that functions in C of these names read or set, too; whether there are new ones."""
         used = dict.fromkeys(switch.get for name in uses for switch in USED.get(name, ()))
         new = [get for get in used if get not in self._getters]
         if new:

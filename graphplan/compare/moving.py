@@ -15,9 +15,7 @@ _BELOW_VIEWS: Any = getattr(torch._C, "_AutoDispatchBelowADInplaceOrView", None)
 
 
 def apart(vector: Tensor) -> Sequence[Tensor]:
-    """The elements of a new vector, each a tensor of its own: a view among several would refuse to be
-    written to with something that asks for gradients.
-    """
+    """The elements of a new vector as tensors of their own: views refuse some writes that ask for gradients."""
     if _BELOW_VIEWS is None:
         return list(map(Tensor.detach, vector.unbind()))
     # Half the time that detaching takes.

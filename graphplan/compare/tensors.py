@@ -47,8 +47,8 @@ class Addresses:
 
 
 class TorchTensors:
-    """Types, dtypes, devices, shapes, strides and ``requires_grad`` of some tensors, which are not kept; if ``placed``
-    their addresses, too, else that they have no attributes of their own if none had any.
+    """What some tensors, which are not kept, are like; if ``placed`` where they lie, too, else that they have no
+    attributes of their own if none had any.
     """
 
     def __init__(self, tensors: Sequence[Tensor], placed: bool) -> None:
@@ -70,8 +70,8 @@ class TorchTensors:
                 self._guard = _guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def fit(self, tensors: list[Tensor]) -> bool:
-        """Whether these have them, too. Without ``placed``, a no may also mean that torch's guard cannot tell: other
-        modes are active than when the tensors were noted, or there is one of them twice.
+        """Whether these are the same. Without ``placed``, False may also mean that torch's guard cannot tell: in other
+        modes, or if one tensor is there twice.
         """
         if len(tensors) != self._count or (self._is_bare and any(map(attributes_on, tensors))):
             return False

@@ -1,7 +1,4 @@
-"""The Python values that every program bakes in: modes, flags, hyper-parameters, memberships and hooks.
-
-They are part of a program's key: when they come back, so does the program.
-"""
+"""Python values that every program bakes in, as part of its key: modes, flags, hyper-parameters, memberships, hooks."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ _OPTIMIZER_METHODS = ("step", "zero_grad")
 
 
 class Fingerprint:
-    """The values of one walk, without the entries ``left_out`` of parameter groups (a group's identity and a key): a
-    learning rate that a device tensor shadows, what the optimizer itself counts with.
+    """The values of one walk. ``left_out`` are entries of parameter groups, by the group's identity and a key: learning
+    rates that lie in device tensors, what the optimizer itself counts with.
     """
 
     def __init__(self, walk: Walk, left_out: Collection[tuple[int, str]] = ()) -> None:
@@ -79,8 +76,8 @@ class Fingerprint:
         return self._groups.hold()
 
     def rows(self, placed: Collection[int]) -> list[Row] | None:
-        """After :meth:`values`: comparisons that hold while everything is as it was; None where those do not say
-        enough. ``placed`` are the ids of tensors that others compare.
+        """After :meth:`values`: comparisons that hold while everything is as it was; None if these cannot tell.
+        ``placed`` are the ids of tensors that others compare.
         """
         if (
             any(map(contains, self._dicts, repeat("forward")))
@@ -188,12 +185,8 @@ def _first_difference(old: tuple[str, ...], new: tuple[str, ...]) -> str:
 
 
 class _Groups:
-    """The parameters in the groups of a walk's optimizers: with others, a group's hyper-parameters act on others.
-
-    ``values`` are the paths of each group's parameters, in their order. Paths, since a loaded state dictionary leaves
-    them alone, and a parameter that is replaced by another one is the guards' affair.
-
-    A program's guards compare the groups' lists before each replay, so that nothing of these is compared there.
+    """The parameters in the groups of a walk's optimizers. ``values`` are the paths of each group's parameters, which
+    loading a state dictionary leaves as they are. A program's guards compare the lists themselves.
     """
 
     def __init__(self, walk: Walk) -> None:
@@ -247,9 +240,7 @@ class _Odd:
 
 
 def _frozen(value: Any) -> Any:
-    """What can be compared and hashed in the place of ``value``, with what a list (checkpoints bring betas in one), a
-    dictionary or a buffer holds, which may be changed in place.
-    """
+    """What can be compared and hashed in the place of ``value``, with what lists, dictionaries and buffers hold now."""
     if isinstance(value, dict):
         return tuple((_frozen(key), _frozen(item)) for key, item in value.items())
     if isinstance(value, (list, tuple)):

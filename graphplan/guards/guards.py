@@ -1,8 +1,5 @@
-"""Is what a program depends on still where it was? Checked before every replay.
-
-Flat comparisons over prebuilt lists, all in one call: what containers hold (links to containers, slots to tensors: by
-identity, read from the owners' own dicts), Python values that the step's code reads, and where the adopted tensors'
-memory lies.
+"""Is what a program depends on still where it was? Before every replay, flat comparisons over prebuilt lists, all in
+one call: what containers hold, by identity, Python values that the step's code reads, where adopted memory lies.
 """
 
 from __future__ import annotations
@@ -133,9 +130,7 @@ class Guards:
         return _hold(self._checks)
 
     def structure_holds(self) -> bool:
-        """Whether the containers and the Python values are what they were, whatever became of the tensors: then each
-        slot is where it was, and no walk is needed to find what lies there now.
-        """
+        """Whether the containers and the Python values are what they were, so that no walk is needed to find slots."""
         return _hold(self._structure)
 
     def changed_structure(self) -> str | None:
@@ -163,9 +158,7 @@ class Guards:
         return dict(zip(self._labels, chain(*self._values), strict=True))
 
     def changed_value(self, walk: Walk) -> str | None:
-        """The first Python value, or tensor that is only looked at, that is no longer what it was, described. ``walk``
-        knows where it lies now.
-        """
+        """Describe the first Python value, or tensor that is only looked at, that is no longer what it was."""
         for label, old in self.values.items():
             place = walk.value(label)
             if place is None:
@@ -222,8 +215,8 @@ def _rows_of_shards(sharded: list[Any]) -> list[Row]:
 
 
 def _row_of_comparisons(compared: _Scalars, known: list[Any], reads: Reads) -> Row:
-    """A comparison that holds while those that code makes with some numbers come out as they did for the ``known``
-    ones, which are then those of now.
+    """A comparison that holds while the step's comparisons of numbers come out as they did for the ``known`` ones,
+    which are then those of now.
     """
     made = [reads.comparisons[path] for path, _ in compared]
 
@@ -286,9 +279,8 @@ def _rows_of_places(places: list[Place]) -> list[Row]:
 
 
 def _take_whole(places: list[Place]) -> tuple[list[Any], list[Place]]:
-    """Dictionaries and lists all of whose items are guarded, and the places that are left.
-
-    What they hold is compared without looking keys up, which are tensors in an optimizer's state.
+    """Dictionaries and lists all of whose items are guarded, which are compared without looking keys up, and the places
+    that are left.
     """
     groups: dict[int, list[Place]] = {}
     for place in places:

@@ -60,10 +60,8 @@ class Hooks:
         self._on_nodes: list[tuple[str, Any]] = []
 
     def values(self) -> tuple[tuple[str, tuple[tuple[int, Own], ...]], ...]:
-        """Hooks under their numbers in torch's count, and as objects: one in the place of another is told apart.
-
-        All are asked only after one was registered, or written one where there was none; that one was removed
-        shows where it was.
+        """Hooks by their numbers in torch's count. All places are asked again only after one was registered, or written
+        where there was none; that one was removed shows where it was.
         """
         registered = hooks_registered()
         if registered != self._registered or any(self._empty):

@@ -32,15 +32,13 @@ _ENTERED: ContextVar[Discovery | None] = ContextVar("entered", default=None)
 
 
 class Discovery:
-    """Finds the modules and optimizers that a step uses: the watcher of the interpreter tells of modules, by
-    :func:`note_called` and :func:`note_made`, and torch's global hook of optimizers. There is such a hook for modules,
-    too, but compilers would build it into what they make. What other threads run meanwhile is not the step's.
+    """Finds the modules and optimizers that a step uses in this thread: the interpreter's watcher tells of modules, by
+    :func:`note_called` and :func:`note_made` (compilers would build torch's global hook for modules into what they
+    make), torch's global hook of optimizers.
 
-    ``on_optimizer`` is called with each optimizer before its step runs, so that one that was not named is prepared in
-    time. ``on_first_sight`` is called once with each module and optimizer, before it runs. Neither is called with what
-    the step itself has made: ``on_made`` is, with an optimizer before it steps.
-
-    ``is_watched``: whether a watcher is there meanwhile. If not, no optimizer is prepared either.
+    ``on_optimizer`` is called with each optimizer before it steps, so that it is prepared in time, if ``is_watched``;
+    ``on_first_sight`` once with each module and optimizer before it runs. Neither is called with what the step itself
+    has made: ``on_made`` is, with an optimizer before it steps.
     """
 
     def __init__(
@@ -107,17 +105,13 @@ class Discovery:
         return id(thing) in self._made and self._made[id(thing)][0]() is thing
 
     def kept(self, walk: Walk, result: Any) -> dict[str, str]:
-        """What the step has made and returned, or left where the walk after it finds it: its class and the line that
-        made it, by path.
-        """
+        """What the step has made and returned, or left in its owners: class and line, by path."""
         made = {path: thing for path, thing in walk.parts.items() if self.has_made(thing)}
         made |= {name: leaf for name, leaf in flatten_result(result)[0] if self.has_made(leaf)}
         return {path: f"{type(thing).__name__}, at {self._made[id(thing)][1]}" for path, thing in made.items()}
 
     def unknown(self, walk: Walk, fn: Callable[..., Any], before: Walk | None = None) -> dict[str, Any]:
-        """What was seen and no owner holds, nor held ``before``, top modules only, under the names that ``fn`` knows it
-        by.
-        """
+        """What was seen and no owner holds, nor held ``before``, top modules only, by the names that ``fn`` has."""
         modules = [*walk.modules, *(before.modules if before is not None else ())]
         known = {id(module) for module in modules} | {id(opt) for opt in walk.optimizers.values()}
         alive = {key: module for key, seen in self._modules.items() if (module := seen()) is not None}

@@ -1,7 +1,5 @@
-"""What others set on owners and in torch, and a step may leave otherwise than it found it: modes of modules, whether
-tensors ask for gradients, values in parameter groups, torch's global switches.
-
-A program is keyed by these: all its replays begin with the same ones, and so they end with the same ones.
+"""Settings that a step may leave changed: modes of modules, ``requires_grad``, values in parameter groups, torch's
+global switches. They are part of a program's key: its replays begin with the same ones, so they end with the same.
 """
 
 from __future__ import annotations

@@ -41,9 +41,7 @@ _HOLDERS = {"argparse", "types", "collections", "configparser", "os", "queue", "
 FOREIGN = (sys.stdlib_module_names | {*_LIBRARIES}) - _HOLDERS
 """Packages whose objects are not walked; those of the standard library that hold values are the user's own."""
 _PARSERS = "omegaconf.grammar"
-"""How the names of modules begin that read strings such as ``${rate}``. What they work with is scratch; what an
-interpolation leads to lies in the configuration, which is walked like any object of the user's.
-"""
+"""Modules that read strings such as ``${rate}``, whose objects are scratch: the values lie in the configuration."""
 _OPEN = ("torch.distributions.", "torch.utils.data.dataset", "multiprocessing.sharedctypes")
 """Modules of those packages whose objects hold values of the user's, and are walked."""
 _ATOMS = (type, ModuleType, Enum, partial)
@@ -92,9 +90,7 @@ def key_name(key: Any, number: int) -> str:
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether ``value``'s attributes are walked: those of the user's objects, and of installed packages' (a model's
-    configuration) other than torch and Lightning.
-    """
+    """Whether ``value``'s attributes are walked: it is of the user's class, or of a package's other than torch's."""
     kind = type(value)
     if issubclass(kind, LRScheduler):
         return True
@@ -126,9 +122,7 @@ def is_of_no_length(loader: Any) -> bool:
 
 
 def unwrapped(owner: Any) -> Any:
-    """The optimizer that a wrapper keeps, as Fabric's and Accelerate's do, which call themselves optimizers but have no
-    groups of their own; anything else as it is.
-    """
+    """The optimizer that a wrapper without groups of its own keeps (Fabric's, Accelerate's); anything else as it is."""
     while isinstance(owner, torch.optim.Optimizer) and "param_groups" not in vars(owner):
         kept = [value for value in vars(owner).values() if isinstance(value, torch.optim.Optimizer)]
         if len(kept) != 1:

@@ -1,6 +1,4 @@
-"""Modules that FSDP2 (``fully_shard``) shards: they gather parameters into memory that they take and give back as they
-need it, and note in Python how far they have come.
-"""
+"""Modules that FSDP2 (``fully_shard``) shards: they gather parameters when they need them, and keep notes in Python."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ _PLAIN = (bool, int, float, str, type(None), Enum)
 
 
 class Sharding:
-    """What FSDP2 does with some modules: the memory that it gathers into, its settings, and its notes.
-
-    At rest, between steps, parameters are sharded and nothing is gathered.
+    """The memory that FSDP2 gathers parameters of some modules into, its settings and notes. At rest, between steps,
+    nothing is gathered.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -44,9 +41,7 @@ class Sharding:
         return bool(self._modules)
 
     def settle(self) -> None:
-        """Come to rest. What was gathered outside a training step, by a validation for instance, goes: the next step
-        gathers the same values again.
-        """
+        """Come to rest: drop what was gathered outside a training step, by a validation for instance."""
         for module in self._modules:
             module.reshard()
 

@@ -89,9 +89,7 @@ def tensor_leaves(value: Any) -> list[Tensor]:
 
 
 def holds_plain(value: Any) -> bool:
-    """Whether other tensors with the values of those in ``value``, a tensor or a tuple, are as good: nothing hangs on
-    one of them, and none stands for something else (a shard).
-    """
+    """Whether other tensors with the same values are as good as those in ``value``: no attributes, no shards."""
     if isinstance(value, tuple):
         parts = [item for item in value if isinstance(item, (tuple, Tensor))]
         return bool(parts) and all(map(holds_plain, parts))
@@ -110,8 +108,8 @@ class Via:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """An owner that a library's object leads to: it is walked once the step's code loads an attribute that is called
-    one of ``names``, whatever its type, but for its attributes ``without``.
+    """An owner that a library's object leads to: it is walked, but for its attributes ``without``, once the step's code
+    loads an attribute called one of ``names``.
     """
 
     thing: Any
@@ -120,10 +118,8 @@ class Reached:
 
 
 class Namespace:
-    """Names that a step's code uses: globals, closure variables, functions of modules and classes.
-
-    An owner whose items lie in many places. ``entries`` leads from a label to a space and the key in it, ``attributes``
-    are those that the code loads, of whatever it has.
+    """Names that a step's code uses: globals, closure variables, functions of modules and classes. ``entries`` has the
+    space and the key for each label, ``attributes`` the names that the code loads of any object.
     """
 
     def __init__(self) -> None:

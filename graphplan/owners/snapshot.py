@@ -26,12 +26,10 @@ _as_memory = torch._C.DisableTorchFunctionSubclass
 
 
 class Snapshot:
-    """Owners' containers, gradients, modes and flags, torch's switches, and (with ``values``) the contents of every
-    tensor in them and of ``extra``, or of ``tensors`` if given, and the states of the default random generators
-    (Python's and NumPy's too) and of ``generators``.
-
-    Copies lie beside the tensors, or all on ``device``. ``without`` names attributes that are there now and shall be
-    gone after ``restore``. In the middle of a step (``within``) torch's switches are the step's own affair.
+    """Owners' containers, gradients, modes and flags, and torch's switches unless in the middle of a step (``within``).
+    With ``values`` the contents of their tensors and of ``extra``, or of ``tensors``, and the states of the default
+    random generators (Python's and NumPy's too) and of ``generators``. Copies lie beside the tensors, or all on
+    ``device``. ``without`` names attributes that are there now and shall be gone after ``restore``.
     """
 
     def __init__(
@@ -85,8 +83,8 @@ class Snapshot:
         return None if found is None else found[1]
 
     def restore(self, changed: Collection[int | None] = ()) -> None:
-        """Put everything back. Tensors keep their identity and storage; new dict keys and list items go. ``changed``
-        are storages that surely have other values now.
+        """Put everything back. Tensors keep their identity and storage. ``changed`` are storages that surely have other
+        values now.
 
         Raises:
             EffectError: where something cannot be put back.

@@ -1,7 +1,4 @@
-"""Views of what cannot be used like a dictionary: one item of each is one thing that a step may read.
-
-Longer than most files: a small class for each kind of such places, which :func:`home` tells apart.
-"""
+"""Views of what cannot be used like a dictionary: one item of each is one thing that a step may read."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ _MOST_ITEMS = 65536
 
 
 class Numbers:
-    """Python values that an object of torch's, Lightning's or Python's own shows as attributes, properties included:
-    read, guarded, never written.
-    """
+    """Attributes of an object of torch's, Lightning's or Python's own, properties too: read, guarded, never written."""
 
     def __init__(self, thing: Any, names: Iterable[str] = ()) -> None:
         self.thing = thing
@@ -227,10 +222,8 @@ class Cell:
 
 
 class Members:
-    """What a class itself holds, used like a dictionary: other than ``vars`` of the class it can be written to.
-
-    Attributes:
-        space: the dictionary behind the class's ``__dict__``, or the view of it where Python keeps that to itself.
+    """What a class itself holds, used like a dictionary that can be written to. ``space`` is the dictionary behind the
+    class's ``__dict__``, or the view of it where Python keeps that to itself.
     """
 
     def __init__(self, kind: type) -> None:

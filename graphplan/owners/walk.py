@@ -4,9 +4,7 @@ A *slot* is a container and a key that hold a tensor; its path is such as ``mode
 ``optimizer.state[model.fc.weight].exp_avg``. *Links* are the chain of containers that leads to a slot: a guard that
 checks links and slots sees a replaced layer or a reloaded optimizer, which a kept list of tensors would not.
 
-Walking knows modules, optimizers, gradient scalers, and plain objects, dicts, lists and tuples; it does not enter
-objects of torch or Lightning that it was not given by name, but for distributions and datasets.
-
+It does not enter objects of torch or Lightning that it was not given by name, but for distributions and datasets.
 Longer than most files: one walker, whose methods for the kinds of owners and values call each other.
 """
 
@@ -289,9 +287,7 @@ class _Walker:
                     table[path] = replace(place, name=name)
 
     def take_rest(self) -> None:
-        """Hyper-parameters of optimizers that no owner is, but the step's code can come to; and what weakly referenced
-        objects alone hold: the walk does not go there.
-        """
+        """Hyper-parameters of optimizers that are no owners, and what only weakly referenced objects hold."""
         self.walk.objects |= {path: scalar for path, thing, scalar in self._weakly_held if id(thing) not in self._seen}
         for path, optimizer in self._named:
             for index, group in enumerate([] if optimizer in self.walk.optimizers.values() else optimizer.param_groups):
@@ -314,10 +310,7 @@ class _Walker:
                 self._value(value, f"{path}.{key}", group, key, 1, (value, key))
 
     def _scaler(self, scaler: GradScaler, path: str) -> None:
-        """A scaler's tensors and constants, and how far it has come with each optimizer.
-
-        Its notes on the optimizers are new ones after every ``update``, so nothing leads through them.
-        """
+        """A scaler's tensors and constants, and its stage with each optimizer: ``update`` makes new notes each time."""
         inner = vars(scaler)
         notes = inner.get("_per_optimizer_states", {})
         self.walk.containers += [inner, notes]
@@ -367,9 +360,7 @@ class _Walker:
             self._other_value(value, path, container, key, depth, source)
 
     def _other_value(self, value: Any, path: str, container: Any, key: Any, depth: int, source: Source) -> None:
-        """Walk what is seldom there, and takes more questions to be told. ``isinstance`` would ask the value too, whose
-        answer is the user's code.
-        """
+        """Walk rarer values. ``isinstance`` would ask the value's ``__class__`` too, which may be the user's code."""
         kind = value.__class__ if is_proxy(value) else type(value)
         if issubclass(kind, Tensor) and isinstance(value, nn.Parameter):
             self._parameter(value, path, container, key, source)

@@ -251,13 +251,12 @@ def _shared(first: Trace, second: Trace) -> list[Tensor]:
 
 
 def build_plan_like(known: Iterable[Plan], trace: Trace, feed: Feed, **options: Any) -> Plan | None:
-    """The plan of a step that was traced once, fed with ``feed``, if it is one of the ``known`` ones for other shapes:
-    the same operators on the same operands, with the same effects. None if it is another step.
+    """The plan of a step that was traced once, if it has the operators, operands and effects of a ``known`` plan for
+    other shapes; else None.
 
-    Two traces of the known plan have told which of its facts change from step to step. What one trace cannot tell are
-    numbers and constants that differ from those of the known plan: they may follow from the shapes, or from something
-    that will be different in the next step. So the first replay has to be compared with an eager step. Python values
-    and tensors that the code reads or looks at need not be the same: guards compare them before each replay.
+    One trace cannot tell whether numbers that differ from those of the known plan follow from the shapes, or differ in
+    each step. So the first replay has to be compared with an eager step. Values and tensors that the code reads need
+    not be the same: guards compare them.
     """
     form = form_of(trace)
     alike = [plan for plan in known if plan.form == form and not plan.may_reorder]

@@ -19,11 +19,8 @@ from graphplan.trace.records import Trace, TracedExternal
 def classify(
     first: Trace, second: Trace, feed: Feed, walk: Walk, *, carries: Sequence[str], shadows: frozenset[int]
 ) -> tuple[External, ...]:
-    """Externals of the second trace with their roles.
-
-    A leaf of the feed is an input whatever its identity does. What an owner's slot holds is a param (parameters, and
-    buffers that are only read) or state. For the rest identity decides. ``shadows`` are the storages of device learning
-    rates.
+    """Externals of the second trace with their roles: leaves of the feed are inputs, what an owner's slot holds is a
+    param (parameters, and buffers that are only read) or state. ``shadows`` are the storages of device learning rates.
 
     Raises:
         UnownedTensorError: a tensor that is neither fed nor owned is mutated, or is another one in each step.

@@ -85,11 +85,8 @@ def _is_same_read(old: Any, new: Any) -> bool:
 
 
 def is_reordered(first: Trace, second: Trace) -> bool:
-    """Whether two traces differ from where autograd's engine ran the same operators in another order.
-
-    Nodes that are ready are run in the order in which they were made, as counted by the thread that made them. Those of
-    a derivative of a derivative are made by the engine's own threads, whose counts lie anywhere beside the step's at
-    first, and move apart from step to step.
+    """Whether two traces only differ in the order in which autograd's engine ran the same operators: it orders nodes by
+    counts of the threads that made them, and those of double backward are made by threads of its own.
     """
     names = [Counter(operator.name for operator in trace.operators) for trace in (first, second)]
     pairs = zip(first.operators, second.operators, strict=False)
@@ -98,9 +95,7 @@ def is_reordered(first: Trace, second: Trace) -> bool:
 
 
 def form_of(trace: Trace) -> int:
-    """A number for what two traces of one step have in common whatever shapes they are fed: the operators, and on which
-    operands they work.
-    """
+    """A number for the operators of a trace and their operands, which is the same for all shapes."""
     kept = _kept(trace, trace)
     return hash(tuple([(op.name, op.operands, tuple(_offsets(op, kept)), len(op.scalars)) for op in trace.operators]))
 
@@ -141,9 +136,8 @@ def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoRetur
 
 
 def _kept(first: Trace, second: Trace) -> set[int]:
-    """Externals, by number, that are one memory in both traces: views of it must be the same, too.
-
-    Not those that are fed, or that a rebound slot held: what is there is copied to one place in any case.
+    """Externals, by number, that are one memory in both traces, so that views of it must be the same, too. Not those
+    that are fed, or that a rebound slot held: they are copied.
     """
     rebound = second.changes.rebindings
     brought = {*first.leaf_storages.values(), *second.leaf_storages.values()}
@@ -221,8 +215,7 @@ def _short(tensor: torch.Tensor) -> Any:
 
 
 def check_marks(feed: Feed, first: Trace, second: Trace) -> None:
-    """Refuse a step that reads an attribute of a fed tensor which a feed's key cannot hold, or a copy of the tensor not
-    have.
+    """Refuse a step that reads an attribute of a fed tensor which is no plain value, or hangs on one with gradients.
 
     Raises:
         FeedError: naming the attribute.

@@ -33,11 +33,9 @@ DRAWS = "draws random numbers "
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One leaf of what the step returns.
-
-    ``kind`` is ``"tensor"`` (made by the step), ``"input"`` (leaf ``index`` of the feed as it is), ``"owned"`` (the
-    tensor in the owners' slot ``path``), or ``"literal"`` (the Python ``value``). ``spec`` is a tensor's geometry,
-    ``marks`` are the attributes that hang on one that the step makes.
+    """One leaf of what the step returns. By ``kind``: a ``"tensor"`` that it makes, of geometry ``spec`` and with the
+    attributes ``marks``, ``"input"``: leaf ``index`` of the feed, ``"owned"``: the tensor in the slot ``path``, or
+    ``"literal"``: the Python ``value``.
     """
 
     kind: str
@@ -177,8 +175,8 @@ class Plan:
         return [tensor for slot in slots for tensor in slot.tensors()]
 
     def go_apart(self, one: str, other: str) -> bool:
-        """Whether the step cannot tell if two slots hold one memory when it begins: it replaces what is in one of them,
-        and does not write to what is in the other, or replaces that as well.
+        """Whether it does not matter to the step if two slots share memory when it begins: it replaces what is in one,
+        and does not write to the other, or replaces that as well.
         """
         replaced = self.rebindings.replaced
         written = {external.path for external in self.externals if external.mutated} - replaced

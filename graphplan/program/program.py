@@ -20,8 +20,7 @@ from graphplan.owners.slots import Walk
 from graphplan.owners.walk import walk_owners
 from graphplan.plan.plan import Plan
 from graphplan.program.adopted_tensors import AdoptedTensors
-from graphplan.program.bindings import Bindings
-from graphplan.program.companions import settle_companions
+from graphplan.program.bindings import Bindings, settle_companions
 from graphplan.program.faults import lost
 from graphplan.program.inputs import MEMORY_IS_FED, StaticInputs
 from graphplan.program.leases import Lease
@@ -203,7 +202,7 @@ class Program:
     def leave(self) -> None:
         """After a replay: note what :func:`settle_companions` has to know."""
         if self.plan.rebindings.together:
-            self.bindings.companions.note(self._walk)
+            self.bindings.note_companions()
 
     @property
     def changed_memory(self) -> set[Any]:

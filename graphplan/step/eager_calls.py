@@ -11,7 +11,7 @@ from graphplan.errors import GraphPlanError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import call_step
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten
 from graphplan.owners.slots import Walk
-from graphplan.program.companions import settle_companions
+from graphplan.program.bindings import settle_companions
 from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
 from graphplan.step.programs import Entry, Line

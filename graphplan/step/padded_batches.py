@@ -13,7 +13,7 @@ from graphplan.environment.surroundings import surroundings
 from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense
 from graphplan.feed.unread import UnreadValues
-from graphplan.program.companions import settle_companions
+from graphplan.program.bindings import settle_companions
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.eager_calls import Before

@@ -15,7 +15,7 @@ from graphplan.errors import CheckMemoryError, PeerError, VerifyError
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk
-from graphplan.program.companions import settle_companions
+from graphplan.program.bindings import settle_companions
 from graphplan.program.program import NO_CHECK, Program, Tally
 from graphplan.step.runner import Parts
 from graphplan.verify.check import Verdict, check_replay, detached

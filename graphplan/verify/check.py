@@ -1,10 +1,8 @@
 """One replay, checked: the same step is replayed and run eagerly from one state, and eager's outcome stays.
 
-The order is: copy what the step may change, replay, keep what it left, put everything back, run the step eagerly,
-compare. Eager runs once, so its Python effects happen once, as they would have without the check. Only if something is
-not the same bit by bit is the replay run a second time, from the same state, to see how far two replays lie apart; if
-that does not explain it, a few times more; and where replays are noisy, once from parameters that are off by what
-rounding does to them. Once a check has measured that, only if something is further apart than it was then.
+Copy what the step may change, replay, keep what it left, put everything back, run the step eagerly, compare. If
+something is not the same bit by bit, the replay is repeated from the same state, to see how far replays lie apart, and
+where they are noisy, once from parameters that are off by rounding. Later checks know that noise.
 """
 
 from __future__ import annotations
@@ -40,9 +38,8 @@ _REPLAYS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of a check: the eager step's ``result``, and where the replay was otherwise (nowhere, one hopes).
-
-    ``open`` says why that could not be found out, if so.
+    """Outcome of a check: the eager step's ``result``, and where the replay differed; ``open`` says why that could not
+    be found out, if so.
     """
 
     result: Any
@@ -52,9 +49,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where everything lies before the replay and after each ``snapshot.restore()``: places, and ``old``, what tensors
-    held, by path.
-    """
+    """What is there before the replay and after each ``snapshot.restore()``; ``old`` are values of tensors, by path."""
 
     walk: Walk
     old: dict[str, Tensor]
@@ -92,9 +87,7 @@ class _Check:
         return walk_owners(self._program.plan.handles.owners())
 
     def snapshot(self, walk: Walk) -> tuple[Snapshot, dict[str, Tensor]]:
-        """Copies of all that the step may change, also of what only a name leads to, since code that is not seen may
-        write anywhere; and where that is.
-        """
+        """Copies of all that the step may change, also of what only a name leads to; and these tensors by path."""
         held = tensors_of(walk)
         untouched = self._program.plan.untouched(walk)
         lent = {lease.name: lease.tensor for lease, _ in self._lent}
@@ -142,9 +135,7 @@ class _Check:
         return State(dict(zip(left, copy_all(list(left.values()), self._place()), strict=True)), values)
 
     def compare(self, start: _Start, replayed: State, result: Any, walk: Callable[[], Walk]) -> list[Difference]:
-        """Differences between ``replayed`` and what is there now, after the eager step that ``start`` preceded, to
-        which ``walk()`` leads.
-        """
+        """Differences between ``replayed`` and what is there after the eager step, to which ``walk()`` leads."""
         leaves, _ = flatten_result(result)
         left = self.left(walk(), leaves)
         # The device runs the eager step meanwhile.
@@ -204,9 +195,7 @@ class _Check:
         return {path: t.plain_memory() if isinstance(t, StaticOutput) else t for path, t in found.items()}
 
     def _overwritten(self, tensors: Mapping[str, list[Tensor]]) -> set[str]:
-        """Paths of what lies where the program lends its results: a replay puts new ones there, which are compared as
-        results, and what was there before it cannot be used.
-        """
+        """Paths of what lies where the program lends its results, which a replay overwrites."""
         if not self._lent:
             return set()
         lent = {storage_id(lease.tensor) for lease, _ in self._lent}

@@ -92,9 +92,7 @@ def apart(paths: Sequence[str], one: Mapping[str, Tensor], other: Mapping[str, T
 def moved(
     paths: Sequence[str], old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
 ) -> dict[str, float]:
-    """How far ``one`` is from ``old`` at ``paths``, or how large, if nothing was there before; what lies on the host is
-    measured on ``device``.
-    """
+    """How far ``one`` is from ``old`` at ``paths``, or how large if nothing was there. ``device``: see ``_norms``."""
     rows: list[tuple[Tensor, ...]] = []
     for path in paths:
         before, tensor = old.get(path), one[path]
@@ -108,9 +106,7 @@ def _careful_norm(one: Tensor, *others: Tensor) -> float:
 
 
 def _alike(rows: Sequence[tuple[Tensor, ...]], device: torch.device | None) -> Iterator[tuple[torch.device, list[int]]]:
-    """Where rows are compared, and positions of those of one length and dtype, of a few bytes at a time: a difference
-    takes as many.
-    """
+    """Where rows are compared, and positions of those of one length and dtype, of a limited size together."""
     groups: dict[tuple[int, torch.device, torch.dtype], tuple[list[int], int]] = {}
     for index, row in enumerate(rows):
         there = [tensor for tensor in row if not tensor.is_cpu]
@@ -203,7 +199,7 @@ def unexplained(
 
 
 def lengths(tensors: Sequence[Tensor], device: torch.device | None = None) -> list[float]:
-    """Euclidean norms of the finite elements in float64; what lies on the host is measured on ``device``."""
+    """Euclidean norms of the finite elements in float64. ``device``: see ``_norms``."""
     return _norms([(_real(tensor),) for tensor in tensors], device)
 
 

@@ -17,11 +17,8 @@ _MARGIN = 1.2
 def find_room(
     nbytes: int, device: torch.device, may_take: Callable[[int], bool] = lambda nbytes: True, copies: int = _COPIES
 ) -> tuple[torch.device | None, str]:
-    """Where ``copies`` of ``nbytes`` of state each fit: on ``device``, if they may also take so much there, else on the
-    host, else nowhere.
-
-    Returns:
-        The device, or None with the reason.
+    """Where ``copies`` of ``nbytes`` of state each fit: ``device``, if they may take so much there, the host, or None
+    with the reason.
     """
     needed = int(nbytes * copies * _MARGIN)
     host = torch.device("cpu")

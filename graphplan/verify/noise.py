@@ -1,8 +1,7 @@
 """What explains a difference between a replay and the eager step besides a fault: rounding, and the spread of replays.
 
-Where kernels are not deterministic, a check replays once more to see how far replays lie apart. That takes as long as a
-step, and copies of all that the step changes. How far it was in earlier checks, and what rounding did in these, as a
-share of what the step changes, is enough to know noise by; what is larger is measured anew.
+To replay once more takes as long as a step, and copies. How far replays lay apart in earlier checks, as a share of what
+the step changes, is enough to know noise by; what is larger is measured anew.
 """
 
 from __future__ import annotations
@@ -94,9 +93,7 @@ def nudge(tensors: Iterable[Tensor], rounding: float) -> None:
 
 @torch.no_grad()
 def take_back(left: Sequence[Tensor], old: Sequence[Tensor], rounding: float) -> None:
-    """Take out of what a replay made of ``old``, nudged, the nudge itself: it may be larger than the step's update, and
-    noise is in the update only.
-    """
+    """Take the nudge itself out of what a replay made of ``old``, nudged: it may be larger than the step's update."""
     for home in {tensor.device for tensor in left}:
         here = [index for index, tensor in enumerate(left) if tensor.device == home]
         before = beside([old[index] for index in here], home)

@@ -37,9 +37,7 @@ def collect_tensors(
     generators: Iterable[torch.Generator],
     allowed: Callable[[str], bool],
 ) -> dict[str, Tensor]:
-    """The tensors that owners, ``result``, ``extra``, torch's default generators and ``generators`` have now; ``walk``
-    may be from before the step.
-    """
+    """The tensors of owners, ``result``, ``extra``, torch's default generators and ``generators`` now."""
     tensors = {name: local(leaf) for name, leaf in result if isinstance(leaf, Tensor)}
     tensors.update(tensors_of(walk, allowed))
     tensors.update(extra)
@@ -52,9 +50,7 @@ def collect_tensors(
 def collect_values(
     walk: Walk, result: Leaves, allowed: Callable[[str], bool], fed: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The Python values that owners and ``result`` hold now, modes and flags of owners and of what is ``fed``, and
-    torch's switches.
-    """
+    """The Python values of owners and ``result`` now, flags of owners and of what is ``fed``, and torch's switches."""
     values = {name: leaf for name, leaf in result if not isinstance(leaf, Tensor)}
     for path, scalar in walk.scalars.items():
         if not isinstance(scalar.container, (Numbers, Inherited)) and not allowed(path):
