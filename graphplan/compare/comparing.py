@@ -76,6 +76,11 @@ def _same_lengths(containers: Sequence[Any], lengths: Sequence[int]) -> bool:
     return list(map(len, containers)) == lengths
 
 
+def _all_empty(containers: Sequence[Any]) -> bool:
+    """Whether there is nothing in any of them."""
+    return not any(containers)
+
+
 def contents_of(containers: Sequence[Any]) -> list[Row]:
     """Comparisons of all that dictionaries and lists hold now."""
     dicts = [container for container in containers if isinstance(container, dict)]
@@ -148,7 +153,7 @@ _KINDS: dict[str, Callable[..., bool]] = {
     function.__name__.removeprefix("_"): function
     for function in (
         _same_items, _equal_items, _same_attributes, _equal_attributes, _same_values, _none_there,
-        _same_types, _same_lengths, _same_dicts, _same_lists, _same_results,
+        _same_types, _same_lengths, _all_empty, _same_dicts, _same_lists, _same_results,
     )
 }  # fmt: skip
 

@@ -169,12 +169,24 @@ int same_types(const Row& row) {
   return 1;
 }
 
-int same_lengths(const Row& row) {
+int all_empty(const Row& row) {
   for (Py_ssize_t i = 0; i < row.size(); i++) {
     fetch_ahead(row.list(0), i);
     PyObject* container = row.at(0, i);
     const bool is_plain = PyDict_CheckExact(container) || PyODict_CheckExact(container);
     Py_ssize_t length = is_plain ? PyDict_GET_SIZE(container) : PyObject_Size(container);
+    if (length != 0) {
+      return length < 0 ? -1 : 0;
+    }
+  }
+  return 1;
+}
+
+int same_lengths(const Row& row) {
+  for (Py_ssize_t i = 0; i < row.size(); i++) {
+    fetch_ahead(row.list(0), i);
+    PyObject* container = row.at(0, i);
+    Py_ssize_t length = PyDict_CheckExact(container) ? PyDict_GET_SIZE(container) : PyObject_Size(container);
     Py_ssize_t known = PyLong_AsSsize_t(row.at(1, i));
     if (length != known) {
       return PyErr_Occurred() ? -1 : 0;
@@ -273,6 +285,7 @@ const Named kKinds[] = {
     {"none_there", none_there, 2, 2, 2},
     {"same_types", same_types, 2, 2, 2},
     {"same_lengths", same_lengths, 2, 2, 2},
+    {"all_empty", all_empty, 1, 1, 1},
     {"same_dicts", same_dicts, 2, 4, 4},
     {"same_lists", same_lists, 2, 3, 3},
     {"same_results", same_results, 2, 2, 2},

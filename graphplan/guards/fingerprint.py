@@ -19,7 +19,7 @@ from graphplan.owners.slots import Walk
 from graphplan.specs.paths import Of, Path, names
 from graphplan.trace.changes import same_value
 
-_MODULE_PARTS = ("_modules", "_parameters", "_buffers")
+_PARTS = ("_modules", "_parameters", "_buffers")
 _OPTIMIZER_METHODS = ("step", "zero_grad")
 
 
@@ -44,8 +44,12 @@ class Fingerprint:
         self._keys: list[str] = []
         self.labels: list[str] = []
         # A layer, parameter or buffer that comes or goes changes what a step runs.
-        self._sized: list[Any] = [getattr(module, part) for module in walk.modules for part in _MODULE_PARTS]
-        self._size_labels = [f"{type(module).__name__}.{part}" for module in walk.modules for part in _MODULE_PARTS]
+        parts = [
+            (getattr(module, part), f"{type(module).__name__}.{part}") for module in walk.modules for part in _PARTS
+        ]
+        self._empty = [items for items, _ in parts if not len(items)]
+        self._sized: list[Any] = [items for items, _ in parts if len(items)]
+        self._size_labels = [label for items, label in parts if len(items)]
         self._hooks = Hooks(walk)
         self._dicts = [vars(module) for module in walk.modules]
         self._training, self._forward = (list(repeat(name, len(self._dicts))) for name in ("training", "forward"))
@@ -80,7 +84,8 @@ class Fingerprint:
         ``placed`` are the ids of tensors that others compare.
         """
         if (
-            any(map(contains, self._dicts, repeat("forward")))
+            any(self._empty)
+            or any(map(contains, self._dicts, repeat("forward")))
             or self._sharding.is_there
             or (hooks := self._hooks.rows()) is None
             or not all(map(_stays, map(dict.get, self._containers, self._keys)))
@@ -93,6 +98,7 @@ class Fingerprint:
             ("same_types", self._modules, list(map(type, self._modules))),
             ("same_values", self._steppers, self._methods, list(map(dict.get, self._steppers, self._methods))),
             ("same_lengths", self._sized, list(map(len, self._sized))),
+            ("all_empty", self._empty),
             ("none_there", self._dicts, self._forward),
             *hooks,
             row_of(left, placed=False),
@@ -112,6 +118,8 @@ class Fingerprint:
             *[own and Own(own) for own in map(dict.get, self._steppers, self._methods)],
             *map(len, self._sized),
             *self._groups.values,
+            # Which of those that were empty are filled.
+            tuple((n, len(items)) for n, items in enumerate(self._empty) if items) if any(self._empty) else (),
             self._own_forwards(),
             self._hooks.values(),
             *self._sharding.values(),
@@ -142,6 +150,7 @@ class Fingerprint:
             *self._method_labels,
             *map(Path.length, self._size_labels),
             *self._groups.labels,
+            "layers, parameters or buffers where there were none",
             "a module's own forward",
             "hooks",
             *self._sharding.labels(),

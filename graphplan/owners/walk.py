@@ -203,7 +203,9 @@ class _Walker:
         for kind in _HOOKS:
             for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), (dict, Mapping)) else ():
                 self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
-        self._each(inner, path, module, depth, lambda name, _: name not in _MODULE_INTERNALS)
+        for name, value in list(inner.items()):
+            if name not in _MODULE_INTERNALS:
+                self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
         self._class_values(module, path)
         if isinstance(module, torch.jit.ScriptModule):
             self._scripted(module, path)
@@ -220,7 +222,8 @@ class _Walker:
         known = len(self.walk.slots)
         if not is_of_no_length(loader):
             self.walk.objects[Path.length(path)] = Scalar(Told(loader, _length), "len", *source)
-        self._each(vars(loader), path, loader, depth, lambda name, _: name in self._used)
+        used = [(name, value) for name, value in vars(loader).items() if name in self._used]
+        self._each(vars(loader), path, loader, depth, used)
         self.walk.reached.update(self._take_found(known))
 
     def _scripted(self, module: torch.jit.ScriptModule, path: str) -> None:
@@ -266,14 +269,10 @@ class _Walker:
                 self._items(values, f"{path}.state[{name}]", 1, (optimizer, "state"))
             else:
                 self._value(values, f"{path}.state[{name}]", state, owner, 1, (optimizer, "state"))
-        is_known = is_of_library(type(optimizer))
-
-        def is_walked(name: str, value: Any) -> bool:
-            if name in _OPTIMIZER_INTERNALS or name.startswith("_optimizer_"):
-                return False
-            return not is_known or isinstance(value, (Tensor, list, dict, *SCALARS))
-
-        self._each(inner, path, optimizer, 0, is_walked)
+        own = [i for i in inner.items() if i[0] not in _OPTIMIZER_INTERNALS and not i[0].startswith("_optimizer_")]
+        if is_of_library(type(optimizer)):
+            own = [(name, value) for name, value in own if isinstance(value, (Tensor, list, dict, *SCALARS))]
+        self._each(inner, path, optimizer, 0, own)
 
     def take_names(self) -> None:
         """Names that code has for containers of owners, for what lies in these."""
@@ -315,7 +314,8 @@ class _Walker:
         notes = inner.get("_per_optimizer_states", {})
         self.walk.containers += [inner, notes]
         # Callables are no state of a scaler: its own decision may be replaced while a step runs.
-        self._each(inner, path, scaler, 0, lambda _, value: value is not notes and not callable(value))
+        own = [(name, value) for name, value in inner.items() if value is not notes and not callable(value)]
+        self._each(inner, path, scaler, 0, own)
         names = {id(optimizer): name for name, optimizer in self.walk.optimizers.items()}
         for number, note in notes.items():
             self.walk.containers.append(note)
@@ -334,12 +334,11 @@ class _Walker:
         path: str,
         thing: Any,
         depth: int,
-        is_walked: Callable[[str, Any], bool] = lambda name, value: True,
+        items: Iterable[tuple[str, Any]] | None = None,
     ) -> None:
-        """Walk the attributes of ``thing``, which lie in ``inner``."""
-        for name, value in list(inner.items()):
-            if is_walked(name, value):
-                self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
+        """Walk the attributes of ``thing``, which lie in ``inner``: all, or ``items`` of them."""
+        for name, value in list(inner.items() if items is None else items):
+            self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
         self.walk.slots[path] = Slot(container, key, *source, path=path)
@@ -493,7 +492,8 @@ class _Walker:
         if inner is not None and inner is not thing:
             self.walk.containers.append(inner)
             self.walk.attributes.append((thing, inner))
-            self._each(inner, path, thing, depth, lambda name, _: name not in without)
+            own = [(name, value) for name, value in inner.items() if name not in without] if without else None
+            self._each(inner, path, thing, depth, own)
 
     def _marks(self, tensor: Tensor, path: str) -> None:
         """What code hung on a tensor."""
@@ -503,7 +503,8 @@ class _Walker:
         self.walk.marks.append((path, inner, kind))
         if kind not in PLAIN_KINDS:
             self._class_values(tensor, path)
-        self._each(inner, path, tensor, 0, lambda name, _: not name.startswith("__"))
+        if inner:
+            self._each(inner, path, tensor, 0, [item for item in inner.items() if not item[0].startswith("__")])
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
@@ -542,8 +543,8 @@ class _Walker:
             # One that code names is looked at by the names that the code takes from it.
             is_named = isinstance(source[0], Namespace)
             if not is_named and is_users_module(value, value.__name__) and self._first_visit(value):
-                is_value = lambda name, item: isinstance(item, SCALARS) and not name.startswith("__")  # noqa: E731
-                self._each(vars(value), path, value, depth, is_value)
+                plain = [i for i in vars(value).items() if isinstance(i[1], SCALARS) and not i[0].startswith("__")]
+                self._each(vars(value), path, value, depth, plain)
         elif isinstance(value, ContextVar):
             space = Told(value, _held)
             self._value(value.get(None), f"{path}.get()", space, "get", depth + 1, source)
