@@ -49,15 +49,11 @@ def accumulator_hooks(param: torch.Tensor) -> list[weakref.ref[dict[int, Any]]]:
     found = []
     for register in (node.register_hook, node.register_prehook):
         # A node shows its hooks to those alone that register one.
-        handle = register_own(register, _no_hook)
+        handle = register_own(register, lambda *args: None)
         handle.remove()
         if handle.hooks_dict_ref():
             found.append(handle.hooks_dict_ref)
     return found
-
-
-def _no_hook(*args: Any) -> None:
-    """Changes nothing."""
 
 
 class Modes:

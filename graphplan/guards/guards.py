@@ -104,9 +104,12 @@ class Guards:
         self._labels = [path for group in groups for path, _ in group]
         self._values = [[known[path] if path in known else value.get() for path, value in group] for group in groups]
         keys = [[value.key for _, value in group] for group in groups]
+        # Read the fastest way that makes nothing anew.
+        found = [value.container for _, value in items]
+        spaces = [c.space if isinstance(c, Members) else present(c) for c in found]
         return [
             ("equal_attributes", [v.container.thing for _, v in shown], keys[0], self._values[0], same_value),
-            ("equal_items", [_readable(v.container) for _, v in items], keys[1], self._values[1], same_value),
+            ("equal_items", spaces, keys[1], self._values[1], same_value),
             _row_of_comparisons(compared, self._values[2], self._reads),
         ]
 
@@ -237,11 +240,6 @@ def _hold(checks: Any) -> bool:
     except (KeyError, IndexError, RuntimeError, AttributeError):
         # A key that is gone, or a Python value that became a tensor.
         return False
-
-
-def _readable(container: Any) -> Any:
-    """What values in ``container`` are read from, the fastest way that makes nothing anew."""
-    return container.space if isinstance(container, Members) else present(container)
 
 
 def _used_links(walk: Walk, plan: Plan, *containers: Iterable[Any]) -> list[Place]:

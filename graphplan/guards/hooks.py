@@ -69,7 +69,9 @@ class Hooks:
             there = [getattr(owner, name) for _, owner, name in self._places]
             self._empty = [hooks for hooks in there if isinstance(hooks, dict) and not hooks]
             filled = [place for place in self._places if getattr(*place[1:])]
-            self._filled = [(label, owner, part) for label, owner, name in filled for part in _parts_of(owner, name)]
+            # Where hooks lie, and what says how they are called.
+            parts = [(*place, part) for place in filled for part in (place[2], *_MODULE_HOOKS.get(place[2], ()))]
+            self._filled = [(label, owner, part) for label, owner, _, part in parts if hasattr(owner, part)]
             self._on_nodes = [
                 (f"the AccumulateGrad node of {path}", reference)
                 for path, param in self._parameters
@@ -93,8 +95,3 @@ class Hooks:
             ("same_attributes", owners, names, hooks),
             *contents_of(hooks),
         ]
-
-
-def _parts_of(owner: Any, name: str) -> tuple[str, ...]:
-    """Where hooks lie, and what says how they are called."""
-    return (name, *[part for part in _MODULE_HOOKS.get(name, ()) if hasattr(owner, part)])

@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import (
-    Callable,
     Collection,
     ItemsView,
     Iterable,
@@ -201,8 +200,11 @@ class _Walker:
                     self._slot(f"{path}.{name}", parts, name, (module, name))
                     self._marks(part, f"{path}.{name}")
         for kind in _HOOKS:
-            for number, hook in inner.get(kind, {}).items() if isinstance(inner.get(kind), (dict, Mapping)) else ():
-                self._hook(hook, f"{path}.{kind}[{number}]", inner[kind], number, depth)
+            hooks = inner.get(kind)
+            for number, hook in hooks.items() if isinstance(hooks, (dict, Mapping)) else ():
+                # What a hook has that is no plain function: a partial's arguments, an object's attributes.
+                if isinstance(hook, partial) or is_user_object(hook):
+                    self._value(hook, f"{path}.{kind}[{number}]", hooks, number, depth + 1, (hooks, "hook"))
         for name, value in list(inner.items()):
             if name not in _MODULE_INTERNALS:
                 self._value(value, f"{path}.{name}", inner, name, depth + 1, (module, name))
@@ -235,11 +237,6 @@ class _Walker:
                 self.walk.slots[place] = Slot(Setting(module), name, module, name, path=place, name=name)
             elif all(isinstance(leaf, SCALARS) for leaf in pytree.tree_leaves(value)):
                 self.walk.scalars[place] = Scalar(Numbers(module), name, module, name, name=name)
-
-    def _hook(self, hook: Any, path: str, hooks: Any, number: int, depth: int) -> None:
-        """What a hook has that is no plain function: a partial's arguments, an object's attributes."""
-        if isinstance(hook, partial) or is_user_object(hook):
-            self._value(hook, path, hooks, number, depth + 1, (hooks, "hook"))
 
     def _parameter(self, param: nn.Parameter, path: str, container: Any, key: Any, source: Source) -> None:
         self.walk.slots[path] = Slot(container, key, *source, path=path, is_parameter=True)
@@ -420,7 +417,8 @@ class _Walker:
             # Code that only appends does not look how long it is.
             via = f"{source[1]}[:]"
             self.walk.scalars[f"{path}.maxlen"] = Scalar(Numbers(items), "maxlen", *source, via)
-            self.walk.objects[f"full({path})"] = Scalar(Told(items, _is_full), "full", *source, via)
+            is_full = Told(items, lambda deque: len(deque) == deque.maxlen)
+            self.walk.objects[f"full({path})"] = Scalar(is_full, "full", *source, via)
         # The methods of the user's dictionaries may be code of the user's.
         kind: Any = dict if isinstance(items, dict) else type(items)
         pairs: Iterable[tuple[Any, Any]] = kind.items(items) if isinstance(items, MAPPINGS) else enumerate(items)
@@ -546,7 +544,7 @@ class _Walker:
                 plain = [i for i in vars(value).items() if isinstance(i[1], SCALARS) and not i[0].startswith("__")]
                 self._each(vars(value), path, value, depth, plain)
         elif isinstance(value, ContextVar):
-            space = Told(value, _held)
+            space = Told(value, lambda variable: variable.get(None))
             self._value(value.get(None), f"{path}.get()", space, "get", depth + 1, source)
         elif isinstance(value, KeysView | ValuesView | ItemsView) and hasattr(value, "mapping"):
             self._behind(value.mapping, path, depth, source)
@@ -559,7 +557,7 @@ class _Walker:
                     via = "value" if name == "_value_" else name
                     self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, via))
         elif isinstance(value, weakref.ref):
-            self.walk.objects[f"{path}()"] = Scalar(Told(value, _is_alive), "alive", *source)
+            self.walk.objects[f"{path}()"] = Scalar(Told(value, lambda ref: ref() is not None), "alive", *source)
             thing = value()
             for name, item in list((attributes_of(thing) or {}).items()):
                 if isinstance(item, SCALARS):
@@ -608,19 +606,6 @@ def _length(loader: Any) -> int | None:
         return len(loader)
     except Exception:  # noqa: BLE001 - whatever a dataset raises that has no length
         return None
-
-
-def _is_full(items: deque[Any]) -> bool:
-    """Whether a deque drops an item for each one that it gets."""
-    return len(items) == items.maxlen
-
-
-def _held(variable: ContextVar[Any]) -> Any:
-    return variable.get(None)
-
-
-def _is_alive(reference: Callable[[], Any]) -> bool:
-    return reference() is not None
 
 
 def walk_owners(owners: Mapping[str, Any]) -> Walk:

@@ -67,12 +67,6 @@ class StaticOutput(Tensor):
         marked._number = number
         return marked
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether a later replay has overwritten it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._lease.number != self._number
-
     def plain(self) -> Tensor:
         """The same memory as an ordinary tensor, which is not watched.
 
@@ -112,9 +106,9 @@ class StaticOutput(Tensor):
             return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.is_stale:
-            return f"StaticOutput(overwritten {TensorSpec.of(self.plain_memory())})"
-        return repr(self.plain())
+        with torch._C.DisableTorchFunctionSubclass():
+            is_stale = self._lease.number != self._number
+        return f"StaticOutput(overwritten {TensorSpec.of(self.plain_memory())})" if is_stale else repr(self.plain())
 
     def plain_memory(self) -> Tensor:
         """The memory as it is now, overwritten or not."""

@@ -228,8 +228,8 @@ def check_replay(
     *,
     allow: Sequence[str],
     place: Callable[[], torch.device],
-    on_any: Callable[[bool], bool] = bool,
-    noise: Noise | None = None,
+    on_any: Callable[[bool], bool],
+    noise: Noise,
 ) -> Verdict:
     """Replay ``program`` on ``leaves``, undo that, run ``eager`` and compare. What eager leaves stays.
 
@@ -248,7 +248,7 @@ def check_replay(
             program, or on another rank for a copy.
         Exception: what else ``eager`` raises, with what it has done until then; what the replay did is undone.
     """
-    check = _Check(program, leaves, allow, place, on_any, noise or Noise())
+    check = _Check(program, leaves, allow, place, on_any, noise)
     # Device learning rates are among what is put back: they have to be up to date first. And the check keeps gradients,
     # which are no longer to be told from those that other code keeps.
     program.plan.handles.rates.push()

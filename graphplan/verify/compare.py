@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphplan.owners.flags import COMPUTED
+from graphplan.owners.tensor_metadata import StandIn
 from graphplan.specs.roles import TensorSpec
 from graphplan.tensors.copying import Unequal, beside, bits, values_of
 from graphplan.trace.changes import same_value
@@ -24,6 +25,7 @@ but it is no larger: an addition out of order changes a last bit somewhere, and 
 step. (A GPT of 124M parameters in bfloat16, on an H200: gradients of runs from one state lie up to 0.4 % apart, or not
 at all; with the parameters off by a 512th, 1.1 %.)
 """
+_NOTHING = StandIn("nothing")
 _TOGETHER = 2**22
 """Elements that a distance takes into double precision at a time."""
 _SIDE, _BROUGHT = 2**28, 2**24
@@ -191,7 +193,7 @@ def unexplained(
         return found
     for path, size in zip(alike, lengths([one[path] for path in alike], device), strict=True):
         response = 0.0 if nudged is None else nudged.far.get(path, 0.0)
-        rounding = 2 * _last_place(one[path]) * size
+        rounding = 2 * size * (torch.finfo(one[path].dtype).eps if has_numbers(one[path]) else 0.0)
         distance = eager.far[path]
         if math.isfinite(distance) and distance <= SPREADS * found[path] + RESPONSES * response + rounding:
             del found[path]
@@ -207,8 +209,9 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.dtype.is_complex else tensor
 
 
-def _last_place(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
+def has_numbers(tensor: Tensor) -> bool:
+    """Whether its elements are rounded."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Sides(NamedTuple):
@@ -264,11 +267,3 @@ def differing_values(first: Mapping[str, Any], second: Mapping[str, Any], sides:
         if not (one is COMPUTED or two is COMPUTED or same_value(one, two)):
             found.append(Difference(path, f"{one!r} after {sides.one}, {two!r} after {sides.other}"))
     return found
-
-
-class _Nothing:
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-_NOTHING = _Nothing()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import beside, copy_all
-from graphplan.verify.compare import RESPONSES, SPREADS, Run, apart, differing, fits, moved
+from graphplan.verify.compare import RESPONSES, SPREADS, Run, apart, differing, fits, has_numbers, moved
 
 _LITTLE = 0.1
 """As a share of what the step changes. More than that may come of a first checked step that hardly changes anything."""
@@ -68,7 +68,7 @@ def changes_of(
     old: Mapping[str, Tensor], one: Mapping[str, Tensor], device: torch.device | None = None
 ) -> dict[str, float]:
     """How far ``one`` has moved each tensor with numbers from ``old``, by path."""
-    return moved([path for path, t in one.items() if t.is_floating_point() or t.is_complex()], old, one, device)
+    return moved([path for path, tensor in one.items() if has_numbers(tensor)], old, one, device)
 
 
 _ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
