@@ -135,10 +135,33 @@ def _anywhere(key: Key) -> Key:
     return (key_anywhere(of_feed), alignments, *others)
 
 
+class Layout:
+    """The containers and records of a call's arguments."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._shapes = list(map(shape_of, args))
+        self._is_flat = all(shape.label is None for shape in self._shapes)
+
+    def leaves(self, args: Sequence[Any]) -> list[Any] | None:
+        """The leaves of ``args``, if they lie in such containers and records."""
+        if len(args) != len(self._shapes):
+            return None
+        if self._is_flat:
+            return list(args)
+        leaves: list[Any] = []
+        return leaves if all(map(take_leaves, args, self._shapes, repeat(leaves))) else None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self._shapes == other._shapes
+
+    __hash__ = object.__hash__
+
+
 class KnownCall:
-    """One kind of call: positional arguments, each a tensor, a literal, or containers and records of those.
+    """One kind of call: leaves in a layout, each a tensor, a literal or a class.
 
     Attributes:
+        layout: the containers that the leaves lie in.
         entry, program: what the long way found for it.
         checks: compare everything with what it was in that call.
         variant: the gradients that were there on entry; None if the program serves whatever there is.
@@ -146,7 +169,7 @@ class KnownCall:
 
     def __init__(
         self,
-        args: Sequence[Any],
+        layout: Layout,
         feed: Feed,
         entry: Entry,
         program: Program,
@@ -155,12 +178,11 @@ class KnownCall:
         variant: Variant | None,
         moved: bool,
     ) -> None:
+        self.layout = layout
         self.entry = entry
         self.program = program
         self.checks = checks
         self.variant = variant
-        self._shapes = list(map(shape_of, args))
-        self._is_flat = all(shape.label is None for shape in self._shapes)
         self._kinds = list(map(type, feed.leaves))
         # Only facts of the tensors are kept, not the tensors: they are a batch.
         self._tensors = [index for index, _ in feed.tensors()]
@@ -177,36 +199,24 @@ class KnownCall:
         self._adopted = list(program.inputs.adopted.items())
         self._literals = [(index, leaf, leaf_key(leaf)) for index, leaf in others]
 
-    def leaves(self, args: Sequence[Any]) -> list[Any] | None:
-        """The leaves of ``args``, if they are of this kind."""
-        if self._is_flat:
-            leaves = list(args)
-        elif not self._take_apart(args, leaves := []):
-            return None
+    def has(self, leaves: Sequence[Any]) -> bool:
+        """Whether ``leaves``, of a call with the same layout, are those of such a call."""
         if list(map(type, leaves)) != self._kinds:
-            return None
+            return False
         for index, literal, key in self._literals:
             if leaves[index] is not literal and leaf_key(leaves[index]) != key:
-                return None
+                return False
         tensors = [leaves[index] for index in self._tensors]
         written = self.program.written
         if written is None or not self._fit(tensors) or not lie(tensors, self._units, self._alignments, written):
-            return None
-        if self._adopted and any(leaves[index].data_ptr() != at for index, at in self._adopted):
-            return None
-        return leaves
-
-    def _take_apart(self, args: Sequence[Any], leaves: list[Any]) -> bool:
-        """Add the leaves of ``args`` to ``leaves``; whether the containers are of this kind."""
-        if len(args) != len(self._shapes):
             return False
-        return all(map(take_leaves, args, self._shapes, repeat(leaves)))
+        return not self._adopted or all(leaves[index].data_ptr() == at for index, at in self._adopted)
 
 
-def _shapes(args: Sequence[Any]) -> Any:
-    """The shapes of those arguments that are tensors: where few calls are alike, few need a closer look."""
+def _shapes(leaves: Sequence[Any]) -> Any:
+    """The shapes of tensors: where few calls are alike, few need a closer look."""
     try:
-        return tuple([arg.shape if type(arg) is Tensor else None for arg in args])
+        return tuple([leaf.shape if type(leaf) is Tensor else None for leaf in leaves])
     except RuntimeError:
         # A nested tensor has no shape, and no program.
         return None
@@ -219,18 +229,16 @@ class FastPath:
         self._managed = managed
         self._moved = moved
         self._modes = managed.modes
-        self._known: dict[Any, list[KnownCall]] = {}
+        self._layouts: list[Layout] = []
+        self._known: dict[tuple[Layout, Any], list[KnownCall]] = {}
         self._latest: KnownCall | None = None
 
     def find(self, args: Sequence[Any]) -> tuple[KnownCall, list[Any]] | None:
         """A call like this one whose program may be replayed, and the leaves of this one."""
         try:
-            call = self._latest
-            leaves = None if call is None else call.leaves(args)
+            call, leaves = self._search(args)
             if call is None or leaves is None:
-                call, leaves = self._search(args)
-                if call is None or leaves is None:
-                    return None
+                return None
             program = call.program
             if program.tally.replays + 1 >= program.next_check:
                 return None
@@ -243,11 +251,17 @@ class FastPath:
             return None
 
     def _search(self, args: Sequence[Any]) -> tuple[KnownCall | None, list[Any] | None]:
-        for call in self._known.get(_shapes(args), ()):
-            leaves = call.leaves(args)
-            if leaves is not None:
-                self._latest = call
-                return call, leaves
+        for layout in self._layouts:
+            leaves = layout.leaves(args)
+            if leaves is None:
+                continue
+            latest = self._latest
+            if latest is not None and latest.layout is layout and latest.has(leaves):
+                return latest, leaves
+            for call in self._known.get((layout, _shapes(leaves)), ()):
+                if call.has(leaves):
+                    self._latest = call
+                    return call, leaves
         return None, None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
@@ -266,15 +280,26 @@ class FastPath:
         checks = Checks(
             [entry.row(), self._managed.row(), program.row(), *modes, *owners, *program.adopted.guards.rows]
         )
-        call = KnownCall(args, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
-        leaves = call.leaves(args)
-        if leaves is not None and len(leaves) == len(feed.leaves) and not any(map(is_not, leaves, feed.leaves)):
-            shapes = _shapes(args)
-            others = [known for known in self._known.pop(shapes, ()) if known.leaves(args) is None]
-            self._known[shapes] = [call, *others][:_KINDS]
+        layout = self._layout(args)
+        leaves = layout.leaves(args)
+        if leaves is None or len(leaves) != len(feed.leaves) or any(map(is_not, leaves, feed.leaves)):
+            return
+        call = KnownCall(layout, feed, entry, program, checks=checks, variant=variant, moved=self._moved)
+        if call.has(leaves):
+            key = layout, _shapes(leaves)
+            others = [known for known in self._known.pop(key, ()) if not known.has(leaves)]
+            self._known[key] = [call, *others][:_KINDS]
             self._latest = call
             if len(self._known) > _SHAPES:
                 del self._known[next(iter(self._known))]
+
+    def _layout(self, args: Sequence[Any]) -> Layout:
+        """The layout of ``args``, which is known from now on; as many are as there may be kinds of calls."""
+        layout = Layout(args)
+        layout = next((known for known in self._layouts if known == layout), layout)
+        self._layouts = [layout, *(known for known in self._layouts if known is not layout)][:_KINDS]
+        self._known = {key: calls for key, calls in self._known.items() if key[0] in self._layouts}
+        return layout
 
     def seconds(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> float | None:
         """How long :meth:`find` is going to take for calls like this one; None if it will not find them."""
@@ -283,7 +308,9 @@ class FastPath:
         found = self.find(args)
         taken = perf_counter() - start
         self._latest = None
-        self._known.pop(_shapes(args), None)
+        if found is not None:
+            call, leaves = found
+            self._known.pop((call.layout, _shapes(leaves)), None)
         return None if found is None else taken
 
     def forget(self) -> None:

@@ -211,10 +211,13 @@ def test_many_kinds_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert graph.stats.replayed == 40 - 5 * 6 + 12
 
 
-def test_many_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them take the short way: a server has a shape for each capture size."""
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"x": x}, lambda x: [Encoding(x=x)], Graph])
+def test_many_shapes_in_turns(wrap: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them take the short way, in whatever they are fed: a server has a shape for each capture size, and padded
+    batches have one for each length.
+    """
     _, graph = graphed_twin()
-    kinds = [torch.randn(rows, 3) for rows in (6, 5, 4, 3, 2)]
+    kinds = [wrap(torch.randn(rows, 3)) for rows in (6, 5, 4, 3, 2)]
     for x in kinds * 8:
         graph(x)
     long = long_ways(monkeypatch)
@@ -222,6 +225,17 @@ def test_many_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         graph(x)
     assert not long
     assert graph.stats.replayed == 40 - 5 * 6 + 15
+
+
+def test_calls_in_more_layouts_than_are_known() -> None:
+    """Each finds its own program, on the short way or not."""
+    (model, step), (own, graph) = make(), graphed_twin()
+    layouts = [(X,), ([X],), ([[X]],), ({"x": X},), ({"y": X},), (Encoding(x=X),)]
+    expected = [step(*call) for call in layouts * 9]
+    found = [graph(*call) for call in layouts * 9]
+    assert graph.stats.captured == len(layouts)
+    assert graph.stats.replayed == len(layouts) * (9 - 6)
+    assert_same(flatten(losses=expected, model=model), flatten(losses=found, model=own))
 
 
 def test_values_that_only_the_long_way_saw() -> None:
