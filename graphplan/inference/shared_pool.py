@@ -55,7 +55,12 @@ class Pool:
         self._lock.acquire()
         self._thread = get_ident()
         try:
-            self._order(device)
+            # This thread's stream waits for what the last call of another stream's has to do.
+            if device is not None and is_accelerator(device):
+                current = current_stream(device)
+                if self._last is not None and self._last != current:
+                    current.wait_stream(self._last)
+                self._last = current
         except BaseException:
             self.give_back()
             raise
@@ -64,12 +69,3 @@ class Pool:
         """Let the next one have it."""
         self._thread = None
         self._lock.release()
-
-    def _order(self, device: torch.device | None) -> None:
-        """Have this thread's stream wait for what the last call of another stream's has to do."""
-        if device is None or not is_accelerator(device):
-            return
-        current = current_stream(device)
-        if self._last is not None and self._last != current:
-            current.wait_stream(self._last)
-        self._last = current

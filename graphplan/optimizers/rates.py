@@ -73,45 +73,6 @@ class Shadow:
             self.group["lr"] = self.last = self.tensor.item()
 
 
-class Loan:
-    """Has one optimizer's shadows in their groups while its own step runs, but not while the step's closure does."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, shadows: Callable[[], Iterable[Shadow]], faults: Faults
-    ) -> None:
-        self.optimizer = optimizer
-        self._faults = faults
-        self._shadows = shadows
-        before = register_own(optimizer.register_step_pre_hook, self._before)
-        after = register_own(optimizer.register_step_post_hook, self._after)
-        # Hooks of the user's see numbers: theirs come before the first, and after the second of these.
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(after.id, last=False)
-        self._handles = [before, after]
-
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._lend()
-        return outside_closure(args, kwargs, self._take_back, self._lend)
-
-    def _after(self, *args: Any) -> None:
-        self._take_back()
-
-    def _lend(self) -> None:
-        with self._faults.noting():
-            for shadow in self._shadows():
-                shadow.enter()
-
-    def _take_back(self) -> None:
-        with self._faults.noting():
-            for shadow in self._shadows():
-                shadow.leave()
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-
-
 class LearningRates:
     """Shadows of every managed optimizer's groups, entered around each traced step, and around the optimizers' own
     steps in others; with them the flags of prepared optimizers, and ``scaled``.
@@ -122,7 +83,8 @@ class LearningRates:
         self._shadows: dict[tuple[int, int], Shadow] = {}
         self._preparations: list[Preparation] = []
         self._entered = False
-        self._loans: list[Loan] | None = None
+        self._loans: dict[int, list[Any]] | None = None
+        """Hooks by the identity of their optimizers, within whose own steps alone shadows are in their groups."""
         self._faults = Faults()
 
     def keep(self, preparation: Preparation) -> None:
@@ -175,12 +137,33 @@ class LearningRates:
                         shadow.enter()
 
     def _lend_to(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have shadows in their groups while the optimizer's own step runs, but not while the step's closure does."""
         assert self._loans is not None
-        if all(loan.optimizer is not optimizer for loan in self._loans):
-            self._loans.append(Loan(optimizer, lambda: self._of(optimizer), self._faults))
+        if id(optimizer) in self._loans:
+            return
 
-    def _of(self, optimizer: torch.optim.Optimizer) -> list[Shadow]:
-        return [shadow for shadow in self._shadows.values() if shadow.optimizer is optimizer]
+        def lend() -> None:
+            self._each(optimizer, Shadow.enter)
+
+        def take_back(*args: Any) -> None:
+            self._each(optimizer, Shadow.leave)
+
+        def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            lend()
+            return outside_closure(args, kwargs, take_back, lend)
+
+        first = register_own(optimizer.register_step_pre_hook, before)
+        last = register_own(optimizer.register_step_post_hook, take_back)
+        # Hooks of the user's see numbers: theirs come before the first, and after the second of these.
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(last.id, last=False)
+        self._loans[id(optimizer)] = [first, last]
+
+    def _each(self, optimizer: torch.optim.Optimizer, act: Callable[[Shadow], None]) -> None:
+        with self._faults.noting():
+            for shadow in self._shadows.values():
+                if shadow.optimizer is optimizer:
+                    act(shadow)
 
     @property
     def shadowed(self) -> set[tuple[int, str]]:
@@ -208,7 +191,7 @@ class LearningRates:
     @contextmanager
     def within_optimizers(self) -> Iterator[None]:
         """As entered, but that learning rates are numbers for all code but the optimizers': what eager code sees."""
-        self._loans = []
+        self._loans = {}
         with self:
             yield
 
@@ -236,8 +219,9 @@ class LearningRates:
             for preparation in self._preparations:
                 left.callback(preparation.leave)
             loans, self._loans = self._loans, None
-            for loan in loans or ():
-                left.callback(loan.remove)
+            for hooks in (loans or {}).values():
+                left.callback(hooks[0].remove)
+                left.callback(hooks[1].remove)
             # One that cannot be read must not keep the others from leaving.
             for shadow in self._shadows.values():
                 left.callback(shadow.leave)

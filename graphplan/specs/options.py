@@ -39,9 +39,7 @@ def takes(
     return lambda function: _taking(function, options)
 
 
-def takes_optionally(
-    options: Callable[P, Taken],
-) -> Callable[[Callable[[Any, Taken], Any]], TakesOptionalFirst[P]]:
+def takes_optionally(options: Callable[P, Taken]) -> Callable[[Callable[[Any, Taken], Any]], TakesOptionalFirst[P]]:
     """:func:`takes`, where the first argument may be missing (the function gets None)."""
     return lambda function: _taking(function, options, default=None)
 

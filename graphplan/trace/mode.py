@@ -266,7 +266,7 @@ class TraceMode(OperatorMode):
         external = self._trace.externals.get(storage or 0)
         operand = self._operands.get(storage, _NOWHERE) if external is None else _NOWHERE
         self._fixed.discard(operand)
-        self._draws.discard(operand)
+        self._draws.drawn.pop(operand, None)
         if external is None:
             return
         external.communicated |= schema.communicates

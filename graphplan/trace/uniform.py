@@ -22,8 +22,7 @@ UNIFORM = ("aten.rand.default", "aten.rand.generator")
 _OUTSIDE = {
     **dict.fromkeys(("aten.lt.Scalar", "aten.ge.Scalar"), lambda bound: bound <= 0 or bound >= 1),
     **dict.fromkeys(
-        ("aten.gt.Scalar", "aten.le.Scalar", "aten.eq.Scalar", "aten.ne.Scalar"),
-        lambda bound: bound < 0 or bound >= 1,
+        ("aten.gt.Scalar", "aten.le.Scalar", "aten.eq.Scalar", "aten.ne.Scalar"), lambda bound: bound < 0 or bound >= 1
     ),
 }
 """Comparisons, and for which bounds their truth does not depend on a number from 0 to 1, without 1."""
@@ -48,7 +47,7 @@ class _Drawn:
 
 
 class UniformDraws:
-    """The numbers that a step has ``drawn`` on the host, by operand, until they are written to."""
+    """The numbers that a step has ``drawn`` on the host, by operand, and that were not written to since."""
 
     def __init__(self) -> None:
         self.drawn: dict[Operand, _Drawn] = {}
@@ -65,10 +64,6 @@ class UniformDraws:
     def decides(self, name: str, operands: Sequence[Operand]) -> bool:
         """Return True if an operator compares what was drawn."""
         return name in _OUTSIDE and operands[0] in self.drawn
-
-    def discard(self, operand: Operand) -> None:
-        """Note a write there."""
-        self.drawn.pop(operand, None)
 
     def take(self, name: str, args: Sequence[Any], operands: Sequence[Operand], *, views: bool) -> bool:
         """Note an operator, which may only make ``views``. True if it compares a draw with a certain result."""
