@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from graphplan.compare.fast_compare import register_own
 from graphplan.errors import Faults
-from graphplan.optimizers.preparation import outside_closure
+from graphplan.optimizers.preparation import around_closure
 
 _SIZES = 16
 """Bytes that a first step may take for each of the parameters': three moments in double precision, and temporaries."""
@@ -33,7 +33,7 @@ def within_first_steps(around: Callable[[int], AbstractContextManager[object]]) 
         with faults.noting():
             if not _has_state(optimizer):
                 enter(optimizer)
-                return outside_closure(args, kwargs, leave, lambda: enter(optimizer))
+                return around_closure(args, kwargs, leave, lambda: enter(optimizer))
         return None
 
     def enter(optimizer: torch.optim.Optimizer) -> None:

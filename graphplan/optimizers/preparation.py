@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -90,31 +89,21 @@ def _wanted_flags(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], *,
     return flags
 
 
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], around: Callable[[Callable[[], Any]], Any]
+def around_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], before: Callable[[], None], after: Callable[[], None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of an optimizer's ``step`` whose closure is called through ``around``; None if there is no closure."""
+    """Arguments of an optimizer's ``step`` whose closure runs between ``before()`` and ``after()``; None without."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None
-    wrapped = partial(around, closure)
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": wrapped}
-    return (args[0], wrapped, *args[2:]), kwargs
 
-
-def outside_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], leave: Callable[[], None], enter: Callable[[], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Arguments of an optimizer's ``step`` whose closure runs between ``leave()`` and ``enter()``; None without one."""
-
-    def around(closure: Callable[[], Any]) -> Any:
-        leave()
+    def wrapped() -> Any:
+        before()
         loss = closure()
-        enter()
+        after()
         return loss
 
-    return with_closure(args, kwargs, around)
+    return (args, {**kwargs, "closure": wrapped}) if "closure" in kwargs else ((args[0], wrapped, *args[2:]), kwargs)
 
 
 class Preparation:
@@ -201,36 +190,26 @@ class Preparation:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Look at the gradients once they are there: after the closure, if there is one."""
-
-        def checked(closure: Callable[[], Any]) -> Any:
-            loss = closure()
-            with self.faults.noting():
-                self._check_gradients()
-            return loss
-
         with self.faults.noting():
-            self._begin_step()
-        changed = with_closure(args, kwargs, checked) if self._entered else None
+            self._counts = self._counts or _integers(self.optimizer)
+            if self._entered and not self._steps:
+                self._steps = True
+                self.enter()
+        changed = around_closure(args, kwargs, lambda: None, self._check_gradients)
         if changed is None:
-            with self.faults.noting():
-                self._check_gradients()
+            self._check_gradients()
         return changed
-
-    def _begin_step(self) -> None:
-        self._counts = self._counts or _integers(self.optimizer)
-        if self._entered and not self._steps:
-            self._steps = True
-            self.enter()
 
     def _check_gradients(self) -> None:
         """Put a group's flags back if only stock kernels take it: sparse gradients for good, newcomers for a step."""
-        for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
-            stepped = [param for param in group["params"] if param.grad is not None]
-            if any(param.grad.layout is not torch.strided for param in stepped):
-                self._unfit.add(index)
-            elif not self._has_newcomers(group, stepped):
-                continue
-            group.update(self._originals.get(index, {}))
+        with self.faults.noting():
+            for index, group in enumerate(self.optimizer.param_groups if self._entered else ()):
+                stepped = [param for param in group["params"] if param.grad is not None]
+                is_sparse = any(param.grad.layout is not torch.strided for param in stepped)
+                if is_sparse:
+                    self._unfit.add(index)
+                if is_sparse or self._has_newcomers(group, stepped):
+                    group.update(self._originals.get(index, {}))
 
     def _has_newcomers(self, group: Mapping[str, Any], stepped: Sequence[Any]) -> bool:
         """Return True if some parameters have a momentum and others, just unfrozen, do not: torch's fused SGD fails."""

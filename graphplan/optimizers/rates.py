@@ -16,7 +16,7 @@ from torch import Tensor
 from graphplan.compare.fast_compare import register_own
 from graphplan.compare.moving import fill
 from graphplan.errors import Faults
-from graphplan.optimizers.preparation import Preparation, device_of, outside_closure
+from graphplan.optimizers.preparation import Preparation, around_closure, device_of
 from graphplan.optimizers.scaling import ScaledSteps
 
 
@@ -150,7 +150,7 @@ class LearningRates:
 
         def before(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             lend()
-            return outside_closure(args, kwargs, take_back, lend)
+            return around_closure(args, kwargs, take_back, lend)
 
         first = register_own(optimizer.register_step_pre_hook, before)
         last = register_own(optimizer.register_step_post_hook, take_back)

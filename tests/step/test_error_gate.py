@@ -100,7 +100,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.feed.call_arguments": ["CallArguments.watch", "CallArguments.change"],
     "graphplan.step.runner": ["Runner.settle_backend"],
     "graphplan.optimizers.preparation": [
-        "Preparation._check_gradients", "Preparation.enter", "Preparation.leave",
+        "Preparation._has_newcomers", "Preparation.enter", "Preparation.leave",
     ],
     "graphplan.optimizers.rates": ["Shadow.push", "Shadow.enter", "LearningRates.attach"],
     "graphplan.optimizers.first_steps": ["_bytes_of"],
