@@ -22,7 +22,9 @@ class Literals(tuple[Any, ...]):
 
 PLAIN_LEAVES = frozenset({Tensor, bool, int, float, complex, str, bytes, type(None), Literals})
 """Types of tensors and of immutable literals."""
-NODES: dict[type, Callable[[Any], tuple[Any, Hashable]]] = {}
+NODES: dict[type, Callable[[Any], tuple[Any, Hashable]]] = {
+    defaultdict: lambda tree: (tree.values(), (tree.default_factory, *tree))
+}
 """Further types of nodes that are plain, each with a function that gives what is in one, and all that else tells it."""
 _MAX_STRUCTURES = 1024
 _structures: dict[Hashable, pytree.TreeSpec] = {}
@@ -39,8 +41,6 @@ def _sketch(tree: Any, leaves: list[Any]) -> Hashable:
         return (kind, *[_sketch(item, leaves) for item in tree])
     if kind is dict:
         return (kind, *tree, *[_sketch(item, leaves) for item in tree.values()])
-    if kind is defaultdict:
-        return (kind, tree.default_factory, *tree, *[_sketch(item, leaves) for item in tree.values()])
     if kind in NODES:
         items, context = NODES[kind](tree)
         return (kind, context, *[_sketch(item, leaves) for item in items])  # type: ignore[arg-type]

@@ -89,7 +89,10 @@ class Recorder:
         for path, slot in walk.slots.items():
             value = slot.get()
             tensors = tensor_leaves(value)
-            self.places[path] = self._note(tensors)
+            self.places[path] = tuple(map(place_of, tensors))
+            for tensor, place in zip(tensors, self.places[path], strict=True):
+                if place[0] is not None:
+                    self._weak.add(tensor.untyped_storage())
             self.traits[path] = metadata_of(value)
             # Gradients are other tensors in each step, which may get the places of those before.
             if slot.param is None:
@@ -101,13 +104,6 @@ class Recorder:
         self.items = {path: (items, tuple(items)) for path, items in self.walk.lists.items()}
         self._flags = Flags(walk, fed)
         self._found = self._flags.read()
-
-    def _note(self, tensors: list[Tensor]) -> tuple[Place, ...]:
-        places = tuple(map(place_of, tensors))
-        for tensor, place in zip(tensors, places, strict=True):
-            if place[0] is not None:
-                self._weak.add(tensor.untyped_storage())
-        return places
 
     def entry_slots(self) -> dict[int, list[Slot]]:
         """Slots by the storage that they held when this recorder was made."""

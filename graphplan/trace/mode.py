@@ -137,7 +137,7 @@ class TraceMode(OperatorMode):
             return aside.run(func, args, kwargs)
         name = schema.name
         self._source = None
-        constant = self._lift(args) if name in LIFTS else None
+        constant = self._lift(args[0]) if name in LIFTS else None
         tensors, scalars = tensors_and_others(schema, args, kwargs)
         operands, offsets = self._take_operands(tensors, name)
         source = self._source_of(name, operands)
@@ -198,14 +198,13 @@ class TraceMode(OperatorMode):
             trace.host_draws = self._draws.repeats()
 
     def _source_of(self, name: str, operands: tuple[Operand, ...]) -> Source:
-        """Where an operator comes from. To look for it takes a fifth of a trace, and the operator of the trace before
-        with the same place, name and operands came from there, too.
+        """Where an operator comes from: as in the previous trace if the operator in its place is the same, since to
+        look for it takes a fifth of a trace.
         """
         position = len(self._trace.operators)
-        if position < len(self._before):
-            before = self._before[position]
-            if before.name == name and before.operands == operands:
-                return before.source
+        before = self._before[position] if position < len(self._before) else None
+        if before is not None and before.name == name and before.operands == operands:
+            return before.source
         return self._source or self._find()
 
     def _find(self) -> Source:
@@ -276,9 +275,8 @@ class TraceMode(OperatorMode):
                 self._trace.unowned_writes.append((external.tensor, external.tensor.detach().clone()))
             external.mutated, external.mutated_by, external.mutated_at = True, schema.name, source
 
-    def _lift(self, args: tuple[Any, ...]) -> Tensor:
+    def _lift(self, value: Tensor) -> Tensor:
         """A constant made from Python values: not an external, but its value must stay the same."""
-        value: Tensor = args[0]
         self._birth(value)
         constant = value.detach().clone()
         if value.device.type != "cpu":
@@ -297,7 +295,11 @@ class TraceMode(OperatorMode):
             )
         if schema.is_random:
             self._check_seek(source)
-            self._note_generator(kwargs.get("generator"), source)
+            generator = kwargs.get("generator")
+            if generator is not None:
+                if all(generator is not known for known, _ in self._states):
+                    self._watch_generator(generator)
+                self._trace.drawings.append((generator, source))
 
     def _check_seek(self, source: Source | None) -> None:
         for position, (generator, state) in enumerate(self._states):
@@ -321,14 +323,6 @@ class TraceMode(OperatorMode):
     def take_states(self) -> None:
         """Take the generators' states for those that random operators left."""
         self._states = [(gen, gen.get_state()) for gen, _ in self._states]
-
-    def _note_generator(self, generator: torch.Generator | None, source: Source) -> None:
-        """Take in a generator that the step draws from, before it does."""
-        if generator is None:
-            return
-        if all(generator is not known for known, _ in self._states):
-            self._watch_generator(generator)
-        self._trace.drawings.append((generator, source))
 
     def _watch_generator(self, generator: torch.Generator) -> None:
         """From here on, nothing but random operators may change the state of a generator of the step's own."""
