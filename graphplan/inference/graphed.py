@@ -11,6 +11,7 @@ from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from graphplan.environment.surroundings import surroundings
 from graphplan.errors import BusyError, CopyError, FeedError, NotCapturedError, OptionError, SkipReason
@@ -19,17 +20,12 @@ from graphplan.inference.bucketed import Bucketed
 from graphplan.inference.graphed_options import ServeOptions
 from graphplan.inference.prewarming import Prewarmed, bare, prewarm
 from graphplan.inference.shared_pool import Pool
-from graphplan.plan.plan import Plan
 from graphplan.program.leases import plain
-from graphplan.program.program import Program
-from graphplan.report.rendering import Reports
-from graphplan.report.stats import Stats
 from graphplan.specs.roles import Role
 from graphplan.step.call_lock import runs_within_step
-from graphplan.step.capture_sizes import ShapeStats
 from graphplan.step.dimensions import Dynamic
 from graphplan.step.graphed_step import GraphedStep
-from graphplan.step.methods import Method, owners_of
+from graphplan.step.methods import owners_of
 from graphplan.tensors.trees import map_result
 
 _LIMITS = ("evicted: ", "calls of further signatures are eager: ")
@@ -51,7 +47,7 @@ class Memory:
     pool: int
 
 
-class Graphed(Method, Reports):
+class Graphed(GraphedStep):
     """Calls a function by replaying what it did before. Made by :func:`graphplan.graphed`.
 
     On a class, it is a method: each instance gets a step, buffers and programs of its own, over one pool, and under
@@ -65,11 +61,9 @@ class Graphed(Method, Reports):
         if not callable(fn):
             raise OptionError(f"graphed was given a {type(fn).__name__}; expected a function, a method or a module")
         self.pool = pool or options.pool or Pool()
-        self.shapes = ShapeStats()
-        self._be_method(fn)
-        self._options = options
-        self._step = GraphedStep(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
-        self._bucketed = Bucketed(fn, self._step, options, self.shapes) if options.shapes == "bucket" else None
+        super().__init__(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
+        self._serving = options
+        self._bucketed = Bucketed(fn, self, options, self.shapes) if options.shapes == "bucket" else None
         self._dynamic = Dynamic(fn, options.dynamic)
         self._is_direct = options.enable_if is None and options.shapes == "exact"
         self._first: dict[Any, tuple[int, ...]] = {}
@@ -82,9 +76,11 @@ class Graphed(Method, Reports):
         else:
             update_wrapper(self, fn)
 
+    @override
     def _bound_to(self, instance: Any) -> Graphed:
-        return Graphed(MethodType(self._fn, instance), self._options, self.pool)
+        return Graphed(MethodType(self._fn, instance), self._serving, self.pool)
 
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function: eagerly, traced, captured or replayed. Same results whichever it is.
 
@@ -94,7 +90,7 @@ class Graphed(Method, Reports):
             StaleError: for an argument that a later replay has overwritten (``outputs="static"``).
             RefusalError: if the function cannot be replayed correctly (see ``on_failure``).
         """
-        stock = self._step.stock
+        stock = self.stock
         if stock is not None:
             return stock(args, kwargs)
         if runs_within_step():
@@ -105,28 +101,28 @@ class Graphed(Method, Reports):
                 )
             # Part of another step, which has it in its own recording.
             return self._fn(*args, **kwargs)
-        self.pool.take(self._step.machine.runner.device)
+        self.pool.take(self.machine.runner.device)
         self._thread = get_ident()
         try:
-            return self._serve(args, kwargs)
+            return self._served(args, kwargs)
         except Exception as error:  # noqa: BLE001 - raised again where it is the caller's
-            return self._step.recover(error, args, kwargs)
+            return self.recover(error, args, kwargs)
         finally:
             self._thread = None
             self.pool.give_back()
 
-    def _serve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args = tuple(map(plain, args))
         if kwargs:
             kwargs = {name: plain(value) for name, value in kwargs.items()}
-        stats = self._step.stats
+        stats = self.stats
         before, captured = stats.replayed, stats.captured
-        result = self._step(*args, **kwargs) if self._is_direct else self._route(args, kwargs)
+        result = super().__call__(*args, **kwargs) if self._is_direct else self._route(args, kwargs)
         if stats.replayed > before:
             self.shapes.hits += 1
             return result
         self.shapes.misses += 1
-        with self._step.machine.timing.having_run():
+        with self.machine.timing.having_run():
             if stats.captured > captured:
                 self._warn_of_limits()
             if self._example is None or stats.captured > captured:
@@ -135,21 +131,21 @@ class Graphed(Method, Reports):
         return result
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = self._options
+        options = self._serving
         if not options.is_enabled():
-            return self._step.skip(args, kwargs, SkipReason.ENABLE_IF)
+            return self.skip(args, kwargs, SkipReason.ENABLE_IF)
         if options.backend == "eager" or surroundings() is not None:
-            return self._step(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         feed = _dense_feed(args, kwargs) if options.shapes != "exact" else None
         if feed is None:
             # What no program takes, the step refuses.
-            return self._step(*args, **kwargs)
+            return super().__call__(*args, **kwargs)
         if self._bucketed is not None:
             return self._bucketed.call(feed)
         fixed, sizes = self._dynamic.split(feed)
         if self._first.setdefault(fixed, sizes) != sizes:
-            return self._step.skip(args, kwargs, SkipReason.SHAPES)
-        return self._step(*args, **kwargs)
+            return self.skip(args, kwargs, SkipReason.SHAPES)
+        return super().__call__(*args, **kwargs)
 
     def _warn_of_limits(self) -> None:
         for event in self.stats.events:
@@ -178,15 +174,15 @@ class Graphed(Method, Reports):
         """
         if self._bucketed is not None:
             raise OptionError("replay is for shapes='exact' and 'eager'; expected calls, which are padded first")
-        with self.pool.turn(self._step.machine.runner.device):
+        with self.pool.turn(self.machine.runner.device):
             args = tuple(map(plain, args))
-            found = self._step.find_program(args)
-            for _ in range(self._options.capture_after + 3):
+            found = self.find_program(args)
+            for _ in range(self._serving.capture_after + 3):
                 if found is not None:
                     break
-                with self._step.machine.timing.asked_for():
-                    self._step(*map_result(lambda tensor: tensor.clone(), args))
-                found = self._step.find_program(args)
+                with self.machine.timing.asked_for():
+                    super().__call__(*map_result(lambda tensor: tensor.clone(), args))
+                found = self.find_program(args)
             if found is None:
                 why = ", ".join(self.stats.reasons) or "nothing was refused"
                 raise NotCapturedError(
@@ -225,49 +221,32 @@ class Graphed(Method, Reports):
         if given is None:
             raise OptionError("prewarm has no example and there was no call; expected example=(x, ...) of any size")
         ladders = self._bucketed.padding.ladders if self._bucketed is not None else None
-        return prewarm(
-            self, self._step, given, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress
-        )
-
-    @property
-    def stats(self) -> Stats:
-        """What the calls so far were. Calls that only compared a padded one count as eager."""
-        return self._step.stats
-
-    @property
-    def plan(self) -> Plan | None:
-        """The latest plan; None before the second trace."""
-        return self._step.plan
-
-    @property
-    def programs(self) -> list[Program]:
-        """Every program that is ready."""
-        return self._step.programs
+        return prewarm(self, given, self._dynamic, sizes=sizes, ladders=ladders, order=order, progress=progress)
 
     @property
     def num_graphs(self) -> int:
         """How many programs are ready."""
-        return len(self._step.programs)
+        return len(self.programs)
 
     @property
     def memory(self) -> Memory:
         """Bytes by what they are for."""
-        programs = self._step.programs
+        programs = self.programs
         padding = self._bucketed.padding.nbytes if self._bucketed is not None else 0
         by_role = {
             role: {e.name: e.spec.nbytes for program in programs for e in program.plan.by_role(role)} for role in Role
         }
         return Memory(
-            input=self._step.machine.buffers.nbytes + padding,
+            input=self.machine.buffers.nbytes + padding,
             param=sum(by_role[Role.PARAM].values()),
             state=sum(by_role[Role.STATE].values()),
             output=sum(program.outputs.lent_bytes for program in programs),
             pool=sum(program.nbytes for program in programs),
         )
 
+    @override
     def text(self) -> str:
-        """The report as text."""
-        lines = [self._step.text(), f"  shapes: {self.shapes.hits} hits, {self.shapes.misses} misses"]
+        lines = [super().text(), f"  shapes: {self.shapes.hits} hits, {self.shapes.misses} misses"]
         if self.shapes.capture_sizes:
             lines.append(f"  {self.shapes}")
         roles = asdict(self.memory)
@@ -282,21 +261,9 @@ class Graphed(Method, Reports):
             )
         return "\n".join(lines)
 
+    @override
     def data(self) -> dict[str, Any]:
-        """The report as data."""
-        return {**self._step.data(), "shapes": self.shapes.data(), "memory": asdict(self.memory)}
-
-    def drawn(self) -> list[Program]:
-        """Every program that is ready."""
-        return self.programs
-
-    def invalidate(self, why: str) -> None:
-        """Drop every program; ``why`` goes into the report."""
-        self._step.invalidate(why)
-
-    def close(self) -> None:
-        """Drop every program. It cannot be called again."""
-        self._step.close()
+        return {**super().data(), "shapes": self.shapes.data(), "memory": asdict(self.memory)}
 
     def __reduce__(self) -> NoReturn:
         raise CopyError(

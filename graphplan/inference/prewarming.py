@@ -70,7 +70,6 @@ def _zeros(example: Feed, dynamic: Dynamic, dims: Mapping[int, int]) -> tuple[tu
 
 
 def prewarm(
-    call: Callable[..., Any],
     step: GraphedStep,
     example: Feed,
     dynamic: Dynamic,
@@ -88,7 +87,7 @@ def prewarm(
         for number, dims in enumerate(wanted):
             begin(_show(progress, number, len(wanted), dims, estimate))
             with step.machine.timing.asked_for():
-                _capture(call, step, _zeros(example, dynamic, dims), dims)
+                _capture(step, _zeros(example, dynamic, dims), dims)
             if number == 0:
                 estimate = _estimate(step, wanted)
     _show(progress, len(wanted), len(wanted), {}, estimate)
@@ -119,12 +118,12 @@ def _elements(dims: Mapping[int, int]) -> int:
     return prod(dims.values())
 
 
-def _capture(call: Callable[..., Any], step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None:
+def _capture(step: GraphedStep, arguments: Any, dims: Mapping[int, int]) -> None:
     args, kwargs = arguments
     done = step.stats.captured + step.stats.replayed
     reasons = dict(step.stats.skipped)
     for _ in range(_CALLS):
-        call(*args, **kwargs)
+        step(*args, **kwargs)
         if step.stats.captured + step.stats.replayed > done:
             return
         why = next(

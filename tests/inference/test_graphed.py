@@ -102,7 +102,7 @@ def test_a_decorated_layer_goes_the_short_way() -> None:
     found = []
     for _ in range(12):
         layer(x)
-        found.append(layer.forward._step.machine.fast_path.find((x,)))
+        found.append(layer.forward.machine.fast_path.find((x,)))
     assert any(call is not None for call in found)
 
 
@@ -385,7 +385,7 @@ def test_owners_by_name_and_found() -> None:
             table["bias"] = torch.randn(8)
         assert torch.equal(fn(x), layer(x) + table["bias"])
     assert fn.stats.replayed > 4
-    assert {"table", "layer"} <= set(fn._step.machine.managed.owners)
+    assert {"table", "layer"} <= set(fn.machine.managed.owners)
 
 
 def test_a_method_of_a_plain_object() -> None:

@@ -373,7 +373,7 @@ def test_served_calls_that_do_not_pay(monkeypatch: pytest.MonkeyPatch, outputs: 
         out = run(x)
         clock.time += 100
         assert torch.equal(out.as_subclass(Tensor) if outputs == "clone" else out.clone(), model(x))
-    assert run._step.is_down
+    assert run.is_down
     assert run.num_graphs == 0
     assert run.stats.calls == 60
     assert run.stats.skipped[SkipReason.SLOWER] > 20
@@ -393,7 +393,7 @@ def test_served_calls_that_pay_and_others_that_do_not(monkeypatch: pytest.Monkey
     assert run.stats.skipped.keys() == {SkipReason.SHAPE, SkipReason.SLOWER}
     rests, replayed = clock.rests, run.stats.replayed
     walks: list[Any] = []
-    monkeypatch.setattr(run._step.machine.managed, "look_again", lambda: walks.append(1))
+    monkeypatch.setattr(run.machine.managed, "look_again", lambda: walks.append(1))
     for _ in range(10):
         run(torch.zeros(9, 6))
         run(torch.zeros(4, 6))
