@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,68 +51,58 @@ _DEAD_INPUT = "dead tensor"
 _LIVING: weakref.WeakSet[GraphRecording] = weakref.WeakSet()
 
 
+@dataclass(eq=False)
 class GraphRecording:
     """One instantiated CUDA graph. ``watched`` names it if torch watches what it reads; ``kept`` ones tell nodes."""
 
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        device: torch.device,
-        nbytes: int,
-        watched: str | None = None,
-        generation: object = None,
-        *,
-        kept: bool = False,
-        states: CapturedStates | None = None,
-    ) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._states = states
-        self._device = device
-        self._watched = watched
-        self.nbytes = nbytes
-        self.generation = generation
-        self._kept = kept
-        self._nodes: Nodes | None = None
-        self.launches = 1
-        self.is_spoiled = False
+    graph: torch.cuda.CUDAGraph | None
+    device: torch.device
+    nbytes: int
+    watched: str | None = None
+    generation: object = None
+    kept: bool = False
+    states: CapturedStates | None = None
+    launches: int = field(default=1, init=False)
+    is_spoiled: bool = field(default=False, init=False)
+    _nodes: Nodes | None = field(default=None, init=False)
 
     @property
     def nodes(self) -> Nodes:
         """The graph's nodes, read when they are first asked for."""
         if self._nodes is None:
-            self._nodes = Nodes() if self._graph is None else read_nodes(self._graph, kept=self._kept)
+            self._nodes = Nodes() if self.graph is None else read_nodes(self.graph, kept=self.kept)
         return self._nodes
 
     @property
     def alive(self) -> bool:
         """Whether the graph still exists."""
-        return self._graph is not None
+        return self.graph is not None
 
     def replay(self) -> None:
         """Launch the graph on the current stream. Raises DeviceFault if it is watched and would read freed memory."""
-        assert self._graph is not None, "a closed program is refused before its recording is asked"
-        end = None if self._states is None else self._states.set_out()
+        assert self.graph is not None, "a closed program is refused before its recording is asked"
+        end = None if self.states is None else self.states.set_out()
         try:
-            self._graph.replay()
+            self.graph.replay()
         except RuntimeError as error:
-            if self._watched is None or _DEAD_INPUT not in first_line(error):
+            if self.watched is None or _DEAD_INPUT not in first_line(error):
                 raise
             raise DeviceFault(
-                f"a replay of {self._watched} would read memory that was freed: {first_line(error)} Expected every "
+                f"a replay of {self.watched} would read memory that was freed: {first_line(error)} Expected every "
                 "tensor that the capture read from outside to live as long as its program; graphplan keeps those that "
                 "the traced calls read, so this one was put in the place of one of them where Python cannot look, such "
                 "as an object with __slots__. Hold it on an owner, or feed it. torch's own error, which this one comes "
                 "from, says where it was first read and where it was freed"
             ) from error
-        if self._states is not None and end is not None:
-            self._states.arrive(end)
+        if self.states is not None and end is not None:
+            self.states.arrive(end)
 
     def reset(self) -> None:
         """Destroy the graph and let its pool's memory go, once no other recording of the pool is left."""
-        if self._graph is not None:
-            torch.cuda.synchronize(self._device)
-            self._graph.reset()
-            self._graph = None
+        if self.graph is not None:
+            torch.cuda.synchronize(self.device)
+            self.graph.reset()
+            self.graph = None
             # A pool without graphs stays reserved until this is asked for.
             _empty_cache()
 

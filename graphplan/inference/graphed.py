@@ -48,9 +48,9 @@ class Memory:
 
 
 class Graphed(GraphedStep):
-    """Calls a function by replaying what it did before. Made by :func:`graphplan.graphed`.
+    """A :class:`graphplan.GraphedStep` whose calls are a function's, replayed. Made by :func:`graphplan.graphed`.
 
-    On a class, it is a method: each instance gets a step, buffers and programs of its own, over one pool, and under
+    On a class, it is a method: each instance gets buffers and programs of its own, over one pool, and under
     ``@classmethod`` each class.
 
     Raises:
