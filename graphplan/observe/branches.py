@@ -76,7 +76,7 @@ class Branches:
         self._space = space
         self._uses: dict[int, tuple[Use, frozenset[Any]]] = {}
         self._parents: dict[ast.AST, ast.AST] = {}
-        for parent in ast.walk(_parse(code, space)):
+        for parent in ast.walk(parse(code, space)):
             self._parents.update(dict.fromkeys(ast.iter_child_nodes(parent), parent))
 
     def use_at(self, offset: int) -> tuple[Use, frozenset[Any]]:
@@ -120,7 +120,7 @@ class Branches:
         """What an instruction belongs to: the smallest thing around it that ends where it ends. Before Python 3.11 all
         on its line that it may be.
         """
-        line, last, column, end = _positions(self._code)[index]
+        line, last, column, end = positions(self._code)[index]
         nodes = [node for node in self._parents if isinstance(node, ast.expr | ast.stmt) and node.end_lineno]
         if line is None or column is None:
             acting = (ast.stmt, ast.Call, ast.Compare, ast.BinOp, ast.Subscript)
@@ -354,17 +354,17 @@ def _always_raises(block: Sequence[ast.stmt]) -> bool:
     return False
 
 
-def _positions(code: CodeType) -> list[tuple[int | None, ...]]:
+def positions(code: CodeType) -> list[tuple[int | None, ...]]:
     """Line, last line, column, and column at the end of each instruction; since Python 3.11 more than its line."""
     if sys.version_info >= (3, 11):
         return [(line, last, column, end) for line, last, column, end in code.co_positions()]
     return [(line, line, None, None) for start, end, line in code.co_lines() for _ in range(start, end, 2)]
 
 
-def _parse(code: CodeType, space: Mapping[str, Any]) -> ast.AST:
+def parse(code: CodeType, space: Mapping[str, Any]) -> ast.AST:
     """The syntax tree of the lines that ``code`` comes from, or of its whole file where these make no statement."""
     lines = linecache.getlines(code.co_filename, dict(space))
-    first, end = code.co_firstlineno, max(last or line or 0 for line, last, _, _ in _positions(code))
+    first, end = code.co_firstlineno, max(last or line or 0 for line, last, _, _ in positions(code))
     for start, part in ((first, lines[first - 1 : end]), (1, lines)):
         is_inner = bool(part) and part[0][:1].isspace()
         with suppress(SyntaxError):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice, pairwise
+from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
+
+from graphplan.observe.branches import parse, positions
 
 _PLAIN = (bool, type(None), str, int, float)
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
@@ -43,18 +44,13 @@ def path_to(frame: FrameType) -> list[ast.AST]:
     """The syntax nodes around what ``frame`` executes, outermost first; before Python 3.11, down to the statement only.
     None where there is no source.
     """
-    code = frame.f_code
-    try:
-        tree = ast.parse("".join(linecache.getlines(code.co_filename, frame.f_globals)))
-    except (SyntaxError, ValueError):
-        return []
-    place: Any = (None,)
-    if sys.version_info >= (3, 11):
-        place = next(islice(code.co_positions(), frame.f_lasti // 2, None))
-    line, end_line, start, end = place if None not in place else (frame.f_lineno, frame.f_lineno, sys.maxsize, 0)
-    path = _around(tree, (line, start), (end_line, end))
-    if None in place:
-        path = [node for node in path if isinstance(node, ast.stmt)]
+    tree = parse(frame.f_code, frame.f_globals)
+    line, end_line, start, end = positions(frame.f_code)[frame.f_lasti // 2]
+    if line is None or end_line is None or start is None or end is None:
+        nodes = _around(tree, (frame.f_lineno, sys.maxsize), (frame.f_lineno, 0))
+        path: list[ast.AST] = [node for node in nodes if isinstance(node, ast.stmt)]
+    else:
+        path = _around(tree, (line, start), (end_line, end))
     if path and isinstance(path[-1], (ast.If, ast.While)):
         # The jump has the place of the whole statement. What it reads is the only part of the test that is unknown.
         truth = truth_in(frame)

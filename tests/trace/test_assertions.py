@@ -225,7 +225,7 @@ def step_of(snippet: str) -> Callable[[Tensor], Any]:
 def _known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of instructions; until Python 3.10 their lines alone."""
     if request.param == "lines":
-        monkeypatch.setattr(branches, "_positions", _lines)
+        monkeypatch.setattr(branches, "positions", _lines)
 
 
 def _lines(code: CodeType) -> list[tuple[int | None, ...]]:
