@@ -25,7 +25,7 @@ from graphplan.owners.walk import walk_owners
 from graphplan.program.faults import having_run
 from graphplan.program.leases import plain
 from graphplan.program.program import Program
-from graphplan.step.capture_sizes import ShapeStats, distance, tolerance
+from graphplan.step.capture_sizes import distance, tolerance
 from graphplan.step.dimensions import Place
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.padding import Kind, PaddedCall, Padding
@@ -43,13 +43,13 @@ class _UnpaddedError(Exception):
 class Bucketed:
     """Serves the calls of one step at capture sizes."""
 
-    def __init__(self, fn: Callable[..., Any], step: GraphedStep, options: ServeOptions, stats: ShapeStats) -> None:
+    def __init__(self, fn: Callable[..., Any], step: GraphedStep, options: ServeOptions) -> None:
         assert options.buckets is not None
         device = options.step.feed_device
-        self.padding = Padding(fn, options.buckets, options.dynamic, options.pad, options.mask, device, stats)
+        self.padding = Padding(fn, options.buckets, options.dynamic, options.pad, options.mask, device, step.shapes)
         self._step = step
         self._name = getattr(fn, "__name__", type(fn).__name__)
-        self._stats = stats
+        self._stats = step.shapes
         self._schedule = options.step.schedule
         self._allow = options.allow
 
@@ -132,14 +132,13 @@ class Bucketed:
 
     def _watch(self, call: PaddedCall, program: Program | None) -> _Effects:
         """What notes the effects of a call; _UnpaddedError without memory for copies of what the owners hold."""
-        held = {
-            id(t): t for slot in walk_owners(self._step.machine.managed.owners).slots.values() for t in slot.tensors()
-        }
+        owners = self._step.machine.managed.owners
+        held = {id(t): t.nbytes for slot in walk_owners(owners).slots.values() for t in slot.tensors()}
         where = next((memory.device for memory in call.kind.layout.staged.values()), torch.device("cpu"))
-        room, reason = find_room(sum(tensor.nbytes for tensor in held.values()), where)
+        room, reason = find_room(sum(held.values()), where)
         if room is None:
             raise _UnpaddedError(SkipReason.CHECK, reason)
-        return _Effects(self._step.machine.managed.owners, self._allow, room, program)
+        return _Effects(owners, self._allow, room, program)
 
     def _check(self, call: PaddedCall, leaves: list[Any], effects: _Effects) -> Any:
         """Make the call as it came, too, and compare: its outcome stands."""
@@ -268,8 +267,8 @@ class _Effects:
     def _changed(self) -> list[tuple[str, Tensor]]:
         changed = []
         for slot in self._walk().slots.values():
-            for tensor in slot.tensors()[:1]:
+            for tensor in slot.tensors()[:1] if not slot.is_parameter else ():
                 before = self._start.value(tensor)
-                if not slot.is_parameter and (before is None or not same_bits(tensor.to(self._room), before)):
+                if before is None or not same_bits(tensor.to(self._room), before):
                     changed.append((slot.path, tensor.detach()))
         return changed

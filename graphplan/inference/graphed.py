@@ -63,7 +63,7 @@ class Graphed(GraphedStep):
         self.pool = pool or options.pool or Pool()
         super().__init__(fn, owners_of(fn, options.owners), options.step, self.pool.backends)
         self._serving = options
-        self._bucketed = Bucketed(fn, self, options, self.shapes) if options.shapes == "bucket" else None
+        self._bucketed = Bucketed(fn, self, options) if options.shapes == "bucket" else None
         self._dynamic = Dynamic(fn, options.dynamic)
         self._is_direct = options.enable_if is None and options.shapes == "exact"
         self._first: dict[Any, tuple[int, ...]] = {}

@@ -85,7 +85,7 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
     are in pinned memory and not waited for: the host has to wait for the stream before it reads them.
     """
     copies: list[Tensor] = list(tensors)
-    leave = [not _stays(tensor, device) for tensor in tensors]
+    leave = [not (device is None or tensor.is_cpu or tensor.device == device) for tensor in tensors]
     # What goes elsewhere is put together first, which takes room here.
     for are_plain, members in _groups(tensors, map(_home, tensors), _TOGETHER if any(leave) else _COPIED):
         originals, leaves = [tensors[index] for index in members], leave[members[0]]
@@ -96,11 +96,6 @@ def copy_all(tensors: Sequence[Tensor], device: torch.device | None = None) -> l
         for index, part in zip(members, _unflat(flat, originals), strict=True):
             copies[index] = part
     return copies
-
-
-def _stays(tensor: Tensor, device: torch.device | None) -> bool:
-    """Whether a copy on ``device`` of ``tensor`` lies where that does."""
-    return device is None or tensor.is_cpu or tensor.device == device
 
 
 def _moved(tensor: Tensor, device: torch.device | None) -> Tensor:
@@ -147,8 +142,7 @@ def write_all(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     here = [index for index, t in enumerate(targets) if _is_on_host(t) and type(t) in PLAIN_KINDS]
     if here:
         torch._foreach_copy_([targets[index] for index in here], [values[index] for index in here])
-        known = set(here)
-        rest = [index for index in range(len(targets)) if index not in known]
+        rest = sorted(set(range(len(targets))) - set(here))
         targets, values = [targets[index] for index in rest], [values[index] for index in rest]
     # What comes from elsewhere takes room here on its way.
     most = _TOGETHER if any(map(_is_on_host, values)) else _COPIED
