@@ -232,22 +232,30 @@ class Branches:
         be caught.
         """
         for inner, outer in pairwise(self._around(node)):
-            if isinstance(outer, ast.With | ast.AsyncWith) and "suppress" in self._code.co_names:
+            if isinstance(outer, ast.With | ast.AsyncWith) and self._suppresses(outer, raised):
                 return None
             if isinstance(outer, _TRIES):
                 if _has(outer.finalbody, _LEAVING):
                     return None
                 for handler in outer.handlers if inner in outer.body else ():
-                    if self._catches(handler, raised):
+                    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+                    if self._catches(kinds, raised):
                         if not _always_raises(handler.body):
                             return None
                         raised |= self._kinds_in(handler.body)
         return raised
 
-    def _catches(self, handler: ast.ExceptHandler, raised: frozenset[Any]) -> bool:
-        """Whether the ``except`` clause may be for one of the classes ``raised``."""
-        kinds = map(self._class, handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type])
-        return any(issubclass(one, kind) or issubclass(kind, one) for kind in kinds for one in raised)
+    def _catches(self, kinds: Sequence[ast.AST | None], raised: frozenset[Any]) -> bool:
+        """Whether what catches the classes ``kinds`` may be for one of the classes ``raised``."""
+        return any(issubclass(one, kind) or issubclass(kind, one) for kind in map(self._class, kinds) for one in raised)
+
+    def _suppresses(self, block: ast.With | ast.AsyncWith, raised: frozenset[Any]) -> bool:
+        """Whether ``contextlib.suppress`` in a ``with`` statement may end an exception of one of the classes."""
+        items = [item.context_expr for item in block.items]
+        calls = [item for item in items if isinstance(item, ast.Call) and self._resolve(item.func) is suppress]
+        # What else is done with it, as in an ExitStack, is not followed.
+        named = [node for node in ast.walk(block) if "suppress" in (getattr(node, "id", ""), getattr(node, "attr", ""))]
+        return len(named) > len(calls) or any(self._catches(call.args, raised) for call in calls)
 
     def _kinds_in(self, block: Sequence[ast.stmt]) -> frozenset[Any]:
         """The classes of exceptions that a block raises, other than what is on its way already."""

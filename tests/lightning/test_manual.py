@@ -197,6 +197,20 @@ def test_a_line_of_lightnings_is_named_where_no_line_of_the_step_is_to_blame(tmp
         fit(EveryOther, tmp_path, tape())
 
 
+class Sampling(Manual):
+    """A step with a distribution, which checks its arguments."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        result = super().training_step(batch, batch_idx)
+        self.log("entropy", torch.distributions.Categorical(logits=batch[0].detach()).entropy().mean())
+        return result
+
+
+def test_arguments_that_a_distribution_checks(tmp_path: Path) -> None:
+    """Lightning suppresses the end of an iterator around manual steps, and no exceptions that are raised here."""
+    assert_fit_equals_eager(Sampling, tmp_path, replayed=10)
+
+
 @pytest.mark.parametrize("variant", [3, ["a"]])
 def test_what_variant_may_be(variant: Any) -> None:
     with pytest.raises(OptionError, match=r"variant is .*; expected a function of \(batch, batch_idx\)"):

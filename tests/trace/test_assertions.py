@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import CodeType
 from typing import Any
 
@@ -63,6 +63,7 @@ for i in range(2):\n    if not x: raise ValueError(i)
 for i in range(2):\n    assert x.item() >= i, (x, i)
 with torch.no_grad():\n    assert x
 try:\n    assert x\nfinally:\n    z = 1
+with suppress(StopIteration, KeyError):\n    assert x
 if x.item() == 1: pass\nelse: raise ValueError
 assert helper(x)
 assert helper2(x) > 0
@@ -143,6 +144,11 @@ try:\n    assert x\nexcept:\n    log(1)
 try:\n    check(x)\nexcept ValueError:\n    log(1)
 try:\n    check(x)\nexcept (KeyError, ValueError):\n    log(1)
 with suppress(AssertionError):\n    assert x
+with suppress(KeyError, Exception):\n    assert x
+with suppress(*[AssertionError]):\n    assert x
+with torch.no_grad() as s, suppress(AssertionError):\n    assert x
+with quiet(AssertionError):\n    assert x
+with ExitStack() as stack:\n    stack.enter_context(suppress(AssertionError))\n    assert x
 while x.item() > 3: log(1)
 for i in range(int(x)): assert i < 9
 x and log(1)
@@ -215,7 +221,14 @@ def step_of(snippet: str) -> Callable[[Tensor], Any]:
     body = snippet.replace("\\n", "\n    ")
     source, file = f"def step(x):\n    y = x * 2\n    {body}\n    return y\n", f"<{snippet}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    space: dict[str, Any] = {**globals(), "flag": True, "suppress": suppress, "math": math}
+    space: dict[str, Any] = {
+        **globals(),
+        "ExitStack": ExitStack,
+        "flag": True,
+        "suppress": suppress,
+        "quiet": suppress,
+        "math": math,
+    }
     exec(compile(source, file, "exec"), space)
     step: Callable[[Tensor], Any] = space["step"]
     return step
