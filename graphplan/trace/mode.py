@@ -378,11 +378,20 @@ class TraceMode(OperatorMode):
         elif has_dynamic_shape(schema, args, kwargs) and not self._has_constant_shape(name, args, out, given):
             self._refuse_sync(f"{name} makes a tensor whose shape depends on values", source)
         if name in TRANSFERS:
-            self._check_transfer(name, args, out, given, source)
+            origin = args[1] if name == "aten.copy_.default" else args[0]
+            if out.device.type == "cpu" and origin.device.type != "cpu":
+                self._refuse_sync(f"{name} copies from {origin.device} to the host", source)
         for tensor in host_operands(name, args, kwargs):
             if self._is_constant(tensor, given):
                 value = tensor.detach().clone()
                 self._trace.host_constants.append(HostConstant(value, value.to(out.device)))
+            elif name in TRANSFERS:
+                self.refuse(
+                    TemporaryCopyError,
+                    f"{name} copies host memory to {out.device} at {self._told(source)}; a graph would copy from that "
+                    "address for ever. Feed the tensor to the step, or make it on the device",
+                    component=source.component,
+                )
         hidden = hidden_read(name, [tensor for tensor, _ in given])
         if hidden is not None:
             # The first argument is what is worked on, if there is another tensor. A graph cannot look at a device's.
@@ -427,17 +436,3 @@ class TraceMode(OperatorMode):
             component=source.component,
             is_drawn=is_drawn,
         )
-
-    def _check_transfer(self, name: str, args: tuple[Any, ...], out: Any, given: _Given, source: Source) -> None:
-        target, origin = (args[0], args[1]) if name == "aten.copy_.default" else (out, args[0])
-        if origin.device.type == target.device.type:
-            return
-        if target.device.type == "cpu":
-            self._refuse_sync(f"{name} copies from {origin.device} to the host", source)
-        elif origin.device.type == "cpu" and not self._is_constant(origin, given):
-            self.refuse(
-                TemporaryCopyError,
-                f"{name} copies host memory to {target.device} at {self._told(source)}; a graph would copy from that "
-                "address for ever. Feed the tensor to the step, or make it on the device",
-                component=source.component,
-            )

@@ -116,7 +116,7 @@ def _run(
     profile.faults.check()
     change = fed.change()
     if change is not None:
-        mode.refuse(HostEffectError, change, component="step")
+        record.refuse(HostEffectError(change))
     if held or sharding.holds_gradients():
         mode.refuse(HostEffectError, _HELD)
     mode.finish()
