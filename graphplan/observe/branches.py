@@ -14,15 +14,15 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
-import linecache
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
+
+from graphplan.observe.syntax import COMPREHENSIONS, parse, positions
 
 
 class Use(Enum):
@@ -40,15 +40,14 @@ class _ComputedWith(Exception):
 
 _TESTS = ("POP_JUMP_", "JUMP_IF_", "TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_ARG")
 """Instructions that ask for the truth of what another one has left, and those that come in between."""
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
-_LOOPS = (ast.For, ast.AsyncFor, ast.While, *_COMPREHENSIONS)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
 _BRANCHES = (ast.Assert, ast.If, ast.While)
 _PASSING = (
     ast.Assert, ast.Attribute, ast.BinOp, ast.BoolOp, ast.Compare, ast.Dict, ast.FormattedValue, ast.JoinedStr,
-    ast.List, ast.Raise, ast.Set, ast.Slice, ast.Starred, ast.Tuple, ast.UnaryOp, ast.keyword, *_COMPREHENSIONS,
+    ast.List, ast.Raise, ast.Set, ast.Slice, ast.Starred, ast.Tuple, ast.UnaryOp, ast.keyword, *COMPREHENSIONS,
 )  # fmt: skip
 """What does no more with a value than to make another one of it, or to raise it."""
-_ACTING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.GeneratorExp, *_COMPREHENSIONS)
+_ACTING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.GeneratorExp, *COMPREHENSIONS)
 """Expressions that may do more than to compute a result, beside calls."""
 _LEAVING = (ast.Return, ast.Break, ast.Continue)
 _PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
@@ -149,7 +148,7 @@ class Branches:
         if isinstance(node, _PAUSING) or not all(map(self._only_computes, last)):
             raise _ComputedWith
         # Before Python 3.12 a comprehension has code of its own, which returns what it makes.
-        is_own = isinstance(parent, _COMPREHENSIONS) and self._code.co_name.endswith("comp>")
+        is_own = isinstance(parent, COMPREHENSIONS) and self._code.co_name.endswith("comp>")
         if is_own or isinstance(parent, ast.Return | ast.Lambda | ast.GeneratorExp | ast.Yield):
             found.add(Use.RETURNED)
             return []
@@ -360,22 +359,3 @@ def _always_raises(block: Sequence[ast.stmt]) -> bool:
         if _has([statement], (*_LEAVING, *_PAUSING)):
             return False
     return False
-
-
-def positions(code: CodeType) -> list[tuple[int | None, ...]]:
-    """Line, last line, column, and column at the end of each instruction; since Python 3.11 more than its line."""
-    if sys.version_info >= (3, 11):
-        return [(line, last, column, end) for line, last, column, end in code.co_positions()]
-    return [(line, line, None, None) for start, end, line in code.co_lines() for _ in range(start, end, 2)]
-
-
-def parse(code: CodeType, space: Mapping[str, Any]) -> ast.AST:
-    """The syntax tree of the lines that ``code`` comes from, or of its whole file where these make no statement."""
-    lines = linecache.getlines(code.co_filename, dict(space))
-    first, end = code.co_firstlineno, max(last or line or 0 for line, last, _, _ in positions(code))
-    for start, part in ((first, lines[first - 1 : end]), (1, lines)):
-        is_inner = bool(part) and part[0][:1].isspace()
-        with suppress(SyntaxError):
-            tree = ast.parse("if True:\n" * is_inner + "".join(part))
-            return ast.increment_lineno(tree, start - 1 - is_inner)
-    return ast.Module([], [])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import dis
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import CodeType
@@ -23,7 +22,6 @@ _WHOLE = ("vars", "attrgetter", "asdict", "astuple", "__dict__")
 _CALLS = ("CALL", "CALL_FUNCTION", "CALL_FUNCTION_KW", "CALL_KW", "CALL_FUNCTION_EX")
 _GROWTH = ("append", "extend")
 _SUMS = ("BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT")
-_MATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,39 +112,6 @@ def _is_none_test(steps: Sequence[dis.Instruction], index: int) -> bool:
     if names and names[0].endswith(("_IF_NONE", "_IF_NOT_NONE")):
         return True
     return names == ["LOAD_CONST", "IS_OP"] and steps[index].argval is None
-
-
-def catches(steps: Sequence[dis.Instruction], kinds: tuple[type[Exception], ...]) -> bool:
-    """Whether code goes on after one of ``kinds``: by ``except`` or ``contextlib.suppress``."""
-    for index, step in enumerate(steps):
-        following = [after.opname for after in steps[index + 1 : index + 3]]
-        if step.opname in _MATCHES and any(_is_one_of(name, kinds) for name in _named_before(steps, index)):
-            return True
-        if step.opname.startswith("LOAD_") and step.argval == "suppress":
-            return True
-        # An except clause that names no class.
-        if step.opname == "PUSH_EXC_INFO" and following[:1] == ["POP_TOP"]:
-            return True
-        if sys.version_info < (3, 11) and [step.opname, *following] == ["POP_TOP"] * 3 and step.is_jump_target:
-            # So does a with block end, too.
-            if all(before.opname != "WITH_EXCEPT_START" for before in steps[max(index - 3, 0) : index]):
-                return True
-    return False
-
-
-def _named_before(steps: Sequence[dis.Instruction], index: int) -> Iterator[str]:
-    """The names that an ``except`` clause is for, before the comparison at ``index``."""
-    for step in reversed(steps[:index]):
-        if step.opname in (*_LOADS, "LOAD_ATTR"):
-            yield str(step.argval)
-        elif step.opname != "BUILD_TUPLE":
-            return
-
-
-def _is_one_of(name: str, kinds: tuple[type[Exception], ...]) -> bool:
-    """Whether an ``except`` clause for the class of that name is for one of ``kinds``, or part of it."""
-    named = getattr(builtins, name, None)
-    return isinstance(named, type) and any(issubclass(kind, named) or issubclass(named, kind) for kind in kinds)
 
 
 def _is_dynamic(steps: list[dis.Instruction]) -> bool:

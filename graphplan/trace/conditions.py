@@ -16,7 +16,7 @@ from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
 
-from graphplan.observe.branches import parse, positions
+from graphplan.observe.syntax import parse, positions
 
 _PLAIN = (bool, type(None), str, int, float)
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {

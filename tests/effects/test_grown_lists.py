@@ -107,6 +107,52 @@ def test_a_list_that_a_variable_has(kind: Callable[[], Any]) -> None:
     assert_equals_eager(make, verify="off")
 
 
+class _Private:
+    """Has lists with names that the compiler changes, and looks at one of them."""
+
+    def __init__(self) -> None:
+        self.__all: list[Tensor] = []
+        self.__seen: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        self.__all.append(loss)
+
+    def add_and_look(self, loss: Tensor) -> bool:
+        self.__seen += [loss]
+        return len(self.__seen) > MANY
+
+
+def _private(method: str) -> tuple[Update, Callable[[nn.Module], object]]:
+    return lambda model, x, loss: x * (2 if getattr(model.log, method)(loss.detach()) else 1), attributes(log=_Private)
+
+
+def test_lists_with_private_names() -> None:
+    assert_equals_eager(partial(updating_rig, *_private("add")), verify="off")
+    text = r"asks for len\(model\.log\._Private__seen\), which the step itself makes longer"
+    rig = partial(updating_rig, *_private("add_and_look"))
+    assert_refused(rig, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
+
+
+NO_SOURCE = """
+def appends(model, x, loss):
+    model.seen.append(loss.detach())
+
+def looks(model, x, loss):
+    model.seen.append(loss.detach())
+    return loss * 2 if len(model.seen) > 10 else loss * 1
+"""
+
+
+def test_code_without_source() -> None:
+    space: dict[str, Any] = {}
+    exec(compile(NO_SOURCE, "<nowhere>", "exec"), space)
+    prepare = attributes(seen=list)
+    assert_equals_eager(partial(updating_rig, space["appends"], prepare), verify="off")
+    text = r"asks for len\(model\.seen\), which the step itself makes longer"
+    rig = partial(updating_rig, space["looks"], prepare)
+    assert_refused(rig, HostScalarError, text, done=SECOND_TRACE + 2, verify="off")
+
+
 class _Other:
     """Has a list that is called as the model's is, and looks at that."""
 
@@ -228,6 +274,17 @@ def _cut_in_a_dictionary(model: Any, x: Tensor, loss: Tensor) -> None:
         del values[MANY:]  # culprit
 
 
+def _by_name_or_else(model: Any, x: Tensor, loss: Tensor) -> Any:
+    model.seen.append(loss.detach())
+    return loss * 2 if len(getattr(model, "other", model.seen)) > MANY else loss * 1  # culprit
+
+
+def _shadowed(model: Any, x: Tensor, loss: Tensor) -> Any:
+    seen = [seen for seen in [model.seen]]  # noqa: C416  # culprit
+    model.seen.append(loss.detach())
+    return loss * 2 if len(seen[0]) > MANY else loss * 1
+
+
 def _missed(model: Any, x: Tensor, loss: Tensor) -> Any:
     model.seen.append(loss.detach())
     try:
@@ -238,7 +295,7 @@ def _missed(model: Any, x: Tensor, loss: Tensor) -> Any:
 
 LOOKS_IN_A_DICTIONARY: list[Update] = [_alias, _by_key, _in_a_sum, _passed_on, _cut_in_a_dictionary]
 LOOKS: list[Update] = [_held, _dunder, _slice, _truth, _enumerated, _counted, _looped, _joined, _by_name, _compared]
-LOOKS += [_cut, _cut_by_assignment, _missed]
+LOOKS += [_cut, _cut_by_assignment, _missed, _by_name_or_else, _shadowed]
 
 
 @pytest.mark.parametrize("look", [*LOOKS, *LOOKS_IN_A_DICTIONARY], ids=lambda look: look.__name__)
