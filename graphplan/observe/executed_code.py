@@ -30,14 +30,6 @@ _SPACES: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 """One view of each class's dictionary, so that a name is known by it."""
 _PASSING = frozenset({"<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"})
 """Code of functions that are gone when they have been called, so that none can be called again with other variables."""
-_LOGS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "log_audio", "log_video", "log_text", "log_table")
-_LIGHTNINGS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-_WRITERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    *(("logging.", ("_log",)), ("torch.utils.tensorboard.", ("add_",))),
-    *((f"{lightning}.loggers.", _LOGS) for lightning in _LIGHTNINGS),
-)
-"""Modules of loggers, and how the names of methods begin that write."""
-_WRITING = tuple(start for _, starts in _WRITERS for start in starts)
 _MANY = 16
 """Calls of one function with other closure variables that are told apart."""
 
@@ -106,18 +98,6 @@ class ExecutedCode:
     def note_class(self, kind: type) -> None:
         """Note the class of something that the step is given."""
         self._classes[kind] = None
-
-    def note_writer(self, frame: FrameType, owner: Any) -> None:
-        """Note a call of a library's code, if that is a logger's which writes."""
-        name = frame.f_code.co_name
-        if not name.startswith(_WRITING):
-            return
-        home = str(frame.f_globals.get("__name__"))
-        if any(f"{home}.".startswith(module) and name.startswith(starts) for module, starts in _WRITERS):
-            homes = tuple(module for module, _ in _WRITERS)
-            kinds = (kind for kind in type(owner).__mro__ if f"{kind.__module__}.".startswith(homes))
-            kind = next(kinds, type(owner))
-            self.note_write("logging" if home == "logging" else f"{kind.__name__}.{name}")
 
     def note_write(self, label: str | None) -> None:
         """Note that what is called ``label`` writes, if that is anything."""

@@ -95,6 +95,12 @@ _FUNCTIONS = {
 """Names of functions of the libraries in Python, and the modules that have them. What ``queue.Queue`` gets lies in a
 deque, to which replays append.
 """
+_LOGS = ("log_metrics", "log_hyperparams", "log_graph", "log_image", "log_audio", "log_video", "log_text", "log_table")
+_LIGHTNINGS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+_LOGGERS: dict[str, tuple[str, ...]] = {"logging.": ("_log",), "torch.utils.tensorboard.": ("add_",)}
+_LOGGERS |= {f"{lightning}.loggers.": _LOGS for lightning in _LIGHTNINGS}
+"""Modules of loggers, and how the names of methods begin that write."""
+_LOGGING = tuple(start for starts in _LOGGERS.values() for start in starts)
 
 
 WRITERS = frozenset(_METHODS)
@@ -117,13 +123,18 @@ def name_of_write(frame: FrameType, function: Any) -> str | None:
     return f"{kind.__name__}.{name}" if is_one else None
 
 
-def name_of_saving(frame: FrameType) -> str | None:
-    """What to call the library's function that runs in ``frame``, if it writes and the user's code called it."""
+def name_of_saving(frame: FrameType, owner: Any) -> str | None:
+    """What to call the library's function that runs in ``frame``, if it writes: a method of ``owner``, which is a
+    logger, or one of :data:`_FUNCTIONS` that the user's code called.
+    """
     name = frame.f_code.co_name
-    if name not in _FUNCTIONS:
+    if name not in _FUNCTIONS and not name.startswith(_LOGGING):
         return None
-    home = str(frame.f_globals.get("__name__"))
-    found = next((module for module in _FUNCTIONS[name] if f"{home}.".startswith(f"{module}.")), None)
+    home = f"{frame.f_globals.get('__name__')}."
+    if any(home.startswith(module) and name.startswith(starts) for module, starts in _LOGGERS.items()):
+        kinds = [kind for kind in type(owner).__mro__ if f"{kind.__module__}.".startswith(tuple(_LOGGERS))]
+        return "logging" if home == "logging." else f"{[*kinds, type(owner)][0].__name__}.{name}"
+    found = next((module for module in _FUNCTIONS.get(name, ()) if home.startswith(f"{module}.")), None)
     if found is None or frame.f_back is None or not _is_users(frame.f_back):
         return None
     return f"{found.removesuffix('.serialization')}.{name}"

@@ -214,8 +214,7 @@ class Profile:
         self._codes[key] = code
         if is_library(code.co_filename):
             if not known:
-                self.ran.note_write(name_of_saving(frame))
-                self.ran.note_writer(frame, owner)
+                self.ran.note_write(name_of_saving(frame, owner))
             return name is None
         if is_users_file(file_of(code, frame.f_globals)):
             self._users.add(id(code))
