@@ -16,7 +16,7 @@ from graphplan.effects.assignments import Assignment
 from graphplan.effects.counters import Counter
 from graphplan.effects.host import check_draws, check_gradients, check_made_state, check_threads
 from graphplan.effects.host_changes import joined_slots
-from graphplan.effects.left import find_left
+from graphplan.effects.left_flags import LeftFlag
 from graphplan.effects.reads import Reads
 from graphplan.effects.rebindings import Rebindings
 from graphplan.errors import OutputError
@@ -80,7 +80,7 @@ def build_plan(
     # A list that changes its length is told as such, not as the numbers that it holds.
     appends = Append.find(first, second, allow)
     counters = Counter.find(first, second, walk, allow)
-    left = find_left(first, second, allow)
+    left = {flag.path: flag.value for flag in LeftFlag.find(first, second, allow)}
     rebindings = Rebindings.find(first, second, allow)
     externals = classify(first, second, feed, walk, carries=rebindings.carries, shadows=rates.storages)
     assert second.device is not None
