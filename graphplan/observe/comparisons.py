@@ -7,7 +7,6 @@ literal or with another attribute of the same object, code computes with the num
 
 from __future__ import annotations
 
-import dis
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from functools import lru_cache
 from types import CodeType
 from typing import Any
 
-_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "NOT_TAKEN")
+from graphplan.observe.names import plain_steps
+
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
     "in": lambda number, others: number in others,
@@ -73,7 +73,7 @@ def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> froze
     """
     if name in code.co_consts or not _NAMESPACES.isdisjoint(code.co_names):
         return None
-    steps = _plain_steps(code)
+    steps = _steps_of(code)
     found: set[Comparison] = set()
     try:
         for index, step in enumerate(steps):
@@ -89,15 +89,13 @@ def comparisons_in(code: CodeType, name: str, *, of_self: bool = False) -> froze
 
 
 @lru_cache(512)
-def _plain_steps(code: CodeType) -> Sequence[_Step]:
+def _steps_of(code: CodeType) -> Sequence[_Step]:
     """The instructions, those that Python 3.13 joins taken apart."""
     return list(_taken_apart(code))
 
 
 def _taken_apart(code: CodeType) -> Iterator[_Step]:
-    for step in dis.get_instructions(code):
-        if step.opname in _PADDING:
-            continue
+    for step in plain_steps(code):
         if "_FAST" in step.opname and isinstance(step.argval, tuple):
             acts = [part for part in step.opname.split("_") if part in ("LOAD", "STORE")]
             for act, variable in zip(acts, step.argval, strict=True):

@@ -61,8 +61,6 @@ _INTO = {"get": 1, "setdefault": 1, "pop": 1, "popleft": 1, "__getitem__": 1, "v
 """Methods that lead to items, and how deep."""
 _MEASURES = frozenset({"len", "bool"})
 _HARMLESS = frozenset({"isinstance", "issubclass", "type", "id", "callable", "hasattr"})
-_IDENTITIES = (ast.Is, ast.IsNot)
-_MEMBERSHIPS = (ast.In, ast.NotIn)
 
 
 @lru_cache(512)
@@ -292,11 +290,11 @@ class _Follower:
     def _compare(self, node: ast.Compare) -> None:
         sides = [self._value(side) for side in (node.left, *node.comparators)]
         for operator, left, right in zip(node.ops, sides, sides[1:], strict=False):
-            if isinstance(operator, _IDENTITIES):
+            if isinstance(operator, ast.Is | ast.IsNot):
                 self._look_within([left, right])
             else:
                 self._look([left])
-                self._look([right], whole=not isinstance(operator, _MEMBERSHIPS))
+                self._look([right], whole=not isinstance(operator, ast.In | ast.NotIn))
                 self._look_within([right])
 
     def _comprehend(self, node: Any) -> None:

@@ -12,7 +12,7 @@ from types import CodeType
 
 from graphplan.environment.origin import is_library
 
-_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL")
+_PADDING = ("CACHE", "EXTENDED_ARG", "NOP", "RESUME", "PRECALL", "PUSH_NULL", "NOT_TAKEN")
 _DUPLICATES = ("COPY", "DUP_TOP")
 _SUBSCRIPTS = ("BINARY_SUBSCR", "BINARY_OP")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF")
@@ -64,8 +64,13 @@ def names_of(code: CodeType) -> Names:
     return known[1]
 
 
+def plain_steps(code: CodeType) -> list[dis.Instruction]:
+    """The instructions of ``code`` that do something."""
+    return [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
+
+
 def _find_names(code: CodeType) -> Names:
-    steps = [step for step in dis.get_instructions(code) if step.opname not in _PADDING]
+    steps = plain_steps(code)
     counted, raised = _counted(steps)
     loads: Counter[str] = Counter()
     grown: Counter[str] = Counter()

@@ -10,8 +10,6 @@ bytecode of the code objects that ran come the attributes that they load (not th
 own code counts for every owner, that of installed packages for objects of their classes (a model's configuration), and
 torch's and Lightning's only for its own ``self``: torch's modules read ``self.p``, but torch's many other names would
 match everything.
-
-Longer than most rooms: the profiler and what it reads come from one pass over the frames.
 """
 
 from __future__ import annotations
