@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from types import CodeType
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
 _KINDS: dict[str, type[ast.AST]] = {
@@ -26,7 +27,9 @@ def parse(code: CodeType, space: Mapping[str, Any] | None = None) -> ast.Module:
     first, end = code.co_firstlineno, max(last or line or 0 for line, last, _, _ in positions(code))
     for start, part in ((first, lines[first - 1 : end]), (1, lines)):
         is_inner = bool(part) and part[0][:1].isspace()
-        with suppress(SyntaxError, ValueError):
+        with suppress(SyntaxError, ValueError), catch_warnings():
+            # Python has warned of a string such as "\\d" when it compiled the code.
+            simplefilter("ignore")
             tree = ast.parse("if True:\n" * is_inner + "".join(part))
             ast.increment_lineno(tree, start - 1 - is_inner)
             return tree

@@ -272,6 +272,17 @@ def test_what_is_computed_with_is_refused(snippet: str) -> None:
             fast(torch.tensor(1.0))
 
 
+def test_source_of_which_python_warns() -> None:
+    """Its warnings are not repeated, and it is understood where they are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = step_of(r"assert x, '\d'")
+    fast = graph_step(step, backend="tape")
+    for _ in range(8):
+        assert torch.equal(fast(torch.tensor(1.0)), torch.tensor(2.0))
+    assert fast.stats.replayed > 0
+
+
 def test_code_without_source_is_refused() -> None:
     space: dict[str, Any] = {}
     exec(compile("def step(x):\n    assert x\n    return x * 2\n", "<nowhere>", "exec"), space)
