@@ -24,61 +24,25 @@ _keys = dict.__iter__
 _identity_of = attrgetter("_cdata")
 
 
-def _same_items(containers: Sequence[Any], keys: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Whether ``container[key]`` is still the value, everywhere."""
-    return not any(map(is_not, map(getitem, containers, keys), values))
+def _are_same(look_up: Callable[[Any, Any], Any], holders: list[Any], keys: list[Any], values: list[Any]) -> bool:
+    """Whether what is looked up is still the value, everywhere."""
+    return not any(map(is_not, map(look_up, holders, keys), values))
 
 
-def _equal_items(
-    containers: Sequence[Any], keys: Sequence[Any], values: list[Any], equal: Callable[[Any, Any], bool]
+def _are_equal(
+    look_up: Callable[[Any, Any], Any],
+    holders: list[Any],
+    keys: list[Any],
+    values: list[Any],
+    equal: Callable[[Any, Any], bool],
 ) -> bool:
-    """Whether ``container[key]`` is still as good as the value, everywhere; ``values`` are then what was found."""
-    return _are_equal(list(map(getitem, containers, keys)), values, equal)
-
-
-def _equal_attributes(
-    things: Sequence[Any], names: Sequence[str], values: list[Any], equal: Callable[[Any, Any], bool]
-) -> bool:
-    """:func:`_equal_items` of attributes."""
-    return _are_equal(list(map(getattr, things, names)), values, equal)
-
-
-def _are_equal(now: list[Any], values: list[Any], equal: Callable[[Any, Any], bool]) -> bool:
+    """Whether what is looked up is still as good as the value, everywhere; ``values`` are then what was found."""
+    now = list(map(look_up, holders, keys))
     if any(map(is_not, now, values)):
         if not all(map(equal, now, values)):
             return False
         values[:] = now
     return True
-
-
-def _same_attributes(things: Sequence[Any], names: Sequence[str], values: Sequence[Any]) -> bool:
-    """Whether the attribute of that name is still the value, everywhere."""
-    return not any(map(is_not, map(getattr, things, names), values))
-
-
-def _same_values(dicts: Sequence[dict[Any, Any]], keys: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Whether what the dictionaries themselves hold is still the value, None if nothing."""
-    return not any(map(is_not, map(dict.get, dicts, keys), values))
-
-
-def _none_there(dicts: Sequence[dict[Any, Any]], keys: Sequence[Any]) -> bool:
-    """Whether no dictionary has its key."""
-    return not any(map(contains, dicts, keys))
-
-
-def _same_types(things: Sequence[Any], types: Sequence[type]) -> bool:
-    """Whether everything is of its type."""
-    return not any(map(is_not, map(type, things), types))
-
-
-def _same_lengths(containers: Sequence[Any], lengths: Sequence[int]) -> bool:
-    """Whether everything has its length."""
-    return list(map(len, containers)) == lengths
-
-
-def _all_empty(containers: Sequence[Any]) -> bool:
-    """Whether there is nothing in any of them."""
-    return not any(containers)
 
 
 def contents_of(containers: Sequence[Any]) -> list[Row]:
@@ -139,28 +103,31 @@ def _is_named(items: dict[Any, Any]) -> bool:
     return all(type(key) is str for key in items)
 
 
-def _same_lists(lists: Sequence[list[Any]], lengths: Sequence[int], items: Sequence[Any]) -> bool:
-    """Whether lists hold what they held: so many items each, all of them in order."""
-    return list(map(len, lists)) == lengths and not any(map(is_not, chain.from_iterable(lists), items))
-
-
-def _same_results(functions: Sequence[Callable[[], Any]], results: Sequence[Any]) -> bool:
-    """Whether what every function says equals its result."""
-    return all(function() == result for function, result in zip(functions, results, strict=True))
-
-
 _KINDS: dict[str, Callable[..., bool]] = {
-    function.__name__.removeprefix("_"): function
-    for function in (
-        _same_items, _equal_items, _same_attributes, _equal_attributes, _same_values, _none_there,
-        _same_types, _same_lengths, _all_empty, _same_dicts, _same_lists, _same_results,
-    )
-}  # fmt: skip
+    "same_items": partial(_are_same, getitem),
+    "same_attributes": partial(_are_same, getattr),
+    # Of dictionaries themselves, None if there is nothing.
+    "same_values": partial(_are_same, dict.get),
+    "equal_items": partial(_are_equal, getitem),
+    "equal_attributes": partial(_are_equal, getattr),
+    "none_there": lambda dicts, keys: not any(map(contains, dicts, keys)),
+    "same_types": lambda things, types: not any(map(is_not, map(type, things), types)),
+    "same_lengths": lambda containers, lengths: list(map(len, containers)) == lengths,
+    "all_empty": lambda containers: not any(containers),
+    "same_dicts": _same_dicts,
+    "same_lists": lambda lists, lengths, items: (
+        list(map(len, lists)) == lengths and not any(map(is_not, chain.from_iterable(lists), items))
+    ),
+    "same_results": lambda functions, results: all(
+        function() == result for function, result in zip(functions, results, strict=True)
+    ),
+}
+"""Comparisons by their names, of lists as long as the first one."""
 
 
 class _Checks:
-    """Many comparisons in one call: each row names one of the functions above, and has its arguments. Callers may write
-    to the lists, but for those of :func:`_same_dicts`, :func:`_same_values` and :func:`_none_there`.
+    """Many comparisons in one call: each row names one of :data:`_KINDS`, and has its arguments. Callers may write to
+    the lists, but for those of ``same_dicts``, ``same_values`` and ``none_there``.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
