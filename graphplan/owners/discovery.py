@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar, Token
 from inspect import unwrap
 from threading import get_ident
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.errors import Faults
 from graphplan.owners.naming import free_name
@@ -54,9 +54,7 @@ class Discovery:
         self._on_made = on_made
         self._is_watched = is_watched
         # Weakly: what the step makes and drops again is no owner.
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}
-        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._made: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._modules, self._optimizers, self._made = (WeakIdKeyDictionary() for _ in range(3))
         self._handle: Any = None
         self._thread = get_ident()
         self._token: Token[Discovery | None] | None = None
@@ -75,13 +73,13 @@ class Discovery:
             _ENTERED.reset(self._token)
 
     def _saw_module(self, module: nn.Module) -> None:
-        if not _knows(self._modules, module):
+        if module not in self._modules:
             with self.faults.noting():
                 self._take_module(module)
 
     def _take_module(self, module: nn.Module) -> None:
-        self._modules[id(module)] = weakref.ref(module)
-        if not self.has_made(module):
+        self._modules[module] = True
+        if module not in self._made:
             self._on_first_sight(module)
 
     def _saw_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -90,36 +88,30 @@ class Discovery:
                 self._take_optimizer(optimizer)
 
     def _take_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.has_made(optimizer):
+        if optimizer in self._made:
             self.steps_own = True
             self._on_made(optimizer)
             return
         if self._is_watched:
             self._on_optimizer(optimizer)
-        if not _knows(self._optimizers, optimizer):
-            self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = True
             self._on_first_sight(optimizer)
-
-    def has_made(self, thing: Any) -> bool:
-        """Whether the step has made ``thing``."""
-        return id(thing) in self._made and self._made[id(thing)][0]() is thing
 
     def kept(self, walk: Walk, result: Any) -> dict[str, str]:
         """What the step has made and returned, or left in its owners: class and line, by path."""
-        made = {path: thing for path, thing in walk.parts.items() if self.has_made(thing)}
-        made |= {name: leaf for name, leaf in flatten_result(result)[0] if self.has_made(leaf)}
-        return {path: f"{type(thing).__name__}, at {self._made[id(thing)][1]}" for path, thing in made.items()}
+        left = [*walk.parts.items(), *flatten_result(result)[0]]
+        made = {path: thing for path, thing in left if thing in self._made}
+        return {path: f"{type(thing).__name__}, at {self._made[thing]}" for path, thing in made.items()}
 
     def unknown(self, walk: Walk, fn: Callable[..., Any], before: Walk | None = None) -> dict[str, Any]:
         """What was seen and no owner holds, nor held ``before``, top modules only, by the names that ``fn`` has."""
         modules = [*walk.modules, *(before.modules if before is not None else ())]
         known = {id(module) for module in modules} | {id(opt) for opt in walk.optimizers.values()}
-        alive = {key: module for key, seen in self._modules.items() if (module := seen()) is not None}
-        fresh = {key: module for key, module in alive.items() if key not in known and not self.has_made(module)}
-        inner = {id(child) for module in fresh.values() for child in module.modules() if child is not module}
-        found: list[Any] = [module for key, module in fresh.items() if key not in inner]
-        optimizers = [(key, seen()) for key, seen in self._optimizers.items()]
-        found += [opt for key, opt in optimizers if key not in known and opt is not None]
+        fresh = [module for module in self._modules if id(module) not in known and module not in self._made]
+        inner = {id(child) for module in fresh for child in module.modules() if child is not module}
+        found: list[Any] = [module for module in fresh if id(module) not in inner]
+        found += [optimizer for optimizer in self._optimizers if id(optimizer) not in known]
         names = dict(_names_in(fn))
         named: dict[str, Any] = {}
         for thing in found:
@@ -130,8 +122,8 @@ class Discovery:
 def note_made(thing: Any, source: Callable[[], object]) -> None:
     """Note in the innermost discovery that what it runs makes ``thing`` at ``source()``."""
     discovery = _ENTERED.get()
-    if discovery is not None and not discovery.has_made(thing):
-        discovery._made[id(thing)] = weakref.ref(thing), str(source())
+    if discovery is not None and thing not in discovery._made:
+        discovery._made[thing] = str(source())
 
 
 def note_called(module: nn.Module) -> None:
@@ -139,11 +131,6 @@ def note_called(module: nn.Module) -> None:
     discovery = _ENTERED.get()
     if discovery is not None:
         discovery._saw_module(module)
-
-
-def _knows(seen: Mapping[int, weakref.ref[Any]], thing: Any) -> bool:
-    """Whether ``thing`` itself was seen, and not one that had its ``id`` before."""
-    return id(thing) in seen and seen[id(thing)]() is thing
 
 
 def _names_in(fn: Callable[..., Any]) -> Iterator[tuple[int, str]]:
