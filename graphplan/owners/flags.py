@@ -79,11 +79,9 @@ def is_assignable(path: str, value: Any) -> bool:
 
 def _modes(walk: Walk) -> Iterator[_Place]:
     for path, module in walk.parts.items():
-        if "training" in vars(module):
-            yield f"{path}.training", vars(module), "training"
-        elif isinstance(module, nn.Module) and hasattr(module, "training"):
+        if isinstance(module, nn.Module) and hasattr(module, "training"):
             # A scripted module keeps it in C++.
-            yield f"{path}.training", Setting(module), "training"
+            yield f"{path}.training", vars(module) if "training" in vars(module) else Setting(module), "training"
 
 
 def _asking(path: str, tensor: Tensor) -> _Place:

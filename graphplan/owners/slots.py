@@ -98,7 +98,7 @@ def holds_plain(value: Any) -> bool:
     return not (value.requires_grad or vars(value))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Via:
     """An owner that code reaches through an attribute called ``name`` and not otherwise."""
 
@@ -106,7 +106,7 @@ class Via:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Reached:
     """An owner that a library's object leads to: it is walked, but for its attributes ``without``, once the step's code
     loads an attribute called one of ``names``.
