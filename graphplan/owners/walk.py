@@ -224,8 +224,9 @@ class _Walker:
         known = len(self.walk.slots)
         if not is_of_no_length(loader):
             self.walk.objects[Path.length(path)] = Scalar(Told(loader, _length), "len", *source)
-        used = [(name, value) for name, value in vars(loader).items() if name in self._used]
-        self._each(vars(loader), path, loader, depth, used)
+        for name, value in list(vars(loader).items()):
+            if name in self._used:
+                self._value(value, f"{path}.{name}", vars(loader), name, depth + 1, (loader, name))
         self.walk.reached.update(self._take_found(known))
 
     def _scripted(self, module: torch.jit.ScriptModule, path: str) -> None:
@@ -266,10 +267,10 @@ class _Walker:
                 self._items(values, f"{path}.state[{name}]", 1, (optimizer, "state"))
             else:
                 self._value(values, f"{path}.state[{name}]", state, owner, 1, (optimizer, "state"))
-        own = [i for i in inner.items() if i[0] not in _OPTIMIZER_INTERNALS and not i[0].startswith("_optimizer_")]
-        if is_of_library(type(optimizer)):
-            own = [(name, value) for name, value in own if isinstance(value, (Tensor, list, dict, *SCALARS))]
-        self._each(inner, path, optimizer, 0, own)
+        for name, value in list(inner.items()):
+            own = name in _OPTIMIZER_INTERNALS or name.startswith("_optimizer_")
+            if not own and (isinstance(value, (Tensor, list, dict, *SCALARS)) or not is_of_library(type(optimizer))):
+                self._value(value, f"{path}.{name}", inner, name, 1, (optimizer, name))
 
     def take_names(self) -> None:
         """Names that code has for containers of owners, for what lies in these."""
@@ -311,8 +312,9 @@ class _Walker:
         notes = inner.get("_per_optimizer_states", {})
         self.walk.containers += [inner, notes]
         # Callables are no state of a scaler: its own decision may be replaced while a step runs.
-        own = [(name, value) for name, value in inner.items() if value is not notes and not callable(value)]
-        self._each(inner, path, scaler, 0, own)
+        for name, value in list(inner.items()):
+            if value is not notes and not callable(value):
+                self._value(value, f"{path}.{name}", inner, name, 1, (scaler, name))
         names = {id(optimizer): name for name, optimizer in self.walk.optimizers.items()}
         for number, note in notes.items():
             self.walk.containers.append(note)
@@ -324,18 +326,6 @@ class _Walker:
             return False
         self._seen.add(id(thing))
         return True
-
-    def _each(
-        self,
-        inner: MutableMapping[str, Any],
-        path: str,
-        thing: Any,
-        depth: int,
-        items: Iterable[tuple[str, Any]] | None = None,
-    ) -> None:
-        """Walk the attributes of ``thing``, which lie in ``inner``: all, or ``items`` of them."""
-        for name, value in list(inner.items() if items is None else items):
-            self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
 
     def _slot(self, path: str, container: Any, key: Any, source: Source) -> None:
         self.walk.slots[path] = Slot(container, key, *source, path=path)
@@ -481,7 +471,8 @@ class _Walker:
         if slots_of(type(thing)):
             slots = Attributes(thing)
             self.walk.containers.append(slots)
-            self._each(slots, path, thing, depth)
+            for name, value in list(slots.items()):
+                self._value(value, f"{path}.{name}", slots, name, depth + 1, (thing, name))
         self._class_values(thing, path, depth)
 
     def _attributes(self, thing: Any, path: str, depth: int, without: Collection[str] = ()) -> None:
@@ -490,8 +481,9 @@ class _Walker:
         if inner is not None and inner is not thing:
             self.walk.containers.append(inner)
             self.walk.attributes.append((thing, inner))
-            own = [(name, value) for name, value in inner.items() if name not in without] if without else None
-            self._each(inner, path, thing, depth, own)
+            for name, value in list(inner.items()):
+                if name not in without:
+                    self._value(value, f"{path}.{name}", inner, name, depth + 1, (thing, name))
 
     def _marks(self, tensor: Tensor, path: str) -> None:
         """What code hung on a tensor."""
@@ -501,8 +493,9 @@ class _Walker:
         self.walk.marks.append((path, inner, kind))
         if kind not in PLAIN_KINDS:
             self._class_values(tensor, path)
-        if inner:
-            self._each(inner, path, tensor, 0, [item for item in inner.items() if not item[0].startswith("__")])
+        for name, value in list(inner.items()):
+            if not name.startswith("__"):
+                self._value(value, f"{path}.{name}", inner, name, 1, (tensor, name))
 
     def _class_values(self, thing: Any, path: str, depth: int = 0) -> None:
         """What the user's classes hold for ``thing``, unless it has its own."""
@@ -541,8 +534,9 @@ class _Walker:
             # One that code names is looked at by the names that the code takes from it.
             is_named = isinstance(source[0], Namespace)
             if not is_named and is_users_module(value, value.__name__) and self._first_visit(value):
-                plain = [i for i in vars(value).items() if isinstance(i[1], SCALARS) and not i[0].startswith("__")]
-                self._each(vars(value), path, value, depth, plain)
+                for name, item in list(vars(value).items()):
+                    if isinstance(item, SCALARS) and not name.startswith("__"):
+                        self._value(item, f"{path}.{name}", vars(value), name, depth + 1, (value, name))
         elif isinstance(value, ContextVar):
             space = Told(value, lambda variable: variable.get(None))
             self._value(value.get(None), f"{path}.get()", space, "get", depth + 1, source)
@@ -587,7 +581,8 @@ class _Walker:
         self._value(function.__defaults__, f"{path}.__defaults__", space, "__defaults__", depth + 1, source)
         if function.__kwdefaults__:
             self._items(function.__kwdefaults__, f"{path}.__kwdefaults__", depth + 1, source)
-        self._each(vars(function), path, function, depth)
+        for name, value in list(vars(function).items()):
+            self._value(value, f"{path}.{name}", vars(function), name, depth + 1, (function, name))
 
     def _class(self, kind: type, path: str, depth: int) -> None:
         """Values in a class that lies in a place of its own."""
