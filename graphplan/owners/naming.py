@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from graphplan.errors import OwnersError
@@ -31,7 +32,4 @@ def free_name(name: str, taken: Container[str]) -> str:
     """``name``, or ``name_2``, ``name_3``, … if it is taken."""
     if name not in taken:
         return name
-    number = 2
-    while f"{name}_{number}" in taken:
-        number += 1
-    return f"{name}_{number}"
+    return next(other for number in count(2) if (other := f"{name}_{number}") not in taken)

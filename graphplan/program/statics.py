@@ -50,19 +50,16 @@ class CopiedOwned:
         roles = [role for role in policy.copy_roles if role is not Role.INPUT]
         self.externals = [e for e in plan.externals if e.role in roles and _has_stand_in(e, walk)]
         self._walk = walk
-        self._statics: dict[str, Tensor] = {}
+        self.stand_ins: dict[str, Tensor] = {}
+        """The buffers by the path that they stand in for: these are not adopted."""
         for external in self.externals:
             held = _held(external, walk)
             # Values may be given from anywhere, so that each element needs a place of its own.
             like = held if distinct(held) is held else held.detach().contiguous()
-            self._statics[external.name] = buffers.view(("owned", external.name), like, plan.device)
+            assert external.path is not None
+            self.stand_ins[external.path] = buffers.view(("owned", external.name), like, plan.device)
         self._names = _short_names(self.externals)
         self._swapped: list[tuple[Any, Any]] = []
-
-    @property
-    def stand_ins(self) -> dict[str, Tensor]:
-        """The buffers by the path that they stand in for: these are not adopted."""
-        return {e.path: self._statics[e.name] for e in self.externals if e.path is not None}
 
     def follow(self, walk: Walk) -> None:
         """Use ``walk``'s containers from now on."""
@@ -70,8 +67,8 @@ class CopiedOwned:
 
     def swap_in(self) -> None:
         """Bind the buffers where the owners' tensors are (and at every other name of the same tensor)."""
-        for external in self.externals:
-            held, static = _held(external, self._walk), self._statics[external.name]
+        for external, static in zip(self.externals, self.stand_ins.values(), strict=True):
+            held = _held(external, self._walk)
             stand_in = (
                 nn.Parameter(static, requires_grad=held.requires_grad) if isinstance(held, nn.Parameter) else static
             )
@@ -96,7 +93,7 @@ class CopiedOwned:
             _refuse_given(given)
             return []
         sources = self._sources(given)
-        targets = [self._statics[external.name] for external in self.externals]
+        targets = list(self.stand_ins.values())
         with torch.no_grad():
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -106,9 +103,9 @@ class CopiedOwned:
     def give_back(self) -> None:
         """Copy what the recorded call changed to the owners' own tensors."""
         with torch.no_grad():
-            for external in self.externals:
+            for external, static in zip(self.externals, self.stand_ins.values(), strict=True):
                 if external.mutated:
-                    _held(external, self._walk).copy_(self._statics[external.name])
+                    _held(external, self._walk).copy_(static)
 
     def _is_held(self, name: str) -> bool:
         """Whether an owner has a tensor of that name which the step does not touch: nothing to copy."""
