@@ -194,7 +194,8 @@ class ExecutedCode:
                 left.pop(function.__code__, None)
                 yield function
         # Where those that an earlier step found explain all calls, their names are known.
-        left = {code: None for code in left if not self._are_explained(code, _alive(names.functions.get(code, ())))}
+        known = {code: [reference() for reference in names.functions.get(code, ())] for code in left}
+        left = {code: None for code in left if not self._are_explained(code, filter(None, known[code]))}
         alike: dict[CodeType, list[FunctionType]] = {}
         for function in filter(self._matches, self._nameless(left)):
             alike.setdefault(function.__code__, []).append(function)
@@ -231,10 +232,6 @@ class ExecutedCode:
     def _matches(self, function: FunctionType) -> bool:
         held = _variables_of(function)
         return any(call.items() <= held.items() for call in self._free.get(function.__code__, ()))
-
-
-def _alive(references: Iterable[weakref.ref[FunctionType]]) -> Iterator[FunctionType]:
-    return (function for reference in references if (function := reference()) is not None)
 
 
 def _variables_of(function: FunctionType) -> dict[str, int]:

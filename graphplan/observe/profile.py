@@ -95,18 +95,17 @@ class Reads:
             return True
         if scalar.via is not None and scalar.via not in self.anywhere:
             return False
-        if scalar.attribute in self.anywhere or self._is_loaded(scalar):
+        if scalar.attribute in self.anywhere:
             return True
-        if scalar.attribute in self.by_packages and _is_of_package(scalar.owner):
+        if any(scalar.attribute in names.attributes for names in self._names_on(scalar)):
+            return True
+        kind = type(scalar.owner)
+        if scalar.attribute in self.by_packages and not is_users(kind) and not is_librarys(kind):
             return True
         if scalar.attribute not in self.called:
             return False
         # Called itself, or within what is called: a partial's keywords, what a cached function remembers.
         return callable(scalar.get()) or callable(getattr_static(scalar.owner, scalar.attribute, None))
-
-    def _is_loaded(self, scalar: Scalar) -> bool:
-        """Whether a method of the object that has ``scalar`` loads it."""
-        return any(scalar.attribute in names.attributes for names in self._names_on(scalar))
 
     def looks_at(self, scalar: Scalar) -> bool:
         """Whether code wants to know more of what lies there than whether it is None."""
@@ -290,12 +289,6 @@ class Profile:
             found.looked.update(names.looked)
             found.dynamic |= names.dynamic
         return found
-
-
-def _is_of_package(thing: Any) -> bool:
-    """Whether ``thing`` is an object of an installed package's class, other than torch's and Lightning's."""
-    kind = type(thing)
-    return not is_users(kind) and not is_librarys(kind)
 
 
 def _is_over(frame: FrameType) -> bool:
