@@ -169,7 +169,7 @@ def refusing_memory() -> Iterator[None]:
         raise CaptureMemoryError(
             f"memory ran out while the step was traced or captured ({first_line(error)}): to be able to undo it, that "
             "keeps a copy of the step's state, and a capture has memory of its own beside what eager steps use. Make "
-            "the batch smaller, or pass on_failure='eager' to go on without replays"
+            "the batch smaller"
         ) from error
 
 

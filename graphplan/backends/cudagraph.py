@@ -42,7 +42,7 @@ from graphplan.specs.roles import Footprint
 from graphplan.tensors.streams import lend
 from graphplan.trace.given_values import DeviceConstants, GivenValues
 
-_FIX = "Keep that out of the step, or pass on_failure='eager' to go on without replays"
+_FIX = "Keep that out of the step"
 
 _SHARE = 1.3
 """As many times the memory that eager steps have taken, checks and copies of the state may have reserved."""

@@ -380,7 +380,7 @@ class TapeBackend(Backend):
         if mode.failure is not None:
             raise CaptureError(
                 f"the tape cannot record the step: {mode.failure}, which the traced steps did not do. Keep that out of "
-                "the step, or pass on_failure='eager' to go on without replays"
+                "the step"
             )
         return TapeRecording(mode), result
 

@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from graphplan.effects.allowed import allowing
 from graphplan.errors import HostScalarError
 from graphplan.observe.source import find_source
 from graphplan.owners.kinds import SCALARS
@@ -155,8 +156,8 @@ def refuse_index() -> None:
         HostScalarError,
         f"the step computes with batch_idx at {find_source()}, which differs for each batch; a replay would keep one "
         "value. Move that code to on_train_batch_end, pass eager_if= for the batches that are meant to run it, "
-        "variant= for a program of its own for each of a few answers, or allow=('batch_idx',) if the step's results do "
-        "not depend on it",
+        "variant= for a program of its own for each of a few answers, or, "
+        f"{allowing('batch_idx')}",
     )
 
 

@@ -28,6 +28,11 @@ def _expression(patterns: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{way})" for way in ways))
 
 
+def allowing(*paths: str) -> str:
+    """How to have replays leave ``paths`` out of account, and when that is right."""
+    return f"if nothing that the step does depends on it, values that it logs or appends included, pass allow={paths!r}"
+
+
 def describe(pair: tuple[Any, Any] | None) -> str:
     """A change, from its first value to its second."""
     return "unchanged" if pair is None else f"{shorten(pair[0])} to {shorten(pair[1])}"

@@ -11,7 +11,7 @@ from typing import Any
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from graphplan.effects.allowed import describe, is_allowed
+from graphplan.effects.allowed import allowing, describe, is_allowed
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.owners.slots import Scalar, Walk
 from graphplan.owners.views import GroupCounts
@@ -50,7 +50,7 @@ class Counter:
                 raise HostScalarError(
                     f"the step's code reads {path}, which it also counts up ({describe(old)}, then {describe(new)}); a "
                     "replay would act on one value for ever. Count in a tensor, or count and decide outside the step, "
-                    f"or, if the step's results do not depend on it, pass allow=({path!r},)",
+                    f"or, {allowing(path)}",
                     component=component,
                     path=path,
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from graphplan.effects.allowed import is_allowed
+from graphplan.effects.allowed import allowing, is_allowed
 from graphplan.errors import HostEffectError, HostScalarError
 from graphplan.observe.source import find_load
 from graphplan.owners.slots import Walk
@@ -24,7 +24,7 @@ def check_draws(first: Trace, second: Trace, allow: Iterable[str]) -> None:
             raise HostScalarError(
                 f"the step draws from {name}{place}, and a replay draws nothing: what it decides by chance would be "
                 "decided once. Draw with torch on the step's device, or draw before the step and feed the result; or, "
-                f"if the step's results do not depend on it, pass allow=({name!r},)",
+                f"{allowing(name)}",
                 path=name,
             )
 
@@ -39,8 +39,8 @@ def check_threads(trace: Trace, allow: Iterable[str]) -> None:
         if not is_allowed(name, allow):
             raise HostEffectError(
                 f"the step calls {name} at {source}: what runs in another thread or process is not recorded, and "
-                "replays would leave it out. Run it in the step's own thread, or before or after the step, or, if the "
-                f"step's results do not depend on it, pass allow=({name!r},)",
+                "replays would leave it out. Run it in the step's own thread, or before or after the step, or, "
+                f"{allowing(name)}",
                 component=source.component,
                 path=name,
             )

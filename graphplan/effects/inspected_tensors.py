@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from graphplan.effects.allowed import is_allowed
+from graphplan.effects.allowed import allowing, is_allowed
 from graphplan.effects.appended_lists import Grown
 from graphplan.errors import HostScalarError
 from graphplan.owners.slots import Scalar, Walk
@@ -44,8 +44,8 @@ def find_inspected(
             what, was, now = difference(path, old, new)
             raise HostScalarError(
                 f"the step's code reads {what}, which is {was} before one step and {now} before the next; a replay "
-                "would keep one. Leave it what it is, look at it outside the step, or, if the step's results do not "
-                f"depend on it, pass allow=({path!r},)",
+                "would keep one. Leave it what it is, look at it outside the step, or, "
+                f"{allowing(path)}",
                 path=path,
             )
     return found

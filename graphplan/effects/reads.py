@@ -8,7 +8,7 @@ from io import IOBase
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from graphplan.effects.allowed import is_allowed
+from graphplan.effects.allowed import allowing, is_allowed
 from graphplan.effects.appended_lists import Grown
 from graphplan.effects.compared_numbers import find_comparisons
 from graphplan.effects.counters import Counter
@@ -105,8 +105,8 @@ def _check_length(path: str, grown: Grown, allow: Iterable[str]) -> None:
     if look is not None and not is_allowed(grown.lengths[path], allow):
         raise HostScalarError(
             f"the step's code asks for {path}, which the step itself makes longer, or can tell it otherwise, "
-            f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, if "
-            f"the step's results do not depend on it, pass allow=({path!r},)",
+            f"at {look}; a replay would keep one length. Count in a tensor, append after the step, or, "
+            f"{allowing(path)}",
             path=path,
         )
 
@@ -140,8 +140,8 @@ def _refuse_stale(stale: Mapping[str, Scalar], first: Trace, second: Trace) -> N
     before, after = told_apart(first.entry_scalars[path], second.entry_scalars[path])
     raise HostScalarError(
         f"the step's code reads {path}{_place(scalar, second)}, which is {before} before one step and {after} "
-        "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed it, or, if "
-        f"the step's results do not depend on it, pass allow={tuple(stale)!r}"
+        "before the next; a replay would keep one value. Hold it in a tensor and update that in place, feed it, or, "
+        f"{allowing(*stale)}"
     )
 
 

@@ -27,8 +27,7 @@ _HANDS_OVER: dict[int, CodeType] = {}
 Contents = dict[Any, Any]
 _ADVICE = (
     ". A replay computes with the tensors that are fed, and would leave the container as it is. Return the value "
-    "instead, change a copy (batch = dict(batch)), hold the container on an object that is an owner, or run the step "
-    "eagerly: on_failure='eager'"
+    "instead, change a copy (batch = dict(batch)), or hold the container on an object that is an owner"
 )
 
 

@@ -7,7 +7,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from graphplan.environment.origin import is_familiar, is_library, is_ours
+from graphplan.environment.origin import is_familiar, is_library, is_ours, is_users_file
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OPTIM = os.path.join(_TORCH, "optim") + os.sep
@@ -56,6 +56,19 @@ def find_load(codes: Iterable[CodeType], name: str) -> Source | None:
                 if step.argval == name and step.opname.startswith("LOAD"):
                     return Source(code.co_filename, line, code.co_name, "step")
     return None
+
+
+def with_users_line(source: Source) -> Source:
+    """``source``, or if that is a line of an installed package the line of the user's own that has led to it."""
+    if source.by is not None or is_users_file(source.filename):
+        return source
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not runs_steps(frame.f_code):
+        code = frame.f_code
+        if is_users_file(code.co_filename):
+            return replace(source, filename=code.co_filename, line=frame.f_lineno, function=code.co_name, by=source)
+        frame = frame.f_back
+    return source
 
 
 def is_raised_by_user(error: BaseException) -> bool:

@@ -92,7 +92,7 @@ def _unowned(traced: TracedExternal, number: int, *, unchanged: bool) -> Externa
         raise UnownedTensorError(
             f"the memory of a {spec} tensor that reaches {traced.operator} at {traced.source} is given back before the "
             "step ends (storage.resize_(0)), so that its contents are unknown; a replay would use it all the "
-            "same. Keep it allocated, or pass on_failure='eager'",
+            "same. Keep it allocated",
             component=traced.source.component,
         )
     if traced.mutated and not (unchanged and traced.is_buffer_of_collective):

@@ -18,6 +18,9 @@ from graphplan.trace.changes import same_value, told_apart
 from graphplan.trace.host_reads import ENGINE
 from graphplan.trace.records import Operator, Trace
 
+_LOGGING = "__to_tensor"
+"""The method by which Lightning makes a tensor of a number that is logged."""
+
 
 def check_difference(first: Trace, second: Trace) -> None:
     """Refuse two traces that do not run the same operators on the same operands with the same numbers.
@@ -53,7 +56,7 @@ def check_difference(first: Trace, second: Trace) -> None:
         raise GeneratorSeekError(
             f"the step put {len(first.states.restores)} states of generators back on one step and "
             f"{len(second.states.restores)} on the next, or others of those that it saves; a replay puts the same ones "
-            "back. Have each step save and restore alike, or pass on_failure='eager'"
+            "back. Have each step save and restore alike"
         )
 
 
@@ -124,6 +127,8 @@ def _check_numbers(a: Operator, b: Operator) -> None:
 def _refuse_scalar(operator: Operator, name: str, old: Any, new: Any) -> NoReturn:
     if operator.source.component == "optimizer":
         fix = optimizer_fix(operator.source)
+    elif operator.source.by is not None and operator.source.by.function == _LOGGING:
+        fix = "Log the number in on_train_batch_end, which follows replays, too, or log a tensor that is updated"
     else:
         fix = "Keep the value in a tensor that an owner holds and update that in place, or feed it to the step"
     before, after = told_apart(old, new)

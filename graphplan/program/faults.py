@@ -44,8 +44,7 @@ def refusal_of(error: Exception) -> FaultError | None:
         return error if isinstance(error, FaultError) and not error.is_raised else None
     refusal = FaultError(
         f"{describe(error)}. What the step works with has to be read before it can be recorded: an object whose "
-        "attributes, items or comparisons raise should not be among its owners, nor in what it is fed, or pass "
-        "on_failure='eager'"
+        "attributes, items or comparisons raise should not be among its owners, nor in what it is fed"
     )
     refusal.__cause__ = error
     return refusal

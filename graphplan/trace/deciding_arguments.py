@@ -238,4 +238,6 @@ def _name_of(frame: FrameType) -> str:
         return code.co_name
     receiver = frame.f_locals.get(code.co_varnames[0])
     kind = (receiver if isinstance(receiver, type) else type(receiver)).__name__
-    return kind if code.co_name in ("__init__", "__call__", "forward") else f"{kind}.{code.co_name}"
+    if code.co_name in ("__call__", "forward"):
+        return f"the call of {kind}"
+    return kind if code.co_name == "__init__" else f"{kind}.{code.co_name}"

@@ -19,7 +19,7 @@ from graphplan.environment.origin import is_ours
 from graphplan.errors import CaptureError, GeneratorSeekError, HostSyncError, RefusalError, TemporaryCopyError
 from graphplan.observe.conversions import validates
 from graphplan.observe.scripts import given_to_script
-from graphplan.observe.source import Source, Sources, find_source, is_recomputed, optimizer_fix
+from graphplan.observe.source import Source, Sources, find_source, is_recomputed, optimizer_fix, with_users_line
 from graphplan.observe.watching import Aside
 from graphplan.tensors.dtensors import is_imagined
 from graphplan.tensors.storages import storage_id
@@ -49,8 +49,8 @@ from graphplan.trace.records import HostConstant, Operator, Trace, TracedExterna
 from graphplan.trace.uniform import UNIFORM, Operand, UniformDraws
 
 _SYNC_FIX = (
-    "Keep it on the device (torch.where, a mask of fixed shape), or read it after the step from what the step returns; "
-    "where only some calls do it, eager_if= names those"
+    "Keep it on the device (log or append the tensor itself, torch.where, a mask of fixed shape), or read it after the "
+    "step from what the step returns; where only some calls do it, eager_if= names those"
 )
 _METRIC_FIX = "With torch.use_deterministic_algorithms(True), torchmetrics compares where it would count with bincount."
 _OWN_STATE_FIX = (
@@ -311,8 +311,8 @@ class TraceMode(OperatorMode):
                     GeneratorSeekError,
                     f"the {generator.device} generator's state was set {place}, to another one than the step had saved "
                     "itself (manual_seed, Generator.set_state, a state from before the step, or another thread that "
-                    "draws); a replay only draws on. Seed outside the step, save the state in it with "
-                    "torch.get_rng_state, or pass on_failure='eager'",
+                    "draws); a replay only draws on. Seed outside the step, or save the state in it with "
+                    "torch.get_rng_state",
                 )
 
     def check_states(self) -> None:
@@ -424,7 +424,7 @@ class TraceMode(OperatorMode):
         return find_source(sys._current_frames()[self._thread]) if is_ours(source.filename) else source
 
     def _refuse_sync(self, what: str, source: Source, fix: str = _SYNC_FIX, *, is_drawn: bool = False) -> None:
-        source = self._told(source)
+        source = with_users_line(self._told(source))
         fix = optimizer_fix(source) if source.component == "optimizer" else fix
         if source.by is not None and what.startswith("aten.bincount") and "torchmetrics" in source.by.filename:
             fix = f"{_METRIC_FIX} {fix}"

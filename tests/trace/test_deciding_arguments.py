@@ -73,9 +73,12 @@ KNOWN: dict[str, Case] = {
     "a module's argument": (
         _normed, {"momentum": None}, {"momentum": 0.1}, NONE.format(r"self\.momentum", "momentum", "BatchNorm1d"),
     ),
-    "a call's argument": (_encoded, {}, {"is_causal": True}, NONE.format("is_causal", "is_causal", "Trans.*r")),
+    "a call's argument": (
+        _encoded, {}, {"is_causal": True}, NONE.format("is_causal", "is_causal", "the call of Trans.*r"),
+    ),
     "under another name": (
-        _decoded, {}, {"tgt_is_causal": True}, NONE.format("is_causal", "tgt_is_causal", "TransformerDecoder"),
+        _decoded, {}, {"tgt_is_causal": True},
+        NONE.format("is_causal", "tgt_is_causal", "the call of TransformerDecoder"),
     ),
     "a string that another one is wanted of": (
         partial(_measured, MeanMetric), {}, {"nan_strategy": "disable"},
