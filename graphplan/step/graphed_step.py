@@ -18,9 +18,9 @@ from graphplan.report.figures import Figures, describe_program
 from graphplan.report.rendering import Reports
 from graphplan.report.stats import Stats
 from graphplan.specs.options import takes
+from graphplan.step.call import Before, BeforeError
 from graphplan.step.call_lock import CallLock, running_step
 from graphplan.step.capture_sizes import ShapeStats
-from graphplan.step.eager_calls import Before, BeforeError
 from graphplan.step.gate import Gate
 from graphplan.step.methods import Method, check_form, owners_of
 from graphplan.step.options import Options, StepOptions

@@ -14,9 +14,9 @@ from graphplan.errors import FeedError, OptionError, PaddingError, RefusalError
 from graphplan.feed.signature import Feed, asks_for_gradients, flatten, is_dense
 from graphplan.feed.unread import UnreadValues
 from graphplan.program.bindings import settle_companions
+from graphplan.step.call import Before
 from graphplan.step.call_lock import running_step
 from graphplan.step.capture_sizes import ShapeStats
-from graphplan.step.eager_calls import Before
 from graphplan.step.padding import Kind, PaddedCall, Padding
 from graphplan.step.padding_check import PaddingCheck
 from graphplan.step.state_machine import StateMachine

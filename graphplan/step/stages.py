@@ -14,24 +14,23 @@ from weakref import WeakSet
 
 import torch
 
-from graphplan.backends.backend import Backend, refusing_memory
+from graphplan.backends.backend import refusing_memory
 from graphplan.compare.building import build_later
 from graphplan.errors import HostEffectError, RefusalError, SkipReason
 from graphplan.feed.buffers import Buffers
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal
 from graphplan.feed.signature import Feed, asks_for_gradients
-from graphplan.feed.unread import Placeholders, UnreadValues, with_placeholders
+from graphplan.feed.unread import UnreadValues, with_placeholders
 from graphplan.optimizers.first_steps import within_first_steps
-from graphplan.owners.slots import Walk
 from graphplan.owners.snapshot import Snapshot
-from graphplan.plan.plan import Plan
 from graphplan.program.capture import capture_program
 from graphplan.program.faults import refusal_of
 from graphplan.program.program import Program
+from graphplan.step.call import Call
 from graphplan.step.compiled import refuse_beside_compiled, refuse_graphs_within, uncompiled
 from graphplan.step.memory_budget import Room
-from graphplan.step.programs import Entry, Line
+from graphplan.step.programs import Entry
 from graphplan.step.runner import Parts
 from graphplan.step.traces import Traces
 from graphplan.tensors.trees import flatten_result
@@ -128,11 +127,12 @@ class Stages:
         if self._keeping >= often:
             self._managed.check_kept()
 
-    def advance(self, entry: Entry, line: Line, feed: Feed, walk: Walk) -> Any:
+    def advance(self, call: Call) -> Any:
         """A trace, or with a plan in hand the capture; a refusal that is not raised leads to an eager step."""
+        entry, feed = call.entry, call.feed
         try:
-            refuse_graphs_within(walk, self._runner.fn, self._runner.device, self._managed.compiled)
-            return self._attempt(entry, line, feed, walk)
+            refuse_graphs_within(call.walk, self._runner.fn, self._runner.device, self._managed.compiled)
+            return self._attempt(call)
         except ReadSignal as signal:
             self._unread.mark(feed, signal.indices)
             # Later calls have keys with more in them.
@@ -148,55 +148,57 @@ class Stages:
         return self._runner.eager(CallArguments.of(feed), refusal.reason, str(refusal))
 
     @refusing_memory()
-    def _attempt(self, entry: Entry, line: Line, feed: Feed, walk: Walk) -> Any:
+    def _attempt(self, call: Call) -> Any:
         """A trace or a capture as a transaction; see :class:`Traces` for the exception."""
-        backend = self._runner.backend
+        walk, feed, plan = call.walk, call.feed, call.line.plan
         with ExitStack() as undo:
-            generators = line.plan.handles.generators if line.plan is not None else ()
-            changed = line.plan.changed_tensors(walk) if line.plan is not None else []
+            generators = plan.handles.generators if plan is not None else ()
+            changed = plan.changed_tensors(walk) if plan is not None else []
             extra = [*changed, *(tensor for _, tensor in feed.tensors())]
-            snapshot = Snapshot(walk, extra=extra, generators=generators, device=self._room.for_copies(walk, backend))
-            compiled = self._managed.runs_compiled(walk)
-            hidden, placeholders = with_placeholders(feed)
-            fed = CallArguments.of(hidden).watch()
+            device = self._room.for_copies(walk, self._runner.backend)
+            snapshot = Snapshot(walk, extra=extra, generators=generators, device=device)
             undo.callback(snapshot.restore)
-            undo.callback(fed.restore)
             # What is recorded next must not lack the casts of weights that the caller's autocast has cached.
             undo.callback(torch.clear_autocast_cache)
-            self._traces.drop_outdated(entry, line, walk)
-            if line.plan is None:
-                with placeholders or nullcontext():
-                    result = self._traces.trace(entry, line, feed, fed, undo, snapshot, rehearses=compiled)
-                entry.eager_calls += 1
-                self._stats.traced += 1
-                self._stats.end_call("traced")
-            elif compiled:
-                # Compiled code is made for the classes of its arguments, so it gets no placeholders.
-                result = self._capture(entry, line, line.plan, feed, None, snapshot, compiled=True)
-            else:
-                result = self._capture(entry, line, line.plan, hidden, placeholders, snapshot, compiled=False)
+            self._traces.drop_outdated(call)
+            result = (self._trace if call.line.plan is None else self._capture)(call, undo, snapshot)
             undo.pop_all()
             self._runner.outcome = (result,)
             return result
 
-    def _capture(
-        self,
-        entry: Entry,
-        line: Line,
-        plan: Plan,
-        feed: Feed,
-        placeholders: Placeholders | None,
-        snapshot: Snapshot,
-        *,
-        compiled: bool,
-    ) -> Any:
+    def _trace(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
+        hidden, placeholders = with_placeholders(call.feed)
+        fed = CallArguments.of(hidden).watch()
+        undo.callback(fed.restore)
+        with placeholders or nullcontext():
+            result = self._traces.trace(call, fed, undo, snapshot)
+        call.entry.eager_calls += 1
+        self._stats.traced += 1
+        self._stats.end_call("traced")
+        return result
+
+    def _capture(self, call: Call, undo: ExitStack, snapshot: Snapshot) -> Any:
         """Capture a call, and give it its results. Raises ReadSignal if a placeholder was used."""
-        options, backend = self._options, self._runner.backend
+        options, backend, plan = self._options, self._runner.backend, call.line.plan
+        assert plan is not None
+        compiled = self._managed.runs_compiled(call.walk)
         if compiled and not backend.executes:
             refuse_beside_compiled(plan)
+        # Compiled code is made for the classes of its arguments, so it gets no placeholders.
+        feed, placeholders = (call.feed, None) if compiled else with_placeholders(call.feed)
+        undo.callback(CallArguments.of(feed).watch().restore)
         with self._stats.timed("capture"):
             with self._managed.rates, uncompiled() if backend.executes and compiled else nullcontext():
-                program = self._record(plan, feed, backend)
+                program = capture_program(
+                    plan,
+                    feed,
+                    policy=options.roles,
+                    backend=backend,
+                    buffers=self._buffers,
+                    homes=ChainMap(*(dict(program.bindings.homes) for program in self._captured if program.is_open)),
+                    lends=options.outputs == "static",
+                    watches=options.debug,
+                )
             try:
                 if placeholders is not None:
                     placeholders.check()
@@ -216,24 +218,16 @@ class Stages:
         program.next_check = options.schedule.after(0)
         self._captured.add(program)
         build_later()
+        self._keep(call, program)
+        return result
+
+    def _keep(self, call: Call, program: Program) -> None:
+        """Count a capture, and have its entry serve calls with it."""
         self._stats.captured += 1
-        self._stats.launches_eager += plan.launches
-        line.program = program
-        if not plan.tells_gradients:
-            entry.any_program = program
+        self._stats.launches_eager += program.plan.launches
+        call.line.program = program
+        if not program.plan.tells_gradients:
+            call.entry.any_program = program
         self._managed.refresh()
         self._managed.captured()
         self._stats.end_call("captured")
-        return result
-
-    def _record(self, plan: Plan, feed: Feed, backend: Backend) -> Program:
-        return capture_program(
-            plan,
-            feed,
-            policy=self._options.roles,
-            backend=backend,
-            buffers=self._buffers,
-            homes=ChainMap(*(dict(program.bindings.homes) for program in self._captured if program.is_open)),
-            lends=self._options.outputs == "static",
-            watches=self._options.debug,
-        )

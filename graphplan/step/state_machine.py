@@ -1,13 +1,15 @@
 """The state machine of a graphed step: eager warm-up, two traces, one capture, then replays; per key.
 
 Each of these is a real step on the batch it is given. A refusal before the first good replay raises and undoes its
-call; after it, the step goes on eagerly with one warning. :data:`EAGER` has all reasons for which a call is eager.
+call; after it, the step goes on eagerly with one warning. ``StateMachine._why_eager`` has all reasons for which a call
+is eager, in their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -26,21 +28,23 @@ from graphplan.errors import (
     SkipReason,
 )
 from graphplan.feed.buffers import Buffers
-from graphplan.feed.call_arguments import CallArguments
-from graphplan.feed.signature import Feed, flatten
+from graphplan.feed.call_arguments import CallArguments, call_step
+from graphplan.feed.signature import Feed, asks_for_gradients, flatten
 from graphplan.feed.unread import UnreadValues
+from graphplan.program.bindings import settle_companions
 from graphplan.program.faults import refusal_of
+from graphplan.program.inputs import MEMORY_IS_FED
 from graphplan.program.program import Program
+from graphplan.step.call import Before, Call
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
-from graphplan.step.eager_calls import EAGER, Before, Call, Run, plainly
 from graphplan.step.gate import Gate
 from graphplan.step.lookup import FastPath, Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import Room
 from graphplan.step.options import Options
 from graphplan.step.peers import Peers
-from graphplan.step.programs import Programs
+from graphplan.step.programs import Line, Programs
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
@@ -51,12 +55,11 @@ _FRUITLESS = 8
 
 
 class Skip(NamedTuple):
-    """Why a call is eager, and how it runs. With an ``error``, calls like it may never have a program."""
+    """Why a call is eager, and how it runs."""
 
     reason: SkipReason | None
     detail: str
-    run: Run
-    error: RefusalError | None = None
+    run: Callable[[Call, SkipReason | None, str], Any]
 
 
 class StateMachine:
@@ -99,13 +102,6 @@ class StateMachine:
         self.lookup = Lookup(parts)
         self.fast_path = FastPath(self.managed, moved=self.lookup.is_moved)
         self.timing: Timing = Timing(parts, gate=gate, opens=opens_gate, serve=serve, stand_down=self.stand_down)
-        # Reasons that only options can give.
-        asked = {
-            SkipReason.BACKEND_EAGER: is_eager,
-            SkipReason.GRADIENT: options.autograd,
-            SkipReason.EAGER_IF: options.eager_if is not None,
-        }
-        self._rows = [row for row in EAGER if row[0] is None or asked.get(row[0], True)]
         self.calls = 0
         self.is_closed = False
         self._fruitless = (0, 0)
@@ -154,48 +150,178 @@ class StateMachine:
         self.programs.attempts += call.is_on_way
         return result
 
+    @staticmethod
+    def _run_eager(call: Call, skip: Skip) -> Any:
+        call.tell(None, skip.reason, skip.detail)
+        return skip.run(call, skip.reason, skip.detail)
+
     def _why_eager(self, call: Call) -> Skip | None:
-        """The first row of :data:`EAGER` that applies to the call."""
+        """The first reason for which the call is eager; None if it is replayed, traced or captured.
+
+        What is found out of the call on the way is kept in it. An error refuses all calls of the step.
+        """
         try:
-            for reason, applies, run in self._rows:
-                found = applies(self, call)
-                if not found:
-                    continue
-                if run is None:
-                    return None
-                if isinstance(found, RefusalError):
-                    return Skip(found.reason, str(found), run, found)
-                if isinstance(found, tuple):
-                    return Skip(*found, run)
-                return Skip(reason, found if isinstance(found, str) else "", run)
+            skip = self._before_lookup(call) or self._look_up(call)
+            return skip if skip is not None or call.program is not None else self._on_way(call)
         except RefusalError as error:
             self.demote(error)
-            return Skip(error.reason, str(error), plainly, error)
-        return None
+            return self._refused(error)
 
-    def _run_eager(self, call: Call, skip: Skip) -> Any:
-        call.tell(None, skip.reason, skip.detail)
-        if skip.error is not None:
-            return self._run_refused(skip.error, self.arguments_of(call), call.feed if call.is_flat else None)
-        return skip.run(self, call, skip.reason, skip.detail)
+    def _before_lookup(self, call: Call) -> Skip | None:
+        """Reasons that need no entry."""
+        options = self.options
+        if call.around is not None:
+            # Gradients may flow through calls for results; others are as their neighbours are.
+            return Skip(SkipReason.SURROUNDINGS, call.around, self._plainly if options.autograd else self._as_traced)
+        if options.backend == "eager":
+            return Skip(SkipReason.BACKEND_EAGER, "", self._untouched)
+        settle_companions()
+        call.feed, call.is_flat = flatten(call.args, call.kwargs, self.unread.keys), True
+        if options.autograd and any(map(asks_for_gradients, call.feed.leaves)):
+            return Skip(SkipReason.GRADIENT, "", self._plainly)
+        if options.asks_eager(self.calls, call.args, call.kwargs):
+            return Skip(SkipReason.EAGER_IF, "", self._as_traced)
+        if self.timing.begins(call.feed):
+            return Skip(None, "", self._as_stock)
+        self._check_refusal()
+        turned_away = self.programs.turns_away(self.lookup.geometry(call.feed))
+        return None if turned_away is None else Skip(*turned_away, self._plainly)
 
-    def arguments_of(self, call: Call) -> CallArguments:
+    def _check_refusal(self) -> None:
+        if self.managed.refusal is not None:
+            raise self.managed.refusal
+
+    def _look_up(self, call: Call) -> Skip | None:
+        """Find the entry, and perhaps a program. Reasons for which neither can serve the call."""
+        entry, call.program = self.lookup.find(call.feed)
+        call.entry = entry
+        self._check_refusal()
+        if entry.outside:
+            return Skip(SkipReason.GRADIENT, "", self._plainly)
+        if entry.refusal is not None:
+            self.programs.close(entry)
+            return self._refused(entry.refusal)
+        if self.timing.opens and not entry.is_decided and entry.gate is None:
+            entry.gate = self.timing.gate_of_calls(self.lookup.moved(call.feed))
+            entry.is_decided = entry.gate is None
+        if entry.gate is not None and entry.gate.eager is None:
+            return Skip(None, "", partial(self._timed, entry.gate))
+        misfit = None if call.program is None else call.program.misfit(call.feed)
+        if call.program is None or misfit is None:
+            return None
+        if call.program.inputs.adopted:
+            self.refusals.warn(f"graphplan runs calls eagerly: {misfit}")
+        return Skip(SkipReason.FEED, misfit, self._as_traced)
+
+    def _on_way(self, call: Call) -> Skip | None:
+        """Reasons for which a call without a program is neither traced nor captured."""
+        call.feed = self.lookup.moved(call.feed)
+        overdue = self.programs.check_due(call.feed)
+        if overdue is not None:
+            if self.options.on_failure == "raise":
+                raise overdue
+            self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
+            self.stand_down(SkipReason.SHAPE, str(overdue))
+            return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
+        entry = call.entry
+        if not self.programs.has_room(entry):
+            return Skip(SkipReason.MAX_GRAPHS, "", self._plainly)
+        self.programs.check_churn()
+        self.stages.check_changes(entry)
+        if self.peers is not None and not self.peers.may_advance(is_planned=bool(entry.plans)):
+            return Skip(SkipReason.PEERS, "", self._as_traced)
+        if self._is_cold(call):
+            return Skip(None, "", self._warm_up)
+        plan = call.line.plan
+        if plan is None:
+            return None
+        if plan.shared_leaves(call.feed, call.walk) != plan.shared:
+            return Skip(SkipReason.FEED, MEMORY_IS_FED, self._as_traced)
+        cramped = self.room.make(entry, plan, self.runner.backend)
+        if cramped is None:
+            return None
+        # No fault of the step's: nothing to raise.
+        self.refusals.warn(f"graphplan runs this step eagerly: {cramped}")
+        return Skip(cramped.reason, str(cramped), self._plainly)
+
+    def _is_cold(self, call: Call) -> bool:
+        """Whether a call on its way to a program is one more eager step."""
+        entry, call.is_on_way = call.entry, True
+        if not entry.eager_calls:
+            self.programs.count_new()
+        if not self.stages.is_ready(entry):
+            return True
+        variant = self.managed.grad_presence()
+        line = call.line = entry.lines.setdefault(variant, Line())
+        with no_collections():
+            walk = call.walk = self.managed.walk_of_call()
+        gone = next((path for path in line.state if path not in walk.slots), None)
+        if gone is not None:
+            # A recording would make it anew in every replay.
+            self.stats.note(f"traced anew: {gone} is gone, which only an eager step can make", "traces")
+            del entry.lines[variant]
+        return gone is not None
+
+    def _plainly(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """With no program to come, so learning rates are numbers."""
+        return self.runner.eager(self._arguments_of(call), reason, detail)
+
+    def _as_traced(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """As the steps that programs are compared with."""
+        return self.runner.eager(self._arguments_of(call), reason, detail, managed=True)
+
+    def _untouched(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """The function and nothing else."""
+        result = call_step(self.runner.fn, call.args, call.kwargs)
+        self.runner.count_eager(reason)
+        return result
+
+    def _as_stock(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """The first call that is timed, before anything of the step's is prepared."""
+        self.calls -= 1
+        assert self.timing.way is not None
+        return self.timing.way(call.args, call.kwargs)
+
+    def _timed(self, gate: Gate, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """The function alone, timed by the gate of its key."""
+        fed = self._arguments_of(call)
+        start = gate.begin()
+        result = self.runner.call(fed)
+        gate.end_eager(start)
+        self.runner.count_eager(None)
+        return result
+
+    def _warm_up(self, call: Call, reason: SkipReason | None, detail: str) -> Any:
+        """The first calls of a key, which take in the owners that the step uses."""
+        self.fast_path.forget()
+        entry, known = call.entry, len(self.managed.owners)
+        with no_collections():
+            result = self.stages.warm_up(entry, call.feed)
+            if entry.warm <= 1 or entry.eager_calls <= 1 or len(self.managed.owners) > known:
+                self.lookup.keep(call.feed, entry)
+        return result
+
+    def _arguments_of(self, call: Call) -> CallArguments:
         """What Python is called with: on the step's device, if ``device=`` is given."""
         if not call.is_flat:
             return brought_to(self.options.feed_device, call.args, call.kwargs)
         return CallArguments.of(self.lookup.moved(call.feed))
 
-    def _run_refused(self, error: RefusalError, fed: CallArguments, feed: Feed | None = None) -> Any:
+    def _refused(self, error: RefusalError) -> Skip:
+        """An eager call because of ``error``: calls like it may never have a program."""
+        return Skip(error.reason, str(error), lambda call, reason, detail: self._run_refused(error, call))
+
+    def _run_refused(self, error: RefusalError, call: Call) -> Any:
         """An eager call because of ``error``; after several in a row, the step stands down."""
         progress = self.stats.traced + self.stats.captured + self.stats.replayed
         count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
         self._fruitless = count, progress
-        result = self.runner.eager(fed, error.reason, str(error))
+        result = self._plainly(call, error.reason, str(error))
         if count >= _FRUITLESS and self.timing.down_because is None:
-            if feed is None:
-                serves_others = bool(self.programs.all())
+            if call.is_flat:
+                serves_others = self.programs.turn_away(self.lookup.geometry(call.feed), error)
             else:
-                serves_others = self.programs.turn_away(self.lookup.geometry(feed), error)
+                serves_others = bool(self.programs.all())
             if not serves_others:
                 self.stand_down(error.reason, str(error))
         return result
@@ -234,7 +360,7 @@ class StateMachine:
         except PeerError as refusal:
             self.programs.forget()
             self.demote(refusal)
-            return self._run_eager(call, Skip(refusal.reason, str(refusal), plainly, refusal))
+            return self._run_eager(call, self._refused(refusal))
         self.room.after_check(self.runner.backend)
         if error is not None and is_needed:
             # One trace could not tell; two will, and name the culprit.
@@ -256,7 +382,7 @@ class StateMachine:
         self.fast_path.forget()
         entry, captured = call.entry, self.stats.captured
         with no_collections():
-            result = self.stages.advance(entry, call.line, call.feed, call.walk)
+            result = self.stages.advance(call)
             if self.stats.captured == captured:
                 return result
             self.programs.count_capture(entry, self.lookup.geometry(call.feed))
@@ -294,7 +420,7 @@ class StateMachine:
                 self.stand_down(refusal.reason, str(refusal))
             try:
                 own = (args, kwargs) if self.timing.leave is None else self.timing.leave(args, kwargs)
-                self._run_refused(refusal, brought_to(self.options.feed_device, *own))
+                self._run_refused(refusal, Call(*own))
             except Exception:
                 if self.runner.outcome is None:
                     raise

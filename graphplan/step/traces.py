@@ -16,7 +16,6 @@ from graphplan.effects.host_changes import host_changes
 from graphplan.errors import GraphPlanError, LearningRateError, RefusalError
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.placeholders import ReadSignal, compares_classes
-from graphplan.feed.signature import Feed
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot
 from graphplan.plan.build import build_plan, build_plan_like
@@ -24,6 +23,7 @@ from graphplan.plan.difference import is_reordered
 from graphplan.plan.plan import Plan
 from graphplan.program.capture import outdated
 from graphplan.program.faults import is_steps_own, refusal_of
+from graphplan.step.call import Call
 from graphplan.step.compiled import Rehearsal, uncompiled
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
@@ -61,40 +61,32 @@ class Traces:
         """Whether one trace may be enough: the first replay is checked, and no other ranks train along."""
         return self._peers is None and not entry.takes_two and self._options.schedule.after(0) == 1
 
-    def drop_outdated(self, entry: Entry, line: Line, walk: Walk) -> None:
+    def drop_outdated(self, call: Call) -> None:
         """Drop a plan whose Python values have changed since its traces."""
+        entry, line = call.entry, call.line
         if line.plan is None:
             return
         with self._managed.rates:
-            changed = outdated(line.plan, walk)
+            changed = outdated(line.plan, call.walk)
         if changed is not None:
             self._stats.note(f"traced anew: {changed}", "traces")
             line.plan = None
             # Two traces refuse what changes after each trace.
             entry.takes_two |= line.is_like_others
 
-    def trace(
-        self,
-        entry: Entry,
-        line: Line,
-        feed: Feed,
-        fed: CallArguments,
-        undo: ExitStack,
-        snapshot: Snapshot,
-        *,
-        rehearses: bool,
-    ) -> Any:
-        """Trace a call with ``feed``, and keep the trace. A step that runs compiled code ``rehearses``: the trace is
-        undone, and the step run again. ``undo`` is called back by the caller if this raises.
+    def trace(self, call: Call, fed: CallArguments, undo: ExitStack, snapshot: Snapshot) -> Any:
+        """Trace a call, and keep the trace. A step that runs compiled code is rehearsed: the trace is undone, and the
+        step run again. ``undo`` is called back by the caller if this raises.
 
         Raises:
             RefusalError: if the step cannot be replayed correctly, and refusals are raised.
             ReadSignal: if the step reads a value that its key leaves out.
         """
-        facts = Trace()
+        facts, feed = Trace(), call.feed
+        rehearses = self._managed.runs_compiled(call.walk)
         undo.callback(facts.undo_unowned_writes)
         with self._stats.timed("trace"):
-            result, walk = self._run(entry, line, feed, fed, facts, undo, rehearses=rehearses)
+            result, walk = self._run(call, fed, facts, undo, rehearses=rehearses)
             if feed.unread and any(compares_classes(code) for code, _ in facts.reads.codes):
                 raise ReadSignal(feed.unread)
             rehearsal = None
@@ -106,7 +98,7 @@ class Traces:
             try:
                 if rehearsal is not None and self._runner.backend.executes:
                     rehearsal.check(result, self._runner.fn)
-                self._take(entry, line, feed, facts, walk if rehearsal is None else None)
+                self._take(call, facts, walk if rehearsal is None else None)
                 if self._peers is not None:
                     self._peers.meet(f"trace {self._stats.traced}")
             except LearningRateError:
@@ -117,22 +109,15 @@ class Traces:
                     raise
                 # The traced step is a good eager step, and stands unless the refusal raises.
                 self._refusals.refuse(error)
-                entry.refusal = error
+                call.entry.refusal = error
                 self._stats.skip(error.reason, str(error))
         return result
 
     def _run(
-        self,
-        entry: Entry,
-        line: Line,
-        feed: Feed,
-        fed: CallArguments,
-        facts: Trace,
-        undo: ExitStack,
-        *,
-        rehearses: bool,
+        self, call: Call, fed: CallArguments, facts: Trace, undo: ExitStack, *, rehearses: bool
     ) -> tuple[Any, Walk]:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
+        entry, line, feed = call.entry, call.line, call.feed
         managed, fn, device = self._managed, self._runner.fn, self._runner.device
         before = line.traces[-1] if line.traces else None
 
@@ -153,8 +138,9 @@ class Traces:
                 entry.warm = min(entry.warm, self._options.warmup_steps - 1)
             raise
 
-    def _take(self, entry: Entry, line: Line, feed: Feed, facts: Trace, at_end: Walk | None) -> None:
+    def _take(self, call: Call, facts: Trace, at_end: Walk | None) -> None:
         """Keep a trace, and plan if there are enough. ``at_end`` is its last walk, if still valid."""
+        entry, line = call.entry, call.line
         check_threads(facts, self._options.allow)
         if facts.violation is not None:
             raise facts.violation
@@ -169,19 +155,19 @@ class Traces:
         entry.takes_two |= not self._managed.is_settled
         line.traces.append(facts)
         line.state = [path for path in facts.entry_paths if is_optimizer_state(path)]
-        line.plan = self._plan(entry, line, feed, walk, at_end)
-        if line.plan is None:
+        plan = line.plan = self._plan(call, walk, at_end)
+        if plan is None:
             return
         line.traces, self._latest = [], None
         line.straddling = 0
         for text in _omissions(facts, self._options.allow):
             self._refusals.warn(text)
-        self._runner.plan = line.plan
-        for fact in line.plan.assertions:
+        self._runner.plan = plan
+        for fact in plan.assertions:
             self._stats.note(fact)
-        needed = self._runner.backend.needs(line.plan.footprint, alone=True)
+        needed = self._runner.backend.needs(plan.footprint, alone=True)
         self._stats.bytes_estimated = max(self._stats.bytes_estimated, needed)
-        self._stats.launches_eager += line.plan.launches * (entry.eager_calls + 1)
+        self._stats.launches_eager += plan.launches * (entry.eager_calls + 1)
 
     def _note_change(self, facts: Trace, walk: Walk) -> None:
         before, self._latest = self._latest, facts
@@ -190,8 +176,9 @@ class Traces:
             path = "" if changed is None else changed.split(" was ")[0]
             self._changing = path, self._changing[1] + 1 if path and path == self._changing[0] else int(bool(path))
 
-    def _plan(self, entry: Entry, line: Line, feed: Feed, walk: Walk, at_end: Walk | None) -> Plan | None:
+    def _plan(self, call: Call, walk: Walk, at_end: Walk | None) -> Plan | None:
         """The plan of two traces; or of one, if another key has a plan like it and the first replay is checked."""
+        entry, line, feed = call.entry, call.line, call.feed
         planning: dict[str, Any] = {
             "owners": lambda: self._managed.owners,
             "function": lambda: self._runner.fn,

@@ -47,7 +47,7 @@ def _drive(call: Any) -> list[Tensor]:
 
 
 BEFORE = {
-    "exact": ["inference.graphed:plain", "step.eager_calls:flatten", "step.lookup:Lookup.find", "step.traces:trace",
+    "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.traces:trace",
               "step.stages:capture_program", "inference.graphed:_dense_feed"],
     "eager": ["inference.graphed:_dense_feed", "step.dimensions:Dynamic.split"],
     "bucket": ["inference.graphed:_dense_feed", "inference.bucketed:Bucketed.call",
