@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from types import MethodType
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.backends.backend import Backend, refusing_memory, resolve_backend
 from graphplan.environment.surroundings import check_surroundings
@@ -41,7 +41,6 @@ from graphplan.tensors.dtensors import is_imagined, is_wrapped, local
 from graphplan.tensors.storages import storage_id
 from graphplan.trace.operator_schemas import tensors_in
 from graphplan.trace.records import Trace
-from graphplan.trace.run import trace
 
 Owners = Mapping[str, Any] | Sequence[Any] | None
 
@@ -110,24 +109,17 @@ class _Traces:
     def two(self) -> tuple[Trace, Trace]:
         """Traces of two steps in a row, once all that the step's code names is known."""
         managed = self.managed
-        with managed.rates:
-            _, walk = managed.discover(self._run, self._copy)
+        walk = self._run(None, self._copy)
         managed.take_names(self._records[0].ran, walk)
         device = find_device(managed.walk(), self.feed)
         check_feed(self.feed, device)
-        self._begin_again()
-        with managed.rates:
-            _, walk = managed.discover(lambda: self._run(device))
-        managed.check_kept()
+        walk = self._run(device)
         if managed.take_names(self._records[1].ran, walk):
             # What was not named until now is put back to here, and from here by undoing the two traces' writes.
             self._snapshots.append(Snapshot(managed.walk()))
-            self._begin_again()
-            with managed.rates:
-                self._run(device)
-        self._begin_again()
-        with managed.rates:
             self._run(device)
+        self._run(device)
+        managed.check_kept()
         first, second = self._records[-2:]
         return first, second
 
@@ -140,31 +132,23 @@ class _Traces:
         for record in reversed(self._records):
             record.undo_unowned_writes()
 
-    def _run(self, device: torch.device | None = None) -> tuple[Any, Walk]:
+    def _run(self, device: torch.device | None, on_first_sight: Callable[[Any], None] = lambda thing: None) -> Walk:
+        managed, record = self.managed, Trace()
+        # A program begins with the flags that are there now. What optimizers count with goes on.
+        counted = managed.walk().counted
+        self._flags.assign({path: value for path, value in self._found.items() if path not in counted})
         before = self._records[-1] if self._records else None
-        self._records.append(Trace())
+        self._records.append(record)
         # Containers of its own: what the step does to them is not to last.
         fed = CallArguments(*self.feed.rebuild(self.feed.leaves)).watch()
-        return trace(
-            self._fn,
-            self.feed,
-            fed,
-            owners=self.managed.owners,
-            device=device,
-            record=self._records[-1],
-            rates=lambda: self.managed.rates.storages,
-            before=before,
-        )
+        with managed.rates:
+            _, walk = managed.trace(self.feed, fed, record, device, before, on_first_sight)
+        return walk
 
     def _copy(self, thing: Any) -> None:
         """What was not named is copied before its first run; its flags are already prepared, and stay so."""
         _, walk = come_to_rest({"": thing})
         self._snapshots.append(Snapshot(walk, without=LENT, within=True))
-
-    def _begin_again(self) -> None:
-        # A program begins with the flags that are there now. What optimizers count with goes on.
-        counted = self.managed.walk().counted
-        self._flags.assign({path: value for path, value in self._found.items() if path not in counted})
 
 
 @refusing()
@@ -195,42 +179,22 @@ def _compile(
             traces.undo()
 
 
-def _weak_owners(owners: MutableMapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
+def _weak_owners(owners: Mapping[str, Any]) -> Callable[[], Mapping[str, Any]]:
     """Owners behind weak references, where their types allow that: a cached plan must not keep a model alive."""
-    references: dict[str, Callable[[], Any]] = {}
-    for name, owner in owners.items():
-        if isinstance(owner, Namespace):
-            references[name] = partial(_same, owner.plain())
-            continue
-        try:
-            references[name] = weakref.ref(owner)
-        except TypeError:
-            references[name] = partial(_same, owner)
+    references = {name: _weak(owner) for name, owner in owners.items()}
     return lambda: {name: owner for name, get in references.items() if (owner := get()) is not None}
 
 
-def _same(owner: Any) -> Any:
-    return owner
+def _weak(owner: Any) -> Callable[[], Any]:
+    if not isinstance(owner, Namespace):
+        with suppress(TypeError):
+            return weakref.ref(owner)
+    kept = owner.plain() if isinstance(owner, Namespace) else owner
+    return lambda: kept
 
 
-class _IdentityCache:
-    """Values by the identity of a key that is held weakly: a reused ``id`` finds nothing of its predecessor's."""
-
-    def __init__(self) -> None:
-        self._items: dict[int, tuple[weakref.ref[Any], dict[Any, Plan]]] = {}
-
-    def of(self, key: Any) -> dict[Any, Plan]:
-        """The plans kept for ``key``; an empty dict the first time."""
-        number = id(key)
-        found = self._items.get(number)
-        if found is not None and found[0]() is key:
-            return found[1]
-        plans: dict[Any, Plan] = {}
-        self._items[number] = (weakref.ref(key, lambda _: self._items.pop(number, None)), plans)
-        return plans
-
-
-_PLANS = _IdentityCache()
+_PLANS = WeakIdKeyDictionary()
+"""By function, or by the ``self`` of a bound method: plans by its function and the feed."""
 
 
 def compile_cached(
@@ -273,9 +237,10 @@ def compile_cached(
     """
     function: Callable[[], Any]
     if isinstance(fn, MethodType):
-        plans, label, function = _PLANS.of(fn.__self__), fn.__func__, weakref.WeakMethod(fn)
+        owner, label, function = fn.__self__, fn.__func__, weakref.WeakMethod(fn)
     else:
-        plans, label, function = _PLANS.of(fn), None, weakref.ref(fn)
+        owner, label, function = fn, None, weakref.ref(fn)
+    plans: dict[Any, Plan] = _PLANS.setdefault(owner, {})
     key = (label, flatten(args, {}).key)
     if key not in plans:
         name = getattr(fn, "__qualname__", repr(fn))
@@ -360,25 +325,40 @@ def _snapshot(plan: Plan, feed: Feed) -> Snapshot:
 
 
 def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
-    """Make what the plan's step creates lazily, and warm the step up."""
-    walk = walk_owners(plan.handles.owners())
-    missing = [external.path for external in plan.externals if external.path and external.path not in walk.slots]
+    """Run the plan's step once, which warms it up, undo that, and make the state that it makes lazily, with its initial
+    values.
+
+    Raises:
+        CaptureError: for state whose first value is computed from the batch.
+    """
+    known = walk_owners(plan.handles.owners()).slots
+    missing = [external.path for external in plan.externals if external.path and external.path not in known]
     snapshot = _snapshot(plan, feed)
     args, kwargs = feed.rebuild(feed.leaves)
-
-    def step() -> None:
-        with plan.handles.rates, presenting_capture():
-            backend.run(lambda: call_step(plan.handles.function(), args, kwargs))
-
+    made: list[tuple[Any, Any, Any]] = []
     try:
-        make = create_state(missing, lambda: walk_owners(plan.handles.owners()), step)
+        with InitialState() as births, plan.handles.rates, presenting_capture():
+            backend.run(lambda: call_step(plan.handles.function(), args, kwargs))
+        walk = walk_owners(plan.handles.owners())
+        for path in missing:
+            slot = walk.slots.get(path)
+            if slot is not None and slot.param is None:
+                tensor = slot.get()
+                births.put_back(path, local(tensor), walk)
+                made.append((slot.container, slot.key, tensor))
+        within = {id(container) for container, _, _ in made}
+        made += [link for link in walk.links if id(link[2]) in within]
     finally:
         snapshot.restore()
-    make()
+    for container, key, thing in made:
+        container[key] = thing
 
 
-_FILLS = ("zeros", "ones", "full", "lift_fresh", "lift", "scalar_tensor", "zero_", "fill_", "new_zeros", "new_full")
-_FILLS_LIKE = tuple(f"{name}_like" for name in ("zeros", "ones", "full"))
+_FILLS = (
+    *("zeros", "ones", "full", "lift_fresh", "lift", "scalar_tensor", "zero_", "fill_", "new_zeros", "new_full"),
+    *("zeros_like", "ones_like", "full_like"),
+)
+"""Operators that make or fill a tensor with constants."""
 
 
 class InitialState(TorchDispatchMode):
@@ -386,7 +366,7 @@ class InitialState(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._values: dict[int, Tensor] = {}
+        self._values: dict[int | None, Tensor] = {}
         self._weak: list[StorageWeakRef] = []
 
     def __torch_dispatch__(
@@ -396,7 +376,7 @@ class InitialState(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket._qualified_op_name.split("::")[-1]
-        if (name in _FILLS or name in _FILLS_LIKE) and not is_imagined():
+        if name in _FILLS and not is_imagined():
             for tensor in tensors_in(out):
                 storage = storage_id(tensor)
                 if storage is not None and storage not in self._values:
@@ -404,42 +384,10 @@ class InitialState(TorchDispatchMode):
                     self._weak.append(StorageWeakRef(tensor.untyped_storage()))
         return out
 
-    def value(self, tensor: Tensor) -> Tensor | None:
-        """What ``tensor``'s memory was filled with when it was made, if with a constant."""
-        storage = storage_id(tensor)
-        return None if storage is None else self._values.get(storage)
-
-
-def _starts_at_zero(path: str, walk: Walk) -> bool:
-    """SGD makes its momentum from the first gradient, which is what momentum 0 leads to if nothing is dampened."""
-    name = path.split(".state[", 1)[0]
-    optimizer = walk.optimizers.get(name)
-    undamped = optimizer is not None and all(group.get("dampening") == 0 for group in optimizer.param_groups)
-    return path.endswith("].momentum_buffer") and isinstance(optimizer, torch.optim.SGD) and undamped
-
-
-def create_state(missing: Sequence[str], walk: Callable[[], Walk], step: Callable[[], Any]) -> Callable[[], None]:
-    """Run ``step`` once to learn the initial values of the slots ``missing``.
-
-    Returns:
-        A function that, once the step is undone, makes those slots with their initial values.
-
-    Raises:
-        CaptureError: for state whose first value is computed from the batch.
-    """
-    births = InitialState()
-    with births:
-        step()
-    now = walk()
-    made: list[tuple[Any, Any, Tensor]] = []
-    for path in missing:
-        slot = now.slots.get(path)
-        if slot is None or slot.param is not None:
-            continue
-        tensor = slot.get()
-        memory = local(tensor)
-        initial = births.value(memory)
-        if initial is None and _starts_at_zero(path, now):
+    def put_back(self, path: str, memory: Tensor, walk: Walk) -> None:
+        """Fill the memory of the slot at ``path`` with what it was made with; CaptureError if that is unknown."""
+        initial = self._values.get(storage_id(memory))
+        if initial is None and _starts_at_zero(path, walk):
             initial = torch.zeros_like(memory)
         if initial is None or initial.shape != memory.shape:
             raise CaptureError(
@@ -448,13 +396,11 @@ def create_state(missing: Sequence[str], walk: Callable[[], Walk], step: Callabl
             )
         with torch.no_grad():
             memory.detach().copy_(initial)
-        made.append((slot.container, slot.key, tensor))
-    inner = [(container, key, child) for container, key, child in now.links if any(child is c for c, _, _ in made)]
 
-    def make() -> None:
-        for container, key, child in inner:
-            container[key] = child
-        for container, key, tensor in made:
-            container[key] = tensor
 
-    return make
+def _starts_at_zero(path: str, walk: Walk) -> bool:
+    """SGD makes its momentum from the first gradient, which is what momentum 0 leads to if nothing is dampened."""
+    name = path.split(".state[", 1)[0]
+    optimizer = walk.optimizers.get(name)
+    undamped = optimizer is not None and all(group.get("dampening") == 0 for group in optimizer.param_groups)
+    return path.endswith("].momentum_buffer") and isinstance(optimizer, torch.optim.SGD) and undamped

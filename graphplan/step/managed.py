@@ -18,6 +18,8 @@ from torch.amp.grad_scaler import GradScaler
 from graphplan.compare.comparing import Row
 from graphplan.compare.fast_compare import Modes
 from graphplan.errors import FaultError, HostEffectError, OptimizerError, RefusalError
+from graphplan.feed.call_arguments import CallArguments
+from graphplan.feed.signature import Feed
 from graphplan.guards.fingerprint import Fingerprint
 from graphplan.observe.executed_code import ExecutedCode
 from graphplan.observe.profile import Profile
@@ -34,6 +36,8 @@ from graphplan.owners.walk import walk_owners
 from graphplan.program.faults import refusing
 from graphplan.step.compiled import runs_compiled
 from graphplan.trace.mode import refuse_trace
+from graphplan.trace.records import Trace
+from graphplan.trace.run import trace
 
 Result = TypeVar("Result")
 _NAMES = "names"
@@ -162,12 +166,21 @@ class Managed:
             return True
         return False
 
-    def discover(
-        self, call: Callable[[], tuple[Result, Walk]], on_first_sight: Callable[[Any], None] = lambda thing: None
-    ) -> tuple[Result, Walk]:
-        """Run ``call`` and take in the modules and optimizers that it uses: its result, and a walk afterwards."""
+    def trace(
+        self,
+        feed: Feed,
+        fed: CallArguments,
+        record: Trace,
+        device: torch.device | None,
+        before: Trace | None,
+        on_first_sight: Callable[[Any], None] = lambda thing: None,
+    ) -> tuple[Any, Walk]:
+        """Trace the step, and take in the modules and optimizers that it uses: its result, and a walk afterwards."""
         with Discovery(self.manage, on_first_sight, _check_made) as discovery:
-            result, walk = call()
+            result, walk = trace(
+                self._fn, feed, fed, owners=self.owners, device=device, record=record,
+                rates=lambda: self.rates.storages, before=before,
+            )  # fmt: skip
         discovery.faults.check()
         self.kept = discovery.kept(walk, result)
         return result, self._take_owners(discovery, walk)
@@ -178,11 +191,12 @@ class Managed:
             self.owners[free_name(name, self.owners)] = owner
         return self.walk() if found else walk
 
-    def discover_all(
+    def discover(
         self, call: Callable[[], Result], *, fed: Iterable[Any], is_settled: bool
     ) -> tuple[Result, Walk | None]:
-        """:meth:`discover`, and unless ``is_settled`` take in the names and objects that the code of ``call`` uses, but
-        for those that it is ``fed``. The walk is None if there are more owners now than it would have found.
+        """Run ``call`` and take in the modules and optimizers that it uses, and unless ``is_settled`` the names and
+        objects that its code uses, but for those that it is ``fed``. The walk is None if there are more owners now than
+        it would have found.
 
         Compiled code is looked at when it is traced: its names are those that the compiler gave, and to watch each of
         the compiler's calls would take long.

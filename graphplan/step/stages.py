@@ -96,7 +96,7 @@ class Stages:
             if self._programs.is_further(entry):
                 result = self._runner.run(call)
             else:
-                body = partial(self._managed.discover_all, call, fed=fed.objects(), is_settled=is_settled)
+                body = partial(self._managed.discover, call, fed=fed.objects(), is_settled=is_settled)
                 result, walk = self._runner.run_walked(body)
                 self._managed.refresh(walk)
                 self._keeping = self._keeping + 1 if self._managed.kept else 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 from graphplan.backends.backend import is_out_of_memory
@@ -28,7 +29,6 @@ from graphplan.step.compiled import Rehearsal, uncompiled
 from graphplan.step.programs import Entry, Line
 from graphplan.step.runner import Parts
 from graphplan.trace.records import Trace, collect
-from graphplan.trace.run import trace
 
 _REORDERED = 5
 """Maximum retraces for operators that autograd's engine reordered, after 4, 8, ... 64 further steps."""
@@ -118,16 +118,11 @@ class Traces:
     ) -> tuple[Any, Walk]:
         """Run the step under the trace. An error of the step's own leaves what it leaves in an eager step."""
         entry, line, feed = call.entry, call.line, call.feed
-        managed, fn, device = self._managed, self._runner.fn, self._runner.device
-        before = line.traces[-1] if line.traces else None
-
-        def body() -> tuple[Any, Walk]:
-            rates = lambda: managed.rates.storages  # noqa: E731
-            return trace(fn, feed, fed, owners=managed.owners, device=device, record=facts, rates=rates, before=before)
-
+        device, before = self._runner.device, line.traces[-1] if line.traces else None
+        body = partial(self._managed.trace, feed, fed, facts, device, before)
         try:
             with uncompiled():
-                return self._runner.run_walked(lambda: managed.discover(body), traced=True)
+                return self._runner.run_walked(body, traced=True)
         except BaseException as error:
             if isinstance(error, (GraphPlanError, ReadSignal)) or is_out_of_memory(error):
                 raise

@@ -47,14 +47,14 @@ def _drive(call: Any) -> list[Tensor]:
 
 
 BEFORE = {
-    "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.traces:trace",
+    "exact": ["inference.graphed:plain", "step.state_machine:flatten", "step.lookup:Lookup.find", "step.managed:trace",
               "step.stages:capture_program", "inference.graphed:_dense_feed"],
     "eager": ["inference.graphed:_dense_feed", "step.dimensions:Dynamic.split"],
     "bucket": ["inference.graphed:_dense_feed", "inference.bucketed:Bucketed.call",
                "step.padding:Padding.kind",
                "step.padding:Padding.learn", "step.padding:Padding.pad",
                "inference.bucketed:Bucketed._is_due",
-               "inference.bucketed:_Effects", "step.traces:trace"],
+               "inference.bucketed:_Effects", "step.managed:trace"],
 }  # fmt: skip
 PLACES = [(shapes, place) for shapes, places in BEFORE.items() for place in places]
 AFTER = ["step.capture_sizes:Slicer.meet", "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on"]

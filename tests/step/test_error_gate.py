@@ -65,7 +65,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.owners.discovery": ["Discovery.unknown", "Discovery._take_module", "Discovery.kept"],
     "graphplan.step.managed": [
         "walk_owners", "runs_compiled", "Managed.take_names", "Managed.refresh", "Managed.fingerprint",
-        "Managed.next_fingerprint", "Managed.grad_presence", "Managed.rows",
+        "Managed.next_fingerprint", "Managed.grad_presence", "Managed.rows", "trace",
     ],
     "graphplan.step.state_machine": ["no_collections", "flatten", "settle_companions"],
     "graphplan.feed.unread": ["leaf_key"],
@@ -86,7 +86,7 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.trace.rate_reads": ["RateWatch.finish"],
     "graphplan.observe.executed_code": ["ExecutedCode.note"],
     "graphplan.plan.build": ["classify", "check_difference"],
-    "graphplan.step.traces": ["trace", "build_plan", "_omissions", "check_threads"],
+    "graphplan.step.traces": ["build_plan", "_omissions", "check_threads"],
     "graphplan.backends.tape": ["_TapeMode._record", "TapeRecording.__init__"],
     "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads"],
     "graphplan.program.outputs": ["Outputs.__init__"],
@@ -358,7 +358,7 @@ PADDED = [
     "step.padded_batches:PaddedBatches._compare",
     "step.padding:Padding.learn", "step.padding:Padding.pad", "step.capture_sizes:Slicer.meet",
     "step.capture_sizes:Slicer.cut", "step.padding:PaddedCall._handed_on", "step.padding_check:PaddingCheck.run",
-    "step.traces:trace", "step.replays:check_replay",
+    "step.managed:trace", "step.replays:check_replay",
 ]  # fmt: skip
 
 
