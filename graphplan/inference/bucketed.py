@@ -26,7 +26,6 @@ from graphplan.program.faults import having_run
 from graphplan.program.leases import plain
 from graphplan.program.program import Program
 from graphplan.step.capture_sizes import distance, tolerance
-from graphplan.step.dimensions import Place
 from graphplan.step.graphed_step import GraphedStep
 from graphplan.step.padding import Kind, PaddedCall, Padding
 from graphplan.tensors.copying import same_bits
@@ -55,24 +54,20 @@ class Bucketed:
 
     def call(self, feed: Feed) -> Any:
         """One call of dense tensors. Raises PaddingError if padding changes what comes out."""
-        kind = self.padding.kind(feed)
-        places = self.padding.places(feed) if kind is None else kind.layout.places
-        misfit = self.padding.misfit(feed, places) if kind is None else None
-        if misfit is not None:
-            return self._leave(feed, places, SkipReason.BUCKET, misfit)
         if any(map(asks_for_gradients, feed.leaves)) or self._trains():
-            return self._leave(feed, places, SkipReason.GRADIENT)
-        if kind is None:
-            kind = self.padding.learn(feed, places, self._schedule.after(0))
-        self._stats.count(kind.fed, kind.padded)
-        refusal = kind.size.refusal or (kind.size.drawing if kind.layout.is_padded else None)
+            return self._leave(feed, SkipReason.GRADIENT)
+        kind = self.padding.kind(feed, self._schedule.after(0))
+        if isinstance(kind, str):
+            return self._leave(feed, SkipReason.BUCKET, kind)
+        self._stats.count(kind.own.values(), kind.staged.values())
+        refusal = kind.size.refusal or (kind.size.drawing if kind.is_padded else None)
         if refusal is not None:
-            return self._leave(feed, places, SkipReason.PADDING, str(refusal))
+            return self._leave(feed, SkipReason.PADDING, str(refusal))
         return self._run(PaddedCall(self.padding, feed, kind))
 
-    def _leave(self, feed: Feed, places: Sequence[Place], reason: SkipReason, detail: str = "") -> Any:
+    def _leave(self, feed: Feed, reason: SkipReason, detail: str = "") -> Any:
         """The call as it came."""
-        return self._step.skip(*self.padding.leave(feed, places), reason, detail)
+        return self._step.skip(*self.padding.leave(feed), reason, detail)
 
     def _trains(self) -> bool:
         """Whether gradients could flow to parameters: padded inputs lie in memory that the next call overwrites."""
@@ -83,7 +78,7 @@ class Bucketed:
 
     def _run(self, call: PaddedCall) -> Any:
         kind, size = call.kind, call.kind.size
-        is_padded = kind.layout.is_padded
+        is_padded = kind.is_padded
         effects: _Effects | None = None
         fed: CallArguments | None = None
 
@@ -103,9 +98,9 @@ class Bucketed:
 
         with ExitStack() as watched:
             try:
-                result = self._step.call(call.args, dict(call.kwargs), before)
+                result = self._step.call(call.args, call.kwargs, before)
             except _UnpaddedError as reason:
-                return self._leave(call.feed, kind.layout.places, *reason.args)
+                return self._leave(call.feed, *reason.args)
         with having_run(self._name):
             leaves = call.take(result)
             if effects is not None:
@@ -117,7 +112,7 @@ class Bucketed:
             if is_padded and not kind.is_sure:
                 # The function gives something else than before: this call's outcome is that without padding.
                 size.next_check = size.calls + 1
-                return self._leave(call.feed, kind.layout.places, SkipReason.CHECK)
+                return self._leave(call.feed, SkipReason.CHECK)
             call.hand_back()
             return call.cut(leaves)
 
@@ -134,7 +129,7 @@ class Bucketed:
         """What notes the effects of a call; _UnpaddedError without memory for copies of what the owners hold."""
         owners = self._step.machine.managed.owners
         held = {id(t): t.nbytes for slot in walk_owners(owners).slots.values() for t in slot.tensors()}
-        where = next((memory.device for memory in call.kind.layout.staged.values()), torch.device("cpu"))
+        where = next((memory.device for memory in call.kind.staged.values()), torch.device("cpu"))
         room, reason = find_room(sum(held.values()), where)
         if room is None:
             raise _UnpaddedError(SkipReason.CHECK, reason)
@@ -142,28 +137,28 @@ class Bucketed:
 
     def _check(self, call: PaddedCall, leaves: list[Any], effects: _Effects) -> Any:
         """Make the call as it came, too, and compare: its outcome stands."""
-        layout, size, mutated = call.kind.layout, call.kind.size, call.mutated()
+        kind, size, mutated = call.kind, call.kind.size, call.mutated()
         if effects.program is not None:
             size.checked.add(effects.program)
         kept = [plain(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         effects.undo()
-        expected = self._leave(call.feed, layout.places, SkipReason.CHECK)
+        expected = self._leave(call.feed, SkipReason.CHECK)
         self._stats.checked += 1
         if effects.has_drawn:
             return self._refuse_draws(call, effects, expected)
-        problems, parts = size.slicer.learn(expected, kept, layout.true)
+        problems, parts = size.slicer.learn(expected, kept, kind.true)
         for name, own in flatten_result(expected)[0]:
             part = parts.get(name)
             if part is not None and (apart := distance(own, part)) > tolerance(own.dtype):
                 problems.append(f"{name} differs by {apart:.2g} of its largest value")
         problems += effects.problems()
         for index in mutated:
-            own, part = call.feed.leaves[index], layout.own[index]
+            own, part = call.feed.leaves[index], kind.own[index]
             if distance(own.to(part.device), part) > tolerance(own.dtype):
                 problems.append(f"{call.feed.names()[index]}, which the function changes, differs")
         if problems:
             size.refusal = PaddingError(
-                f"padding from {layout} changes what comes out: {'; '.join(problems[:3])}. Expected the "
+                f"padding from {kind} changes what comes out: {'; '.join(problems[:3])}. Expected the "
                 "same as without padding, within rounding: have the function leave the padding out (mask= names an "
                 "argument that says what is real), pad with another value (pad=), name the dimensions that may be "
                 "padded (dynamic=), or pass shapes='exact'. What came out without padding stands",
@@ -177,7 +172,7 @@ class Bucketed:
         places = effects.program.plan.draws if effects.program is not None else list(effects.draws.places)
         call.kind.size.drawing = PaddingError(
             f"the call draws random numbers {'; '.join(places[:3]) or 'in compiled code'}, and padding from "
-            f"{call.kind.layout} may have it draw others, and more of them, than without padding. Expected a function "
+            f"{call.kind} may have it draw others, and more of them, than without padding. Expected a function "
             "that draws none: draw outside of it and feed it the numbers, or pass shapes='exact'. Calls of a capture "
             "size are replayed all the same. What came out without padding stands",
             result=expected,

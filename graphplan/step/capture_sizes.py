@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -34,8 +34,9 @@ class ShapeStats:
     unpadded_elements: int = 0
     padded_elements: int = 0
 
-    def count(self, fed: int, padded: int) -> None:
-        """Count one call of ``fed`` elements, which were padded to ``padded``."""
+    def count(self, own: Iterable[Tensor], staged: Iterable[Tensor]) -> None:
+        """Count one call whose ``own`` tensors were padded to those that are ``staged``."""
+        fed, padded = (sum(tensor.numel() for tensor in tensors) for tensors in (own, staged))
         self.padded_calls += padded > fed
         self.unpadded_elements += fed
         self.padded_elements += padded

@@ -1,11 +1,11 @@
-"""Dynamic dimensions of a call's tensors, and values by the names of a function's arguments."""
+"""Dynamic dimensions of a call's tensors, and options by the names of a function's arguments."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -41,6 +41,7 @@ class Names:
         self._open = not parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
         self._all = [parameter.name for parameter in parameters]
         self._known: dict[Hashable, list[tuple[str, ...]]] = {}
+        self._checked: set[str] = set()
 
     def check(self, names: Iterable[str], option: str, others: Iterable[str] = ()) -> None:
         """Raise OptionError for a name that is neither a parameter nor among ``others``."""
@@ -73,23 +74,16 @@ class Names:
             names += filter(None, (step["key"] or step["attribute"], root + within[: step.end()]))
         return tuple(reversed(names))
 
+    def values(self, feed: Feed, by_name: Mapping[str, Value], option: str) -> list[Value | None]:
+        """The value for each leaf, by its closest name, or None; OptionError for a name that no leaf has.
 
-class Named(Generic[Value]):
-    """Values by name: a parameter, a key or attribute within it (``labels``), or a path (``batch['labels']``)."""
-
-    def __init__(self, names: Names, values: Mapping[str, Value], option: str) -> None:
-        self._names = names
-        self._values = values
-        self._option = option
-        self._is_checked = not values
-
-    def of(self, feed: Feed) -> list[Value | None]:
-        """The value for each leaf, by its closest name, or None; OptionError for a name that no leaf has."""
-        found = self._names.of(feed)
-        if not self._is_checked:
-            self._names.check(self._values, self._option, (name for names in found for name in names[::-1]))
-            self._is_checked = True
-        return [next((self._values[name] for name in names if name in self._values), None) for names in found]
+        A name is that of a parameter, a key or attribute within it (``labels``), or a path (``batch['labels']``).
+        """
+        found = self.of(feed)
+        if option not in self._checked:
+            self.check(by_name, option, (name for names in found for name in names[::-1]))
+            self._checked.add(option)
+        return [next((by_name[name] for name in names if name in by_name), None) for names in found]
 
 
 class Dynamic:
@@ -97,7 +91,7 @@ class Dynamic:
 
     Args:
         fn: the function, whose parameters have names.
-        dims: dimensions by name (see :class:`Named`); by default all but the last, or the only one.
+        dims: dimensions by name (see :meth:`Names.values`); by default all but the last, or the only one.
 
     Raises:
         OptionError: for something that is no dimension.
@@ -108,12 +102,12 @@ class Dynamic:
             raise OptionError(
                 f"dynamic is {dims!r}; expected dimensions by the name of an argument, such as {{'x': (0, 1)}}"
             )
-        parsed = {name: _parse(name, value) for name, value in (dims or {}).items()}
-        self._dims = Named(Names(fn), parsed, "dynamic")
+        self.names = Names(fn)
+        self._dims = {name: _parse(name, value) for name, value in (dims or {}).items()}
 
     def of(self, feed: Feed) -> list[Place]:
         """The dynamic dimensions of a call's tensors."""
-        given = self._dims.of(feed)
+        given = self.names.values(feed, self._dims, "dynamic")
         places = []
         for index, leaf in feed.tensors():
             default = range(leaf.ndim - 1) if leaf.ndim > 1 else range(leaf.ndim)

@@ -66,8 +66,7 @@ class PaddedBatches:
             feed = flatten(args, kwargs)
         except FeedError:
             return args, kwargs
-        args, its_kwargs = self._padding.leave(feed, self._padding.places(feed))
-        return args, dict(its_kwargs)
+        return self._padding.leave(feed)
 
     def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], before: Before | None = None) -> Any:
         """Make a call that has the turn, at its capture size if it has one."""
@@ -76,7 +75,7 @@ class PaddedBatches:
         kind = self._kind(feed) if feed is not None and pads else None
         if feed is not None and kind is not None:
             size = kind.size
-            is_due = kind.layout.is_padded and (size.calls + 1 == size.next_check or not kind.is_sure)
+            is_due = kind.is_padded and (size.calls + 1 == size.next_check or not kind.is_sure)
             if not is_due:
                 return self._serve_padded(feed, kind)
             if self._is_harmless(feed, kind):
@@ -100,22 +99,18 @@ class PaddedBatches:
 
     def _kind(self, feed: Feed) -> Kind | None:
         """How a call is padded; None if it fits no capture size."""
-        kind = self._padding.kind(feed)
-        if kind is not None:
-            return kind
         # A call with no dimension at all may be a wrong one, which the step itself has words for.
-        has_dimensions = any(leaf.dim() for _, leaf in feed.tensors())
-        places = self._padding.places(feed, are_expected=has_dimensions and not self.shapes.shapes)
-        misfit = self._padding.misfit(feed, places)
-        if misfit is not None:
-            self._runner.stats.note(f"not padded: {misfit}")
+        are_expected = not self.shapes.shapes and any(leaf.dim() for _, leaf in feed.tensors())
+        kind = self._padding.kind(feed, are_expected=are_expected)
+        if isinstance(kind, str):
+            self._runner.stats.note(f"not padded: {kind}")
             return None
-        return self._padding.learn(feed, places)
+        return kind
 
     def _serve_padded(self, feed: Feed, kind: Kind) -> Any:
         call = PaddedCall(self._padding, feed, kind)
-        self.shapes.count(kind.fed, kind.padded)
-        result = self._machine.serve(call.args, dict(call.kwargs))
+        self.shapes.count(kind.own.values(), kind.staged.values())
+        result = self._machine.serve(call.args, call.kwargs)
         try:
             call.hand_back()
             leaves = call.take(result)
@@ -174,10 +169,10 @@ class PaddedBatches:
         if room is None:
             return reason
         moved = self._machine.lookup.moved
-        own = moved(flatten(*self._padding.leave(feed, kind.layout.places)))
-        padded = moved(flatten(*self._padding.pad(feed, kind.layout)))
+        own = moved(flatten(*self._padding.leave(feed)))
+        padded = moved(flatten(*self._padding.pad(feed, kind)))
         check = PaddingCheck(self._runner, managed, walk, own, allow=self._options.allow, room=room)
-        check.run(padded, kind.layout, kind.size.slicer)
+        check.run(padded, kind)
         return ""
 
     def _refuse(self, error: RefusalError) -> None:

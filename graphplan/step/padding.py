@@ -18,26 +18,27 @@ from graphplan.program.leases import Lease, StaticOutput
 from graphplan.program.program import Program
 from graphplan.step.buckets import Buckets, Ladders
 from graphplan.step.capture_sizes import CaptureSize, ShapeStats, result_leaves
-from graphplan.step.dimensions import Dims, Dynamic, Named, Names, Place, outer_first
+from graphplan.step.dimensions import Dims, Dynamic, Place, outer_first
 from graphplan.tensors.storages import storage_id
 
 PadFunction = Callable[[Tensor, tuple[int, ...]], Tensor]
 PadValue = float | int | bool | PadFunction
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _MOST_SHAPES = 65536
 _MOST_SIZES = 1024
 _MOST_KINDS = 4096
 """Bounds of what is counted or remembered: each literal among the arguments makes another kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How calls of one signature are padded: what each dynamic dimension is and becomes, and where the leaves go.
+@dataclass(slots=True)
+class Kind:
+    """Calls of one signature: their capture size, what each dynamic dimension is and becomes, and where the leaves go.
 
     ``staged`` is the memory of the padded leaves, ``own`` the part of it that is the call's own, ``rests`` what is
     filled with which value. ``makers`` pad leaves their own way. ``mask`` is the mask and the part of it that is true.
     """
 
+    size: CaptureSize
     places: Sequence[Place]
     true: Mapping[Place, int]
     sizes: Mapping[Place, int]
@@ -46,6 +47,7 @@ class Layout:
     rests: Sequence[tuple[Tensor, float | int | bool]]
     makers: Mapping[int, tuple[PadFunction, str]]
     mask: tuple[Tensor, Tensor] | None
+    _sure_of: object = None
 
     def __str__(self) -> str:
         return ", ".join(dict.fromkeys(f"{true} to {self.sizes[place]}" for place, true in self.true.items()))
@@ -55,23 +57,12 @@ class Layout:
         """Whether anything is added."""
         return self.true != self.sizes
 
-
-@dataclass(slots=True)
-class Kind:
-    """Calls of one signature: how they are padded, their capture size, and their elements without and with padding."""
-
-    layout: Layout
-    size: CaptureSize
-    fed: int
-    padded: int
-    _sure_of: object = None
-
     @property
     def is_sure(self) -> bool:
         """Whether enough is known to cut the results of these calls."""
-        slicer, layout = self.size.slicer, self.layout
+        slicer = self.size.slicer
         if slicer.known is None or self._sure_of is not slicer.known:
-            self._sure_of = slicer.known if slicer.is_sure(layout.true, layout.sizes) else None
+            self._sure_of = slicer.known if slicer.is_sure(self.true, self.sizes) else None
         return self._sure_of is not None
 
 
@@ -92,13 +83,12 @@ class Padding:
     ) -> None:
         self.ladders = Ladders(buckets)
         self._dynamic = Dynamic(fn, dynamic)
-        self._names = Names(fn)
-        by_name: Mapping[str, PadValue] = pad if isinstance(pad, Mapping) else {}
+        self._names = self._dynamic.names
+        self._pads: Mapping[str, PadValue] = pad if isinstance(pad, Mapping) else {}
         self._default: PadValue = 0 if isinstance(pad, Mapping) else pad
-        for value in (*by_name.values(), self._default):
+        for value in (*self._pads.values(), self._default):
             if not callable(value) and not isinstance(value, bool | int | float):
                 raise OptionError(f"pad is {value!r}; expected a number, or a function of a tensor and a shape")
-        self._pad = Named(self._names, by_name, "pad")
         if mask is not None:
             self._names.check([mask], "mask")
         self._mask = mask
@@ -114,32 +104,21 @@ class Padding:
         """Bytes of the memory that padded inputs lie in."""
         return self._buffers.nbytes
 
-    def kind(self, feed: Feed) -> Kind | None:
-        """The kind of calls like this one, if there was one before."""
-        return self._kinds.get(feed.key)
+    def kind(self, feed: Feed, next_check: int = 1, *, are_expected: bool = False) -> Kind | str:
+        """How calls like this one are padded, or why they fit no capture size. The padded call ``next_check`` of a new
+        capture size is checked; ``are_expected``: the call has to have all dimensions that have a ladder.
 
-    def learn(self, feed: Feed, places: Sequence[Place], next_check: int = 1) -> Kind:
-        """A new kind, for calls like this one. The padded call ``next_check`` of a new capture size is checked."""
-        layout = self._layout(feed, places)
-        others = [key for index, key in enumerate(feed.key[1:]) if index not in layout.staged]
-        shapes = tuple((memory.shape, memory.dtype) for memory in layout.staged.values())
-        key = (feed.key[0], *others, *shapes)
-        if len(self._stats.shapes) < _MOST_SHAPES:
-            self._stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in layout.staged)))
-            self._stats.capture_sizes.add(key)
-        if key not in self._sizes:
-            if len(self._sizes) >= _MOST_SIZES:
-                del self._sizes[next(iter(self._sizes))]
-            self._sizes[key] = CaptureSize(next_check=next_check)
-        if len(self._kinds) >= _MOST_KINDS:
-            del self._kinds[next(iter(self._kinds))]
-        fed = sum(feed.leaves[index].numel() for index in layout.staged)
-        padded = sum(memory.numel() for memory in layout.staged.values())
-        kind = self._kinds[feed.key] = Kind(layout, self._sizes[key], fed, padded)
-        return kind
+        Raises:
+            OptionError: for a ladder that is of no use.
+        """
+        kind = self._kinds.get(feed.key)
+        if kind is not None:
+            return kind
+        places = self._places(feed, are_expected=are_expected)
+        return self._misfit(feed, places) or self._learn(feed, places, next_check)
 
-    def places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
-        """The dynamic dimensions with a ladder. Raises OptionError for a ladder that is of no use."""
+    def _places(self, feed: Feed, *, are_expected: bool = False) -> list[Place]:
+        """The dynamic dimensions with a ladder."""
         places = [(index, dim) for index, dim in self._dynamic.of(feed) if dim in self.ladders.dims]
         padded = {dim for _, dim in places}
         missing = [dim for dim in self.ladders.dims if dim not in padded and (places or are_expected)]
@@ -151,7 +130,7 @@ class Padding:
             )
         return places
 
-    def misfit(self, feed: Feed, places: Sequence[Place]) -> str | None:
+    def _misfit(self, feed: Feed, places: Sequence[Place]) -> str | None:
         """Why a call fits no capture size; None if it fits one."""
         if not places:
             return "none of the arguments has a dimension with a ladder"
@@ -164,8 +143,9 @@ class Padding:
         return None
 
     @torch.inference_mode(False)
-    def _layout(self, feed: Feed, places: Sequence[Place]) -> Layout:
-        roots, pads = self._names.roots(feed), self._pad.of(feed)
+    def _learn(self, feed: Feed, places: Sequence[Place], next_check: int) -> Kind:
+        """Allocate the memory for a new kind of calls."""
+        roots, pads = self._names.roots(feed), self._names.values(feed, self._pads, "pad")
         true = {place: feed.leaves[place[0]].shape[place[1]] for place in places}
         sizes = {place: self.ladders.round_up(place[1], size) or 0 for place, size in true.items()}
         staged, own, rests, makers = {}, {}, [], {}
@@ -189,7 +169,24 @@ class Padding:
             make = lambda: torch.zeros(shape, dtype=torch.bool, device=where)  # noqa: E731
             whole = self._lease(("mask", shape, where), "the mask", make)
             mask = whole, whole[tuple(slice(true[index, dim]) for dim in masked)]
-        return Layout(places, true, sizes, staged, own, rests, makers, mask)
+        capture_size = self._size(feed, staged, next_check)
+        if len(self._kinds) >= _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        kind = self._kinds[feed.key] = Kind(capture_size, places, true, sizes, staged, own, rests, makers, mask)
+        return kind
+
+    def _size(self, feed: Feed, staged: Mapping[int, Tensor], next_check: int) -> CaptureSize:
+        """The capture size of calls that are padded to what is ``staged``."""
+        others = [key for index, key in enumerate(feed.key[1:]) if index not in staged]
+        key = (feed.key[0], *others, *((memory.shape, memory.dtype) for memory in staged.values()))
+        if len(self._stats.shapes) < _MOST_SHAPES:
+            self._stats.shapes.add((feed.key[0], *others, *(feed.leaves[index].shape for index in staged)))
+            self._stats.capture_sizes.add(key)
+        if key not in self._sizes:
+            if len(self._sizes) >= _MOST_SIZES:
+                del self._sizes[next(iter(self._sizes))]
+            self._sizes[key] = CaptureSize(next_check=next_check)
+        return self._sizes[key]
 
     def _memory(self, position: int, leaf: Tensor, dims: Mapping[int, int]) -> Tensor:
         """The memory of a leaf at its capture size. All sizes are parts of one allocation, the largest one's."""
@@ -211,36 +208,38 @@ class Padding:
             self._leases[key] = Lease(make(), name, writable=True)
         return self._leases[key].tensor
 
-    def pad(self, feed: Feed, layout: Layout) -> Arguments:
+    def pad(self, feed: Feed, kind: Kind) -> Arguments:
         """The arguments of a call at its capture size. Raises PaddingError for a wrong padding function."""
         leaves = list(feed.leaves)
         with torch.no_grad():
-            for rest, value in layout.rests:
+            for rest, value in kind.rests:
                 rest.fill_(value)
-            for index, memory in layout.staged.items():
-                if index in layout.makers:
-                    memory.copy_(_made(*layout.makers[index], leaves[index], memory), non_blocking=True)
+            for index, memory in kind.staged.items():
+                if index in kind.makers:
+                    memory.copy_(_made(*kind.makers[index], leaves[index], memory), non_blocking=True)
                 else:
-                    layout.own[index].copy_(leaves[index], non_blocking=True)
+                    kind.own[index].copy_(leaves[index], non_blocking=True)
                 leaves[index] = memory
-            if layout.mask is not None:
-                mask, part = layout.mask
+            if kind.mask is not None:
+                mask, part = kind.mask
                 mask.fill_(False)
                 part.fill_(True)
         args, kwargs = feed.rebuild(leaves)
-        if layout.mask is not None and self._mask is not None:
-            kwargs = {**kwargs, self._mask: layout.mask[0]}
+        if kind.mask is not None and self._mask is not None:
+            kwargs[self._mask] = kind.mask[0]
         return args, kwargs
 
-    def leave(self, feed: Feed, places: Sequence[Place]) -> Arguments:
+    def leave(self, feed: Feed) -> Arguments:
         """The arguments of a call as it came, with a mask that hides nothing where the function wants one."""
         args, kwargs = feed.given or feed.rebuild(feed.leaves)
-        if self._mask is not None and places and self._mask not in self._names.roots(feed):
-            index, dims = _masked(places)
-            shape = [feed.leaves[index].shape[dim] for dim in dims]
-            where = self._device or feed.leaves[index].device
-            kwargs = {**kwargs, self._mask: torch.ones(shape, dtype=torch.bool, device=where)}
-        return args, kwargs
+        kind = self._kinds.get(feed.key)
+        places = [] if self._mask is None else self._places(feed) if kind is None else kind.places
+        if self._mask is None or not places or self._mask in self._names.roots(feed):
+            return args, dict(kwargs)
+        index, dims = _masked(places)
+        shape = [feed.leaves[index].shape[dim] for dim in dims]
+        where = self._device or feed.leaves[index].device
+        return args, {**kwargs, self._mask: torch.ones(shape, dtype=torch.bool, device=where)}
 
 
 class PaddedCall:
@@ -248,35 +247,35 @@ class PaddedCall:
 
     def __init__(self, padding: Padding, feed: Feed, kind: Kind) -> None:
         self.feed, self.kind = feed, kind
-        self.args, self.kwargs = padding.pad(feed, kind.layout)
-        self._versions = [memory._version for memory in kind.layout.staged.values()]
-        kind.size.calls += kind.layout.is_padded
+        self.args, self.kwargs = padding.pad(feed, kind)
+        self._versions = [memory._version for memory in kind.staged.values()]
+        kind.size.calls += kind.is_padded
 
     def take(self, result: Any) -> list[Any]:
         """The leaves of the padded result, of which the capture size learns."""
         leaves, structure = result_leaves(result)
-        self.kind.size.slicer.meet(leaves, structure, self.kind.layout.sizes)
+        self.kind.size.slicer.meet(leaves, structure, self.kind.sizes)
         return leaves
 
     def mutated(self) -> list[int]:
         """The padded leaves that the function has written to."""
-        staged = zip(self.kind.layout.staged.items(), self._versions, strict=True)
+        staged = zip(self.kind.staged.items(), self._versions, strict=True)
         return [index for (index, memory), version in staged if memory._version != version]
 
     def hand_back(self) -> None:
         """Copy what the function has written to its padded arguments to the caller's."""
         with torch.no_grad():
             for index in self.mutated():
-                self.feed.leaves[index].copy_(self.kind.layout.own[index])
+                self.feed.leaves[index].copy_(self.kind.own[index])
 
     def cut(self, leaves: Sequence[Any]) -> Any:
         """The results at their true sizes, none of them in memory that the next call overwrites."""
-        return self.kind.size.slicer.cut(list(map(self._handed_on, leaves)), self.kind.layout.true)
+        return self.kind.size.slicer.cut(list(map(self._handed_on, leaves)), self.kind.true)
 
     def _handed_on(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, StaticOutput):
             return leaf
-        for index, memory in self.kind.layout.staged.items():
+        for index, memory in self.kind.staged.items():
             if leaf is memory:
                 return self.feed.leaves[index]
             if storage_id(leaf) == storage_id(memory):

@@ -33,10 +33,10 @@ from graphplan.observe.source import find_source
 from graphplan.observe.watching import Aside
 from graphplan.owners.slots import Walk, is_optimizer_state
 from graphplan.owners.snapshot import Snapshot, host_generators
-from graphplan.step.capture_sizes import Slicer, result_leaves, tolerance
+from graphplan.step.capture_sizes import result_leaves, tolerance
 from graphplan.step.compiled import uncompiled
 from graphplan.step.managed import Managed
-from graphplan.step.padding import Layout
+from graphplan.step.padding import Kind
 from graphplan.step.runner import Runner
 from graphplan.tensors.attributes import is_freed
 from graphplan.tensors.copying import copy_all
@@ -168,15 +168,15 @@ class PaddingCheck:
         self._walk = walk
         self._snapshot = Snapshot(walk, extra=[tensor for _, tensor in feed.tensors()], device=room)
 
-    def run(self, padded: Feed, layout: Layout, slicer: Slicer) -> None:
-        """Compare with the step on ``padded``. ``slicer`` learns what there is to cut of its result.
+    def run(self, padded: Feed, kind: Kind) -> None:
+        """Compare with the step on ``padded``. The capture size of ``kind`` learns what there is to cut of its result.
 
         Raises:
             PaddingError: if that leaves something else, or if it cannot be told.
             HostEffectError: if the step changes the containers that it is fed, which padded ones only stand for.
         """
         try:
-            problems = self._compare(padded, layout, slicer)
+            problems = self._compare(padded, kind)
         except BaseException:
             # Between two rehearsals, parameters have other last bits.
             self._snapshot.restore()
@@ -186,23 +186,23 @@ class PaddingCheck:
             names = ", ".join(problem.partition(":")[0] for problem in others[:4])
             more = f" (and {len(others)} more: {names})" if others else ""
             raise PaddingError(
-                f"padding from {layout} changes what the step leaves: {first}{more}. Expected the same as without "
+                f"padding from {kind} changes what the step leaves: {first}{more}. Expected the same as without "
                 "padding, within rounding: mask what is padding (in the loss, in statistics), pad with another value "
                 "(pad=), name the dimensions that may be padded (dynamic=), or pass shapes='exact'"
             )
 
-    def _compare(self, padded: Feed, layout: Layout, slicer: Slicer) -> list[str]:
-        names = self._feed.names()
-        came = self._rehearse(self._feed, {names[index]: self._feed.leaves[index] for index in layout.own})
+    def _compare(self, padded: Feed, kind: Kind) -> list[str]:
+        names, slicer = self._feed.names(), kind.size.slicer
+        came = self._rehearse(self._feed, {names[index]: self._feed.leaves[index] for index in kind.own})
         try:
-            own = self._rehearse(padded, {names[index]: part for index, part in layout.own.items()})
+            own = self._rehearse(padded, {names[index]: part for index, part in kind.own.items()})
         except (PaddingError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - whatever padding makes of the user's code
             return [f"the padded step raises {type(error).__name__}: {error}"]
         leaves, structure = result_leaves(own.result)
-        slicer.meet(leaves, structure, layout.sizes)
-        problems, parts = slicer.learn(came.result, leaves, layout.true)
+        slicer.meet(leaves, structure, kind.sizes)
+        problems, parts = slicer.learn(came.result, leaves, kind.true)
         problems += map(str, differing_values(own.values, came.values, _SIDES))
         left = {path: tensor for path, tensor in own.tensors.items() if path not in own.names} | parts
         explained = came.names - parts.keys()

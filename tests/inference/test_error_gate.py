@@ -52,7 +52,7 @@ BEFORE = {
     "eager": ["inference.graphed:_dense_feed", "step.dimensions:Dynamic.split"],
     "bucket": ["inference.graphed:_dense_feed", "inference.bucketed:Bucketed.call",
                "step.padding:Padding.kind",
-               "step.padding:Padding.learn", "step.padding:Padding.pad",
+               "step.padding:Padding._learn", "step.padding:Padding.pad",
                "inference.bucketed:Bucketed._is_due",
                "inference.bucketed:_Effects", "step.managed:trace"],
 }  # fmt: skip
