@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -44,29 +43,6 @@ def test_what_somebody_sets_meanwhile_stays() -> None:
     with no_collections():
         gc.set_threshold(50, 5, 6)
     assert gc.get_threshold()[:2] == (50, 5)
-
-
-@pytest.mark.parametrize("times", [1, 2, 10])
-def test_multiples_of_what_was_found_are_multiples_of_what_was_there(times: int) -> None:
-    """As people tune it who ask for the thresholds first."""
-    gc.set_threshold(500, 5, 6)
-    with no_collections():
-        first, second, third = gc.get_threshold()
-        gc.set_threshold(first * times, second * 2, third)
-    assert gc.get_threshold()[:2] == (500 * times, 10)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_its_collector() -> None:
-    gc.set_threshold(500, 5, 6)
-    with no_collections():
-        child = os.fork()
-        if not child:
-            os._exit(gc.get_threshold()[0] != 500)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert gc.get_threshold()[0] > 10**7
-    assert gc.get_threshold()[0] == 500
 
 
 def test_a_collector_that_never_runs_by_itself_is_left_alone() -> None:
