@@ -15,6 +15,7 @@ import torch
 from torch.distributions import Distribution
 
 _C: Any = torch._C
+_VALIDATES = "_validate_args"
 _Get = Callable[[], Any]
 count_of_modes: Callable[[], int] = _C._len_torch_function_stack
 """How many function modes are active. A default device is one."""
@@ -63,6 +64,12 @@ def _of_torch(name: str, getter: str, setter: str, seen: Seen = Seen.BY_GUARDS) 
     return [] if get is None else [Switch(name, get, getattr(_C, setter, None), seen, (getter, setter))]
 
 
+def _of_library(name: str, getter: str = "", setter: str = "") -> list[Switch]:
+    """A switch of ``torch.backends``; ``getter`` and ``setter`` are named alike unless they are given."""
+    getter = getter or name
+    return _of_torch(f"torch.backends.{name}", f"_get_{getter}", f"_set_{setter or getter}")
+
+
 def _set_anomaly(value: bool) -> None:
     torch.set_anomaly_enabled(value, torch.is_anomaly_check_nan_enabled())
 
@@ -71,33 +78,19 @@ def _set_check_nan(value: bool) -> None:
     torch.set_anomaly_enabled(torch.is_anomaly_enabled(), value)
 
 
-def _of_autograd() -> list[Switch]:
-    check_nan = torch.is_anomaly_check_nan_enabled, _set_check_nan
-    uses = "is_anomaly_check_nan_enabled", "set_anomaly_enabled"
-    multithreading = "_is_multithreading_enabled", "_set_multithreading_enabled"
+def _saved_tensors_hooks() -> list[Switch]:
     hooks = getattr(_C._autograd, "_top_saved_tensors_default_hooks", None)
+    return [] if hooks is None else [Switch("torch.autograd.graph.saved_tensors_hooks", partial(hooks, False), None)]
+
+
+def _autocast(device: str, alias: str) -> list[Switch]:
+    enabled = partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
+    dtype = partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
+    uses = tuple(f"{verb}_autocast_{kind}dtype" for verb in ("get", "set") for kind in ("", f"{alias}_"))
     return [
-        Switch("torch.is_grad_enabled()", torch.is_grad_enabled, _C._set_grad_enabled, Seen.BY_OTHERS),
-        Switch("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled, None),
-        Switch("torch.is_anomaly_enabled()", torch.is_anomaly_enabled, _set_anomaly),
-        Switch("torch.is_anomaly_check_nan_enabled()", *check_nan, Seen.BY_USE, uses),
-        *_of_torch("torch.autograd.set_multithreading_enabled", *multithreading, Seen.BY_USE),
-        *([] if hooks is None else [Switch("torch.autograd.graph.saved_tensors_hooks", partial(hooks, False), None)]),
+        Switch(f"torch.is_autocast_enabled({device!r})", *enabled, Seen.BY_OTHERS),
+        Switch(f"torch.get_autocast_dtype({device!r})", *dtype, Seen.BY_USE, uses),
     ]
-
-
-def _of_autocast() -> list[Switch]:
-    found = []
-    for device, alias in (("cuda", "gpu"), ("cpu", "cpu")):
-        enabled = partial(torch.is_autocast_enabled, device), partial(torch.set_autocast_enabled, device)
-        dtype = partial(torch.get_autocast_dtype, device), partial(torch.set_autocast_dtype, device)
-        uses = tuple(f"{verb}_autocast_{kind}dtype" for verb in ("get", "set") for kind in ("", f"{alias}_"))
-        found += [
-            Switch(f"torch.is_autocast_enabled({device!r})", *enabled, Seen.BY_OTHERS),
-            Switch(f"torch.get_autocast_dtype({device!r})", *dtype, Seen.BY_USE, uses),
-        ]
-    cache = torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    return [*found, Switch("torch.is_autocast_cache_enabled()", *cache, Seen.BY_OTHERS)]
 
 
 def default_device() -> torch.device | None:
@@ -113,50 +106,7 @@ def _set_warn_only(value: bool) -> None:
     _C._set_deterministic_algorithms(_C._get_deterministic_algorithms(), warn_only=value)
 
 
-def _of_defaults() -> list[Switch]:
-    warn_only = _C._get_deterministic_algorithms_warn_only, _set_warn_only
-    fill = "deterministic_fill_uninitialized_memory"
-    validates = partial(getattr, Distribution, "_validate_args"), partial(setattr, Distribution, "_validate_args")
-    return [
-        Switch("torch.get_default_dtype()", torch.get_default_dtype, torch.set_default_dtype, Seen.BY_OTHERS),
-        Switch("torch.get_default_device()", default_device, torch.set_default_device, Seen.BY_OTHERS),
-        Switch(
-            "torch.are_deterministic_algorithms_enabled()",
-            _C._get_deterministic_algorithms, _set_deterministic, Seen.BY_OTHERS,
-        ),
-        Switch("torch.is_deterministic_algorithms_warn_only_enabled()", *warn_only, Seen.BY_OTHERS),
-        *_of_torch("torch.utils.deterministic.fill_uninitialized_memory", f"_get_{fill}", f"_set_{fill}", Seen.BY_USE),
-        *_of_torch("torch function", "_is_torch_function_enabled", "", Seen.BY_OTHERS),
-        Switch("torch.distributions.Distribution.set_default_validate_args", *validates),
-    ]  # fmt: skip
-
-
-def _of_precision() -> list[Switch]:
-    """How exact matrix products and convolutions are. To set an old switch sets newer ones too, which come after it,
-    and to set that of a whole library sets those of its parts.
-    """
-    news = _of_fp32()
-    seen = Seen.BY_OTHERS if news else Seen.BY_GUARDS
-    olds = [
-        ("torch.backends.cuda.matmul.allow_tf32", _C._get_cublas_allow_tf32, _C._set_cublas_allow_tf32),
-        (
-            "torch.get_float32_matmul_precision()",
-            _C._get_float32_matmul_precision, _C._set_float32_matmul_precision,
-        ),
-        ("torch.backends.cudnn.allow_tf32", _C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
-    ]  # fmt: skip
-    found = [Switch(name, partial(_or_mixed, get), put, seen) for name, get, put in olds] + news
-    for kind in ("fp16", "bf16"):
-        full = f"allow_{kind}_reduced_precision_reduction"
-        put = partial(_set_reduction, getattr(_C, f"_set_cublas_{full}"))
-        found.append(
-            Switch(f"torch.backends.cuda.matmul.{full}", getattr(_C, f"_get_cublas_{full}"), put, Seen.BY_OTHERS)
-        )
-    full = "allow_fp16_accumulation"
-    return found + _of_torch(f"torch.backends.cuda.matmul.{full}", f"_get_cublas_{full}", f"_set_cublas_{full}")
-
-
-def _of_fp32() -> list[Switch]:
+def _fp32() -> list[Switch]:
     """The newer switches of precision, those of whole libraries first."""
     get, put = getattr(_C, "_get_fp32_precision_getter", None), getattr(_C, "_set_fp32_precision_setter", None)
     if get is None or put is None:
@@ -172,34 +122,74 @@ def _of_fp32() -> list[Switch]:
     ]
 
 
+def _precision(name: str, kind: str) -> Switch:
+    """An old switch of precision. The guards of newer ones see what it sets."""
+    get, seen = getattr(_C, f"_get_{kind}"), Seen.BY_OTHERS if _fp32() else Seen.BY_GUARDS
+    return Switch(name, partial(_or_mixed, get), getattr(_C, f"_set_{kind}"), seen)
+
+
+def _reduction(kind: str) -> Switch:
+    full = f"allow_{kind}_reduced_precision_reduction"
+    get, put = getattr(_C, f"_get_cublas_{full}"), partial(_set_reduction, getattr(_C, f"_set_cublas_{full}"))
+    return Switch(f"torch.backends.cuda.matmul.{full}", get, put, Seen.BY_OTHERS)
+
+
 def _set_reduction(setter: Callable[..., None], value: Any) -> None:
     # A pair, where there is one more choice.
     setter(*(value if isinstance(value, tuple) else (value,)))
 
 
-def _of_libraries() -> list[Switch]:
-    own = ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled")
-    names = [
-        *((name, name, name) for name in (*own, "math_sdp_allow_fp16_bf16_reduction")),
-        *(
-            (f"cuda.enable_{kind}_sdp", f"{kind}_sdp_enabled", f"sdp_use_{kind}")
-            for kind in ("flash", "mem_efficient", "math", "cudnn", "fa3", "overrideable")
-        ),
-        *(
-            (f"cuda.preferred_{kind}_library", f"{kind}_preferred_backend", f"{kind}_preferred_backend")
-            for kind in ("blas", "linalg")
-        ),
-    ]
-    found = [_of_torch(f"torch.backends.{name}", f"_get_{get}", f"_set_{put}") for name, get, put in names]
-    order = "_get_sdp_priority_order", "_set_sdp_priority_order"
-    found.append(_of_torch("the order of attention kernels", *order))
-    found.append(_of_torch("torch.backends.nnpack", "_get_nnpack_enabled", "_set_nnpack_enabled", Seen.BY_USE))
-    return [switch for switches in found for switch in switches]
-
-
+# fmt: off
 SWITCHES: tuple[Switch, ...] = (
-    *_of_autograd(), *_of_autocast(), *_of_defaults(), *_of_precision(), *_of_libraries(),
-)  # fmt: skip
+    Switch("torch.is_grad_enabled()", torch.is_grad_enabled, _C._set_grad_enabled, Seen.BY_OTHERS),
+    Switch("torch.is_inference_mode_enabled()", torch.is_inference_mode_enabled, None),
+    Switch("torch.is_anomaly_enabled()", torch.is_anomaly_enabled, _set_anomaly),
+    Switch("torch.is_anomaly_check_nan_enabled()", torch.is_anomaly_check_nan_enabled, _set_check_nan, Seen.BY_USE,
+           ("is_anomaly_check_nan_enabled", "set_anomaly_enabled")),
+    *_of_torch("torch.autograd.set_multithreading_enabled", "_is_multithreading_enabled", "_set_multithreading_enabled",
+               Seen.BY_USE),
+    *_saved_tensors_hooks(),
+    *_autocast("cuda", "gpu"),
+    *_autocast("cpu", "cpu"),
+    Switch("torch.is_autocast_cache_enabled()", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled,
+           Seen.BY_OTHERS),
+    Switch("torch.get_default_dtype()", torch.get_default_dtype, torch.set_default_dtype, Seen.BY_OTHERS),
+    Switch("torch.get_default_device()", default_device, torch.set_default_device, Seen.BY_OTHERS),
+    Switch("torch.are_deterministic_algorithms_enabled()", _C._get_deterministic_algorithms, _set_deterministic,
+           Seen.BY_OTHERS),
+    Switch("torch.is_deterministic_algorithms_warn_only_enabled()", _C._get_deterministic_algorithms_warn_only,
+           _set_warn_only, Seen.BY_OTHERS),
+    *_of_torch("torch.utils.deterministic.fill_uninitialized_memory", "_get_deterministic_fill_uninitialized_memory",
+               "_set_deterministic_fill_uninitialized_memory", Seen.BY_USE),
+    *_of_torch("torch function", "_is_torch_function_enabled", "", Seen.BY_OTHERS),
+    Switch("torch.distributions.Distribution.set_default_validate_args", partial(getattr, Distribution, _VALIDATES),
+           partial(setattr, Distribution, _VALIDATES)),
+    # To set an old switch of precision sets newer ones too, which come after it, and to set that of a whole library
+    # sets those of its parts.
+    _precision("torch.backends.cuda.matmul.allow_tf32", "cublas_allow_tf32"),
+    _precision("torch.get_float32_matmul_precision()", "float32_matmul_precision"),
+    _precision("torch.backends.cudnn.allow_tf32", "cudnn_allow_tf32"),
+    *_fp32(),
+    _reduction("fp16"),
+    _reduction("bf16"),
+    *_of_library("cuda.matmul.allow_fp16_accumulation", "cublas_allow_fp16_accumulation"),
+    *_of_library("cudnn_enabled"),
+    *_of_library("cudnn_benchmark"),
+    *_of_library("cudnn_deterministic"),
+    *_of_library("mkldnn_enabled"),
+    *_of_library("math_sdp_allow_fp16_bf16_reduction"),
+    *_of_library("cuda.enable_flash_sdp", "flash_sdp_enabled", "sdp_use_flash"),
+    *_of_library("cuda.enable_mem_efficient_sdp", "mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+    *_of_library("cuda.enable_math_sdp", "math_sdp_enabled", "sdp_use_math"),
+    *_of_library("cuda.enable_cudnn_sdp", "cudnn_sdp_enabled", "sdp_use_cudnn"),
+    *_of_library("cuda.enable_fa3_sdp", "fa3_sdp_enabled", "sdp_use_fa3"),
+    *_of_library("cuda.enable_overrideable_sdp", "overrideable_sdp_enabled", "sdp_use_overrideable"),
+    *_of_library("cuda.preferred_blas_library", "blas_preferred_backend"),
+    *_of_library("cuda.preferred_linalg_library", "linalg_preferred_backend"),
+    *_of_torch("the order of attention kernels", "_get_sdp_priority_order", "_set_sdp_priority_order"),
+    *_of_torch("torch.backends.nnpack", "_get_nnpack_enabled", "_set_nnpack_enabled", Seen.BY_USE),
+)
+# fmt: on
 """All of torch's global switches that graphplan knows, in an order in which they can be set."""
 NAMES = tuple(switch.name for switch in SWITCHES)
 COMPARED: list[_Get] = [switch.get for switch in SWITCHES if switch.seen is Seen.BY_GUARDS]
