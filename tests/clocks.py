@@ -44,5 +44,5 @@ class Clock:
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Clock:
     """Have all gates read ``clock``."""
-    monkeypatch.setattr("graphplan.step.timing.Clock", lambda device: clock)
+    monkeypatch.setattr("graphplan.step.gate.Clock", lambda device: clock)
     return clock

@@ -21,12 +21,10 @@ from graphplan.effects.allowed import is_allowed
 from graphplan.environment.devices import is_accelerator
 from graphplan.errors import CaptureError, HostSyncError, TemporaryCopyError
 from graphplan.owners.slots import Walk
-from graphplan.owners.snapshot import Snapshot
 from graphplan.owners.views import Numbers, attributes_of
 from graphplan.plan.plan import Plan
 from graphplan.tensors.copying import copy_all
 from graphplan.tensors.trees import flatten_result
-from graphplan.trace.records import Trace
 from graphplan.verify.compare import differing
 from graphplan.verify.state import collect_tensors
 
@@ -37,7 +35,7 @@ def runs_compiled(walk: Walk, fn: Callable[..., Any]) -> bool:
 
 
 def _compiled(walk: Walk, fn: Callable[..., Any]) -> Iterator[Any]:
-    """What is compiled of the owners and of what ``fn`` names: its names are walked only after the first step."""
+    """Compiled code among the owners and the names of ``fn``, which are owners only after the first step."""
     code = getattr(fn, "__code__", None)
     named = [getattr(fn, "__globals__", {}).get(name) for name in code.co_names] if code is not None else []
     named += [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != CellType()]
@@ -120,7 +118,7 @@ def uncompiled() -> Iterator[None]:
 
 
 class Rehearsal:
-    """What a step left that ran uncompiled, but for what ``allow`` names, to compare with the compiled step."""
+    """Copies of what a step left that ran uncompiled, to compare with the compiled step."""
 
     def __init__(self, walk: Callable[[], Walk], result: Any, allow: Sequence[str]) -> None:
         self._walk = walk
@@ -132,13 +130,6 @@ class Rehearsal:
         leaves, _ = flatten_result(result)
         return collect_tensors(self._walk(), leaves, {}, (), lambda path: is_allowed(path, self._allow))
 
-    @staticmethod
-    def undo(facts: Trace, snapshot: Snapshot) -> None:
-        """Put everything back."""
-        facts.undo_unowned_writes()
-        snapshot.restore()
-        torch.clear_autocast_cache()
-
     def check(self, result: Any, fn: Callable[..., Any]) -> None:
         """Raise CaptureError, naming the first tensor that ``fn`` has left otherwise now."""
         paths = differing(self._left, self._tensors(result))
@@ -147,12 +138,11 @@ class Rehearsal:
                 f"the step runs code that torch.compile compiled, and the tape records what it is made of: that leaves "
                 f"another {paths[0]} than the compiled code does. On the CPU, compile with backend='aot_eager' or not "
                 "at all, or pass backend='eager'",
-                component="optimizer" if all(map(_is_optimizer, _compiled(self._walk(), fn))) else "step",
+                component="optimizer" if self._only_optimizers(fn) else "step",
             )
 
-
-def _is_optimizer(compiled: Any) -> bool:
-    return isinstance(compiled, torch.optim.Optimizer)
+    def _only_optimizers(self, fn: Callable[..., Any]) -> bool:
+        return all(isinstance(part, torch.optim.Optimizer) for part in _compiled(self._walk(), fn))
 
 
 def _from_the_top() -> AbstractContextManager[Any]:

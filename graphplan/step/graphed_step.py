@@ -21,14 +21,13 @@ from graphplan.specs.options import takes
 from graphplan.step.call import Before, BeforeError
 from graphplan.step.call_lock import CallLock, running_step
 from graphplan.step.capture_sizes import ShapeStats
-from graphplan.step.gate import Gate
+from graphplan.step.gate import Gate, Stock
 from graphplan.step.methods import Method, check_form, owners_of
 from graphplan.step.options import Options, StepOptions
 from graphplan.step.padded_batches import PaddedBatches
 from graphplan.step.peers import Peers
 from graphplan.step.runner import Backends, brought_to
 from graphplan.step.state_machine import StateMachine
-from graphplan.step.timing import Stock
 
 
 class GraphedStep(Method, CallLock, Reports):

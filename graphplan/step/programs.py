@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphplan.compare.comparing import Row
 from graphplan.errors import NotCapturedError, RecaptureError, RefusalError, SkipReason
@@ -12,9 +12,11 @@ from graphplan.feed.signature import Feed, first_difference, without_shapes
 from graphplan.plan.plan import Plan
 from graphplan.program.program import Program
 from graphplan.report.stats import Stats
-from graphplan.step.gate import Gate
 from graphplan.step.options import Options
 from graphplan.trace.records import Trace
+
+if TYPE_CHECKING:
+    from graphplan.step.gate import Gate
 
 _KEYS_PER_GRAPH = 8
 _IDLE = 16
@@ -95,7 +97,7 @@ class Entry:
         return any(line.program is program and line.is_like_others for line in self.lines.values())
 
     def row(self) -> Row:
-        """A comparison that holds while the entry leads to the same program."""
+        """A guard row that holds while the entry leads to the same program."""
         return ("same_attributes", [self, self], ["refusal", "any_program"], [self.refusal, self.any_program])
 
     def select(self, variant: Callable[[], Variant]) -> Program | None:
@@ -221,7 +223,7 @@ class Programs:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Keep of each program that was closed only how often it was replayed."""
+        """Replace closed programs by the number of their replays."""
         for key, program in self._latest.items():
             if isinstance(program, Program) and not program.is_open:
                 self._latest[key] = program.replays
@@ -295,7 +297,7 @@ class Programs:
             self._turn_others_away(f"{self._misses} new ones came in a row, and none of them again")
 
     def _turn_others_away(self, why: str) -> None:
-        """Serve the signatures that have programs, and no others until one of these is no longer in use."""
+        """Serve only signatures that have programs, until one of these is no longer in use."""
         served = self._captured()
         if served and self._served is None:
             self._served = served
@@ -334,7 +336,7 @@ class Programs:
             )
 
     def check_due(self, feed: Feed) -> NotCapturedError | None:
-        """What to say, once, if no capture has come in time. ``feed`` is the call's, whose entry was found last."""
+        """The error, once, if no capture has come in time. ``feed`` is the call's, whose entry was found last."""
         if self._latest or self._said:
             return None
         needed = self._options.warmup_steps + 3

@@ -38,7 +38,7 @@ from graphplan.program.program import Program
 from graphplan.step.call import Before, Call
 from graphplan.step.call_lock import running_step, runs_within_step
 from graphplan.step.compiled import CompiledModules
-from graphplan.step.gate import Gate
+from graphplan.step.gate import Gate, Serve, Timing
 from graphplan.step.lookup import FastPath, Lookup
 from graphplan.step.managed import Managed
 from graphplan.step.memory_budget import Room
@@ -48,7 +48,6 @@ from graphplan.step.programs import Line, Programs
 from graphplan.step.replays import Replays
 from graphplan.step.runner import Backends, Parts, Refusals, Runner, brought_to
 from graphplan.step.stages import Stages
-from graphplan.step.timing import Serve, Timing
 
 _FRUITLESS = 8
 """Refused calls in a row after which a step stands down."""
@@ -339,7 +338,7 @@ class StateMachine:
         return self.replays.replay(program, feed.leaves)
 
     def _replay_timed(self, call: Call, program: Program, gate: Gate) -> Any:
-        """A replay while it is open whether those of its key pay."""
+        """A replay that the gate of its key times."""
         entry, feed = call.entry, call.feed
         found = None if call.kwargs else self.fast_path.seconds(call.args, feed, entry, program)
         start = gate.begin() - (found or 0.0)
@@ -377,7 +376,7 @@ class StateMachine:
         return result
 
     def _advance(self, call: Call) -> Any:
-        """A trace or a capture, which may close programs that are too many, or whose inputs are too small."""
+        """A trace or a capture, which may evict other programs."""
         call.tell(None)
         self.fast_path.forget()
         entry, captured = call.entry, self.stats.captured
@@ -397,13 +396,13 @@ class StateMachine:
         return result
 
     def demote(self, error: RefusalError) -> None:
-        """Raise, or stand down; a feed's fault is its own call's only."""
+        """Raise ``error``, or stand down; a FeedError concerns its own call only."""
         self.refusals.refuse(error)
         if not isinstance(error, FeedError):
             self.stand_down(error.reason, str(error))
 
     def refusal_of(self, error: Exception) -> RefusalError | None:
-        """What ``error`` comes to if the call is to be recovered; None if it is to come out."""
+        """The refusal that ``error`` becomes if the call is recovered; None if ``error`` is raised."""
         if isinstance(error, EffectError):
             self.managed.refusal = CaptureError(str(error))
         refusal = refusal_of(error)
@@ -442,7 +441,7 @@ class StateMachine:
         return program, self.lookup.moved(feed)
 
     def stand_down(self, reason: SkipReason, detail: str, **options: Any) -> None:
-        """Take everything away that is not the user's own: programs, buffers, what optimizers were prepared with."""
+        """Drop programs and buffers, undo the preparation of optimizers, and call the step's function alone."""
         with ExitStack() as parts:
             # Whichever of them raises, the step is stock in the end.
             parts.callback(self.timing.be_stock, reason, detail, **options)

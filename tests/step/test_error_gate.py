@@ -77,7 +77,8 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.guards.guards": ["Guards.hold"],
     "graphplan.program.program": ["Program.fits", "Program.misfit", "Program.leave", "Program.run_recorded"],
     "graphplan.step.stages": [
-        "Snapshot", "with_placeholders", "within_first_steps", "capture_program",
+        "Snapshot", "with_placeholders", "within_first_steps", "capture_program", "build_plan", "_omissions",
+        "check_threads",
     ],
     "graphplan.step.memory_budget": ["Room.make", "Room.settle"],
     "graphplan.trace.mode": ["TraceMode.operate", "TraceMode.finish", "TraceMode._birth"],
@@ -86,7 +87,6 @@ BEFORE: dict[str, list[str]] = {
     "graphplan.trace.rate_reads": ["RateWatch.finish"],
     "graphplan.observe.executed_code": ["ExecutedCode.note"],
     "graphplan.plan.build": ["classify", "check_difference"],
-    "graphplan.step.traces": ["build_plan", "_omissions", "check_threads"],
     "graphplan.backends.tape": ["_TapeMode._record", "TapeRecording.__init__"],
     "graphplan.program.bindings": ["Bindings.close_step", "Bindings.bind_back", "Bindings.settle_grads"],
     "graphplan.program.outputs": ["Outputs.__init__"],

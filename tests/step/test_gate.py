@@ -251,7 +251,7 @@ def test_a_step_that_pays_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_device_of_a_step_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It stands down before anything is prepared, and looks again after a distance that doubles."""
-    monkeypatch.setattr("graphplan.step.timing.AGAIN", 10)
+    monkeypatch.setattr("graphplan.step.gate.AGAIN", 10)
     rig = Rig(monkeypatch, idle=0.01)
     before = hooks_of(rig.model, rig.optimizer)[:5]
     rig.drive(rig.step, TIMED + 10)
