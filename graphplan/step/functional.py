@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphplan.backends.backend import Backend, refusing_memory, resolve_backend
@@ -37,9 +34,6 @@ from graphplan.step.compiled import refuse_graphs_within
 from graphplan.step.managed import Managed
 from graphplan.step.methods import check_form
 from graphplan.step.runner import Backends
-from graphplan.tensors.dtensors import is_imagined, is_wrapped, local
-from graphplan.tensors.storages import storage_id
-from graphplan.trace.operator_schemas import tensors_in
 from graphplan.trace.records import Trace
 
 Owners = Mapping[str, Any] | Sequence[Any] | None
@@ -269,8 +263,8 @@ def make_backend(name: str, plan: Plan) -> Backend:
 def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, backend: str = "auto") -> Program:
     """Record a plan's step as a program.
 
-    Training state is left as it was found, on every backend; optimizer state that did not exist yet is made, with the
-    values that the optimizer starts from.
+    Training state is left as it was found, on every backend. It has to be there: run a step with an optimizer eagerly
+    once.
 
     Examples:
         >>> import torch
@@ -295,6 +289,7 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     Raises:
         BackendError: if the backend does not exist, or cannot record on the plan's device.
         FeedError: if the feed is not the planned one.
+        CaptureError: if the step makes state that does not exist yet, such as an optimizer's in its first step.
         UncoveredRoleError: if the policy leaves an external without storage.
         RefusalError: if the backend cannot record the step, or memory runs out.
     """
@@ -302,105 +297,30 @@ def capture(plan: Plan, *, feed: tuple[Any, ...], policy: Policy | None = None, 
     flat = flatten(feed, {})
     check_match(flat, plan.feed)
     check_feed(flat, plan.device)
-    refuse_graphs_within(walk_owners(plan.handles.owners()), plan.handles.function(), plan.device)
-    recorder = make_backend(backend, plan)
-    with ExitStack() as made:
-        made.callback(Snapshot(walk_owners(plan.handles.owners()), values=False).restore)
-        _make_missing_state(plan, flat, recorder)
-        snapshot = _snapshot(plan, flat)
-        try:
-            with plan.handles.rates:
-                policy = policy or Policy.train()
-                program = capture_program(plan, flat, policy=policy, backend=recorder, buffers=Buffers())
-        finally:
-            snapshot.restore()
-        made.pop_all()
-        return program
-
-
-def _snapshot(plan: Plan, feed: Feed) -> Snapshot:
     walk = walk_owners(plan.handles.owners())
-    extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in feed.tensors())]
-    return Snapshot(walk, extra=extra, generators=plan.handles.generators)
-
-
-def _make_missing_state(plan: Plan, feed: Feed, backend: Backend) -> None:
-    """Run the plan's step once, which warms it up, undo that, and make the state that it makes lazily, with its initial
-    values.
-
-    Raises:
-        CaptureError: for state whose first value is computed from the batch.
-    """
-    known = walk_owners(plan.handles.owners()).slots
-    missing = [external.path for external in plan.externals if external.path and external.path not in known]
-    snapshot = _snapshot(plan, feed)
-    args, kwargs = feed.rebuild(feed.leaves)
-    made: list[tuple[Any, Any, Any]] = []
+    refuse_graphs_within(walk, plan.handles.function(), plan.device)
+    recorder = make_backend(backend, plan)
+    extra = [*plan.changed_tensors(walk), *(tensor for _, tensor in flat.tensors())]
+    snapshot = Snapshot(walk, extra=extra, generators=plan.handles.generators)
     try:
-        with InitialState() as births, plan.handles.rates, presenting_capture():
-            backend.run(lambda: call_step(plan.handles.function(), args, kwargs))
-        walk = walk_owners(plan.handles.owners())
-        for path in missing:
-            slot = walk.slots.get(path)
-            if slot is not None and slot.param is None:
-                tensor = slot.get()
-                births.put_back(path, local(tensor), walk)
-                made.append((slot.container, slot.key, tensor))
-        within = {id(container) for container, _, _ in made}
-        made += [link for link in walk.links if id(link[2]) in within]
+        _warm_up(plan, flat, recorder, walk)
+        snapshot.restore()
+        with plan.handles.rates:
+            return capture_program(plan, flat, policy=policy or Policy.train(), backend=recorder, buffers=Buffers())
     finally:
         snapshot.restore()
-    for container, key, thing in made:
-        container[key] = thing
 
 
-_FILLS = (
-    *("zeros", "ones", "full", "lift_fresh", "lift", "scalar_tensor", "zero_", "fill_", "new_zeros", "new_full"),
-    *("zeros_like", "ones_like", "full_like"),
-)
-"""Operators that make or fill a tensor with constants."""
-
-
-class InitialState(TorchDispatchMode):
-    """Remembers the values of tensors that are made with constant contents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: dict[int | None, Tensor] = {}
-        self._weak: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_wrapped(types):
-            return NotImplemented
-        out = func(*args, **(kwargs or {}))
-        name = func.overloadpacket._qualified_op_name.split("::")[-1]
-        if name in _FILLS and not is_imagined():
-            for tensor in tensors_in(out):
-                storage = storage_id(tensor)
-                if storage is not None and storage not in self._values:
-                    self._values[storage] = tensor.detach().clone()
-                    self._weak.append(StorageWeakRef(tensor.untyped_storage()))
-        return out
-
-    def put_back(self, path: str, memory: Tensor, walk: Walk) -> None:
-        """Fill the memory of the slot at ``path`` with what it was made with; CaptureError if that is unknown."""
-        initial = self._values.get(storage_id(memory))
-        if initial is None and _starts_at_zero(path, walk):
-            initial = torch.zeros_like(memory)
-        if initial is None or initial.shape != memory.shape:
+def _warm_up(plan: Plan, feed: Feed, backend: Backend, walk: Walk) -> None:
+    """Run the plan's step once. Raises CaptureError if it makes state that was not there in ``walk``."""
+    args, kwargs = feed.rebuild(feed.leaves)
+    with plan.handles.rates, presenting_capture():
+        backend.run(lambda: call_step(plan.handles.function(), args, kwargs))
+    slots = walk_owners(plan.handles.owners()).slots
+    for external in plan.externals:
+        slot = slots.get(external.path or "")
+        if slot is not None and slot.param is None and slot.path not in walk.slots:
             raise CaptureError(
-                f"{path} does not exist yet, and its first value is computed from the batch, so a replay cannot be the "
-                "first step: run the step eagerly once before capture"
+                f"{slot.path} does not exist yet, and a replay cannot be the step that makes it: run the step eagerly "
+                "once before capture"
             )
-        with torch.no_grad():
-            memory.detach().copy_(initial)
-
-
-def _starts_at_zero(path: str, walk: Walk) -> bool:
-    """SGD makes its momentum from the first gradient, which is what momentum 0 leads to if nothing is dampened."""
-    name = path.split(".state[", 1)[0]
-    optimizer = walk.optimizers.get(name)
-    undamped = optimizer is not None and all(group.get("dampening") == 0 for group in optimizer.param_groups)
-    return path.endswith("].momentum_buffer") and isinstance(optimizer, torch.optim.SGD) and undamped

@@ -302,8 +302,10 @@ def test_a_program_by_itself(policy: Policy) -> None:
     """Capturing leaves the teacher as it was found, and each replay moves it on."""
     make = partial(teacher_rig, ema, "buffers")
     rig = build(make)
+    drive(rig, rig.step, 1)
     expected = drive(rig, rig.step, 6)
     rig = build(make)
+    drive(rig, rig.step, 1)
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     program = capture(plan, feed=rig.calls[0], policy=policy, backend="tape")
     assert_same(expected.state, drive(rig, lambda *args: program.replay(args), 6).state)

@@ -232,6 +232,7 @@ def test_what_is_carried_changes_between_the_traces_and_the_capture() -> None:
 def test_a_plan_that_is_out_of_date() -> None:
     """Captured by hand, it is refused."""
     rig = build(partial(updating_rig, _one_or_the_other, attributes(first=True, a=ZERO, b=ZERO)))
+    rig.step(*rig.calls[0])
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     rig.owners["model"].first = False
     with pytest.raises(GuardError, match=r"model\.first was True .* and is False; compile another one"):

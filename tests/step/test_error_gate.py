@@ -254,6 +254,7 @@ def test_errors_name_what_is_done_in_rooms_that_there_are() -> None:
 
 def test_a_plan_is_not_captured_after_an_error_of_graphplans_own() -> None:
     rig = build(_rig)
+    rig.step(*rig.calls[0])
     plan = compile_plan(rig.step, *rig.calls[0], owners=rig.owners)
     with (
         raising("graphplan.step.functional:capture_program", lambda number: True),
