@@ -1,5 +1,5 @@
-"""From a call to its program: by its key, or for a call like an earlier one on the fast path, with comparisons that are
-exact in one direction: if one fails, the call goes by its key.
+"""From a call to its program: by its key, or on the fast path by comparing it with earlier calls. The key is made if a
+comparison fails.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class Lookup:
         return (feed.key, () if self.is_moved else feed.alignments())
 
     def _warmth(self, key: Key) -> int:
-        """How warm the step is for a new key: Lightning moves a fit's first batch itself, and leaves the others."""
+        """Eager steps that count for a new key: those of the same feed on another device. Lightning moves a fit's first
+        batch itself, and leaves the others.
+        """
         return min(self._programs.warmed.get(_anywhere(key), 0), self._warmup_steps - 1)
 
     def _home(self) -> torch.device | None:
@@ -107,15 +109,12 @@ class Lookup:
         return feed.replaced(leaves) if any(map(is_not, leaves, feed.leaves)) else feed
 
     def _follow(self, program: Program, entry: Entry) -> bool:
-        """Let the program follow what moved; one that cannot is dropped."""
+        """Re-synchronise the program with rebound tensors; drop it if that is impossible."""
         reason = program.resync()
         self._managed.refresh()
         if reason is None:
-            happened = self._managed.take_events()
-            if happened:
-                self._stats.note(f"followed{happened}", "guards")
             return True
-        self._programs.drop(entry, f"{reason}{self._managed.take_events()}")
+        self._programs.drop(entry, reason)
         # A replaced parameter may have no optimizer state yet, which only an eager step can make.
         entry.warm = min(entry.warm, self._warmup_steps - 1)
         return False
@@ -214,7 +213,7 @@ class KnownCall:
 
 
 def _shapes(leaves: Sequence[Any]) -> Any:
-    """The shapes of tensors: where few calls are alike, few need a closer look."""
+    """The shapes of tensors, which known calls are filed under."""
     try:
         return tuple([leaf.shape if type(leaf) is Tensor else None for leaf in leaves])
     except RuntimeError:
@@ -265,7 +264,7 @@ class FastPath:
         return None, None
 
     def remember(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> None:
-        """Know calls like this one from now on, unless the comparisons would not tell enough about them."""
+        """Serve calls like this one on the fast path, if everything that their key depends on can be compared."""
         read = [leaf for index, leaf in enumerate(feed.leaves) if index not in feed.unread]
         plain = _COMPARABLE.issuperset(map(type, read)) and not entry.wants_grad
         plain = plain and not any(attributes_on(leaf) for _, leaf in feed.tensors())
@@ -302,7 +301,7 @@ class FastPath:
         return layout
 
     def seconds(self, args: Sequence[Any], feed: Feed, entry: Entry, program: Program) -> float | None:
-        """How long :meth:`find` is going to take for calls like this one; None if it will not find them."""
+        """Measure :meth:`find` for calls like this one; None if it does not find them."""
         self.remember(args, feed, entry, program)
         start = perf_counter()
         found = self.find(args)

@@ -1,7 +1,4 @@
-"""What every managed call of a step shares: its owners, prepared optimizers, device learning rates, fingerprint.
-
-Longer than most files: all of it is about the one set of owners, and what was found in them last.
-"""
+"""What every managed call of a step shares: its owners, prepared optimizers, device learning rates, fingerprint."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from graphplan.compare.comparing import Row
@@ -50,7 +46,7 @@ _CHURN = 3
 
 
 def _check_made(optimizer: torch.optim.Optimizer) -> None:
-    """Have the trace refuse an optimizer that the step has made, and torch does not step in a capture."""
+    """Refuse, in the trace, an optimizer made by the step that torch cannot step in a capture."""
     if not may_be_captured(optimizer):
         refuse_trace(
             OptimizerError,
@@ -58,24 +54,6 @@ def _check_made(optimizer: torch.optim.Optimizer) -> None:
             "none such in a capture. Only optimizers from outside the step are made capturable: make this one with "
             "capturable=True",
         )
-
-
-class _Notice:
-    """A hook that notes ``text``. A copy of its module or optimizer gets one that does nothing."""
-
-    def __init__(self, events: list[str], text: str) -> None:
-        self._events = events
-        self._text = text
-
-    def __call__(self, *args: Any) -> None:
-        if self._text not in self._events:
-            self._events.append(self._text)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Notice, ([], self._text)
-
-    def __deepcopy__(self, memo: Any) -> _Notice:
-        return _Notice([], self._text)
 
 
 class Managed:
@@ -124,8 +102,6 @@ class Managed:
         self._churn = 0
         self._names = Namespace()
         self._root = {"step": fn}
-        self._events: list[str] = []
-        self._hooks: dict[int, Any] = {}
         self._layout: Any = None
         self._before: tuple[Any, tuple[Any, ...]] | None = None
         self._met: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -236,7 +212,7 @@ class Managed:
             )
 
     def take_names(self, ran: ExecutedCode, walk: Walk) -> bool:
-        """Take in the names that code used, and objects that it ran on again; whether there are new ones."""
+        """Own the names that code used, and the objects that it used a second time. Return True if any is new."""
         asked: dict[int, bool] = {}
         self.is_settled = False
         self.compiled |= ran.compiled
@@ -267,7 +243,7 @@ class Managed:
         return grown
 
     def _count_reached(self) -> int:
-        """How many owners the step's code has come to through libraries' objects."""
+        """How many owners are reached through objects of libraries, by names that the step's code uses."""
         reached = [owner for owner in self.owners.values() if isinstance(owner, Reached)]
         return sum(not self._names.attributes.isdisjoint(owner.names) for owner in reached)
 
@@ -277,7 +253,7 @@ class Managed:
         return self._scaled_steps.unborn
 
     def refresh(self, walk: Walk | None = None) -> None:
-        """Look at the owners anew, over which ``walk`` has just been, if given."""
+        """Update everything that is derived from the owners; ``walk`` is over them as they are now."""
         if self.refusal is not None:
             return
         walk = self.walk() if walk is None else walk
@@ -290,26 +266,10 @@ class Managed:
         known, count = walk if self._trains else replace(walk, optimizers={}), len(self.owners)
         self._fingerprint = Fingerprint(known, self.rates.shadowed | self._counts(walk))
         self._walked = walk if len(self.owners) == count else None
-        for name, owner in [*self.owners.items(), *walk.optimizers.items()]:
-            self._note_loads(name, owner)
         self._parameters = [param for _, param in walk.parameters.values()]
 
-    def _note_loads(self, name: str, owner: Any) -> None:
-        """Note when a state is loaded into ``owner``, so that a report can name the event."""
-        # A scripted module takes no such hook.
-        takes = isinstance(owner, nn.Module | torch.optim.Optimizer) and not isinstance(owner, torch.jit.ScriptModule)
-        if takes and id(owner) not in self._hooks:
-            notice = _Notice(self._events, f"{name}.load_state_dict")
-            self._hooks[id(owner)] = owner.register_load_state_dict_post_hook(notice)
-
-    def take_events(self) -> str:
-        """What was loaded since the last time, as the end of a sentence."""
-        text = f" (after {', '.join(self._events)})" if self._events else ""
-        self._events.clear()
-        return text
-
     def _counts(self, walk: Walk) -> set[tuple[int, str]]:
-        """The entries of parameter groups that their optimizers count with, which become owners of their own."""
+        """Entries of parameter groups in which optimizers count their steps. The groups become owners."""
         paths = {id(optimizer): path for path, optimizer in walk.optimizers.items()}
         for optimizer, index, key in self.rates.counted:
             if id(optimizer) in paths:
@@ -324,7 +284,7 @@ class Managed:
             self.refresh()
 
     def walk_before(self) -> Walk:
-        """What a walk finds in this call before the step runs: there is one walk for all who ask."""
+        """The walk over the owners before the step of this call, made once per call."""
         if self._walked is None:
             self._walked = self.walk()
         return self._walked
@@ -335,7 +295,7 @@ class Managed:
         return walk
 
     def end_call(self) -> None:
-        """Forget the walk, which holds what the owners held."""
+        """Let go of the walk, which references what the owners held."""
         self._walked = None
 
     @property
@@ -366,11 +326,11 @@ class Managed:
         return self._last_id
 
     def rows(self, compared: Collection[int]) -> list[Row] | None:
-        """Comparisons that hold while the fingerprint has its number; ``compared`` elsewhere are left out."""
+        """Guard rows that hold while the fingerprint is unchanged; those ``compared`` elsewhere are left out."""
         return None if self._fingerprint is None else self._fingerprint.rows(compared)
 
     def row(self) -> Row:
-        """A comparison that holds while nothing was refused, and no other fingerprint was taken."""
+        """A guard row that holds while nothing was refused, and no other fingerprint was taken."""
         return ("same_values", [vars(self)] * len(_STATE), _STATE, list(map(vars(self).get, _STATE)))
 
     def next_fingerprint(self) -> int:
@@ -395,15 +355,14 @@ class Managed:
         return number
 
     def why_changed(self) -> str:
-        """What the last change of the fingerprint was, described, and what happened before."""
+        """Describe the last change of the fingerprint."""
         changed: list[str] = []
         if self._fingerprint is not None and self._before is not None and self._last is not None:
             changed = self._fingerprint.changed(*self._before, self._last)
-        what = "; ".join(changed[:3]) or "other modes, flags, or objects"
-        return what + self.take_events()
+        return "; ".join(changed[:3]) or "other modes, flags, or objects"
 
     def captured(self) -> None:
-        """A program was captured: hyper-parameters stay long enough."""
+        """Reset the count of changed hyper-parameters: a program was captured."""
         self._churn = 0
 
     def grad_presence(self) -> tuple[bool, ...]:
@@ -416,24 +375,19 @@ class Managed:
             self.manage(optimizer)
 
     def stand_down(self, *, is_by_time: bool) -> None:
-        """Make the optimizers stock, unless time decides this and runs are to have the same roundings."""
+        """Undo the preparation of optimizers. It stays if the speed gate decides and algorithms are deterministic: the
+        gate must not change rounding.
+        """
         if not (is_by_time and self._trains and torch.are_deterministic_algorithms_enabled()):
             self.release()
             return
-        self._remove_hooks()
         self.prepare()
         self.rates.stay()
 
     def release(self) -> None:
         """Put the optimizers' flags back."""
-        self._remove_hooks()
         self.rates.release()
         self._managed = set()
-
-    def _remove_hooks(self) -> None:
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
 
 
 def _churn_error(changed: Sequence[str], settings: Container[str]) -> OptimizerError:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -19,14 +16,6 @@ from tests.effects.test_carries import CARRIES
 from tests.failure_modes.naive import WHEN, changing_rig, stay
 from tests.models import attributes, training_rig, updating_rig
 from tests.twins import assert_equals_eager, assert_same_runs, build, drive, managed
-
-
-def _load_optimizer(model: Any, optimizer: Any) -> None:
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-
-
-def _load_model(model: Any, optimizer: Any) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
 
 
 def _add_group(model: Any, optimizer: Any) -> None:
@@ -50,8 +39,6 @@ def _other_decay(model: Any, optimizer: Any) -> None:
 
 
 EVENTS: dict[str, tuple[Callable[[Any, Any], None], str]] = {
-    "optimizer.load_state_dict": (_load_optimizer, "followed (after optimizer.load_state_dict)"),
-    "model.load_state_dict": (_load_model, "(after model.load_state_dict)"),
     "add_param_group": (_add_group, "another program: optimizer.param_groups[1].params[0] is new; optimizer"),
     "freezing": (_freeze, "another program: model.0.weight.requires_grad: True then False"),
     "no bias": (_drop_bias, "recapture: model.0.bias was a Parameter at capture and is None now"),
@@ -73,22 +60,6 @@ def test_the_report_names_the_event(what: str) -> None:
     drive(rig, step)
     assert any(text in event for event in step.stats.events), step.stats.events
     assert text in step.report()
-
-
-def test_notices_do_not_travel() -> None:
-    """A copy or a pickle of a model works while its step lives, and its hook notes nothing for the original."""
-    rig = build(partial(changing_rig, stay))
-    step, model = managed(rig), rig.owners["model"]
-    drive(rig, step)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        twin.load_state_dict(model.state_dict())
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    before = dict(step.stats.events)
-    step(*rig.calls[0])
-    assert step.stats.events == before
-    step.close()
-    assert not model._load_state_dict_post_hooks
 
 
 def _flag_rig(every: int, ahead: int = 0) -> Any:
