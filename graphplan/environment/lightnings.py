@@ -25,8 +25,8 @@ _WHOLE = "lightning"
 
 
 def name_of(thing: Any) -> str:
-    """Which of :data:`NAMES` a class of Lightning's, or the class of a Trainer, module or callback, or the first of its
-    bases that has one, is of; the first if none is.
+    """The one of :data:`NAMES` that a class or an object of Lightning belongs to, by its first base that has one; the
+    first if none has.
     """
     roots = [f"{kind.__module__}." for kind in (thing if isinstance(thing, type) else type(thing)).__mro__]
     return next((name for root in roots for name in NAMES if root.startswith(f"{name}.")), NAMES[0])

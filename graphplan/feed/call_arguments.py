@@ -1,7 +1,6 @@
-"""The containers that a step is fed: the caller's own wherever Python runs, and watched for what the step does to them.
+"""The containers that a step is fed. Python code gets the caller's own, and changes of them are found.
 
-A replay knows tensors only: what a step puts into a container, or takes out of it, would come to pass in eager calls
-alone.
+A replay knows tensors only: it could not put something into a container, or take it out, as an eager call does.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _ADVICE = (
 
 
 def hands_over(run: _Called) -> _Called:
-    """Mark ``run`` as what calls code of the caller's: an error that comes through it is the caller's own."""
+    """Mark ``run`` as a function that calls the user's code: an error that passes it is the user's own."""
     _HANDS_OVER[id(run.__code__)] = run.__code__
     return run
 
 
 def is_callers(error: BaseException) -> bool:
-    """Whether ``error`` came out of the step, or of other code of the caller's that was called for its own sake."""
+    """Return True if ``error`` was raised by the user's code (see :func:`hands_over`)."""
     trace = error.__traceback__
     while trace is not None and id(trace.tb_frame.f_code) not in _HANDS_OVER:
         trace = trace.tb_next
@@ -47,7 +46,7 @@ def is_callers(error: BaseException) -> bool:
 
 @hands_over
 def call_step(fn: Callable[..., Result], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Result:
-    """Call a step's function: every call of it comes this way, but for those of a step that is stock."""
+    """Call a step's function. All calls of it are made here, but for those of a step that stands down."""
     return fn(*args, **kwargs)
 
 
@@ -62,7 +61,7 @@ class _Container:
     hidden: bool = False
 
     def change(self) -> str | None:
-        """How it differs from what it was, in words."""
+        """Describe the first difference from what it held; None if there is none."""
         now = _contents(self.node) or {}
         if self.hidden or _are_same(self.before, now):
             return None
@@ -80,7 +79,7 @@ class _Container:
         return None
 
     def put_back(self) -> None:
-        """Let it hold what it held."""
+        """Restore what it held."""
         if not _hold_same_objects(self.before, _contents(self.node) or {}):
             _fill(self.node, self.before)
         if self.attributes is not None and not _hold_same_objects(self.attributes, vars(self.node)):
@@ -119,14 +118,14 @@ class CallArguments:
         return self
 
     def lend(self, run: Callable[[tuple[Any, ...], Mapping[str, Any]], Result]) -> Result:
-        """``run`` on them; what it changes in copies is changed in the caller's own, too."""
+        """Call ``run`` with them. Changes of copies are made in the caller's containers, too."""
         result = run(self.args, self.kwargs)
         if self._given is not None:
             self._hand_back()
         return result
 
     def change(self) -> str | None:
-        """What is to be said of the first container that is not what it was when :meth:`watch` was called."""
+        """Describe the first container that was changed since :meth:`watch`; None if none was."""
         found = next((text for container in self._containers if (text := container.change())), None)
         return None if found is None else f"the step changes a container that it is fed: {found}{_ADVICE}"
 
@@ -135,7 +134,7 @@ class CallArguments:
         return [container.node for container in self._containers]
 
     def restore(self) -> None:
-        """Let all containers hold what they held when :meth:`watch` was called."""
+        """Restore what all containers held when :meth:`watch` was called."""
         for container in (*self._containers, *self._originals.values()):
             container.put_back()
 
@@ -229,7 +228,7 @@ def _are_same(one: Contents, other: Contents) -> bool:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values can be told apart only by the identity of containers and literals."""
+    """Return True if two values are the same object, or equal containers or literals."""
     if one is other:
         return True
     if type(one) is not type(other) or isinstance(one, Tensor):

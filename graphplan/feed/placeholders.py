@@ -1,4 +1,4 @@
-"""What a trace hands to the step in the place of fed values that it is not expected to read.
+"""Placeholders, which a trace passes instead of fed Python values that the step is not expected to read.
 
 File names, numpy arrays and other host values differ from batch to batch. As part of a key they would make a new
 program of each batch; left out of it, they must not be read. So traces and captures get a :class:`Placeholder` for

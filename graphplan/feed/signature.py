@@ -3,8 +3,6 @@
 A key holds the structure, and for each leaf its geometry (shape, strides, dtype, device, ``requires_grad``) or, for
 anything that is not a tensor, its type and value. Two calls with equal keys can share a program; nothing is ever
 broadcast or cast to make them equal.
-
-Longer than most rooms: a key, and the words for each part of it in messages, are made by the same rules.
 """
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ _LITERALS = (
 
 
 class Unread:
-    """Marks, in a key, a value that is no part of it but for its class."""
+    """Marks a value in a key of which only the class counts."""
 
 
 class Identity:
-    """An object that is told apart by identity alone, and kept: no other one can get its ``id``."""
+    """Compares an object by identity, and keeps it alive, so that its ``id`` is not used again."""
 
     __slots__ = ("thing",)
 
@@ -72,7 +70,7 @@ def alignment_unit(tensor: Tensor) -> int:
 
 
 def alignment(tensor: Tensor) -> int:
-    """How many bytes ``tensor`` begins after a multiple of the widest vector that its device's kernels load."""
+    """The address of ``tensor`` modulo the widest vector that its device's kernels load."""
     return tensor.data_ptr() % alignment_unit(tensor) if is_dense(tensor) else 0
 
 
@@ -181,7 +179,7 @@ def _is_hashable(leaf: Any) -> bool:
 
 
 def _values_key(thing: Any, depth: int) -> Hashable:
-    """What an object that is no literal holds, if that is literals alone; None if it is not."""
+    """The key of an object that holds only literals; None for others."""
     kind = type(thing)
     values = dict(enumerate(thing)) if kind in (list, tuple) else thing if kind is dict else literal_values(thing)
     if values is None or depth > _DEEPEST or len(values) > _MOST_VALUES or not all(map(is_literal, values)):
@@ -226,12 +224,12 @@ def _with_attributes(leaf: Any) -> FeedError:
 
 
 def is_comparable(thing: Any) -> bool:
-    """Return True for an object that is no literal, and that a key compares by the literals that it holds."""
+    """Return True for an object that is no literal but holds only literals."""
     return not is_placeholder(thing) and not is_literal(thing) and _values_key(thing, 0) is not None
 
 
 def is_literal(value: Any) -> bool:
-    """Whether a key holds all that there is to know of ``value``."""
+    """Return True if a key can hold ``value``."""
     if type(value) is tuple:
         return all(map(is_literal, value))
     if is_placeholder(value) or isinstance(value, Tensor):
@@ -240,7 +238,7 @@ def is_literal(value: Any) -> bool:
 
 
 def _mark_key(value: Any) -> Hashable:
-    """What an attribute of a tensor contributes: its value, or the type of what has more to it than a key can hold."""
+    """The key of a tensor's attribute: its value if it is a literal, else its type."""
     if type(value) is tuple and is_literal(value):
         return tuple(map(_mark_key, value))
     return leaf_key(value) if is_literal(value) else (type(value),)
@@ -250,11 +248,6 @@ KeysOf = Callable[[Hashable, Sequence[Any], Callable[[], list[str]]], tuple[list
 """What makes the keys of a call's leaves: from what tells its structure, the leaves, and what names them; and the
 indices of those that the keys leave out.
 """
-
-
-def keys_of_all(shape: Hashable, leaves: Sequence[Any], names: Callable[[], list[str]]) -> tuple[list[Hashable], Any]:
-    """The keys of leaves of which none may be left out."""
-    return [named_key(index, leaf, names) for index, leaf in enumerate(leaves)], frozenset()
 
 
 def named_key(index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable:
@@ -269,8 +262,9 @@ def named_key(index: int, leaf: Any, names: Callable[[], list[str]]) -> Hashable
         raise FeedError(f"{names()[index]}: {error}") from None
 
 
-def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = keys_of_all) -> Feed:
-    """Flatten a call. Tensors and literals in plain containers take a path without pytree.
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf | None = None) -> Feed:
+    """Flatten a call. Tensors and literals in plain containers take a path without pytree. Without ``keys_of``, all
+    leaves have keys.
 
     Raises:
         FeedError: for what cannot be flattened, or has no key.
@@ -279,7 +273,11 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any], keys_of: KeysOf = 
         if not kwargs and all(isinstance(arg, Tensor) for arg in args):
             return Feed(list(args), None, (len(args), *map(leaf_key, args)), (args, kwargs))
         shape, leaves, structure = _take_apart(args, kwargs)
-        keys, unread = keys_of(shape, leaves, Feed(leaves, structure, ()).names)
+        names = Feed(leaves, structure, ()).names
+        if keys_of is None:
+            keys, unread = [named_key(index, leaf, names) for index, leaf in enumerate(leaves)], frozenset[int]()
+        else:
+            keys, unread = keys_of(shape, leaves, names)
     except RefusalError:
         raise
     except Exception as error:
@@ -304,7 +302,7 @@ def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _take_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Hashable, list[Any], Any]:
-    """What tells the structure of a call, its leaves, and the structure to rebuild it with."""
+    """A hashable form of a call's structure, its leaves, and the structure to rebuild it with."""
     try:
         return flatten_plain((args, dict(kwargs)))
     except TypeError:
@@ -381,7 +379,7 @@ def check_feed(feed: Feed, device: torch.device | None) -> None:
 
 
 def asks_for_gradients(leaf: Any) -> bool:
-    """Whether a backward pass could come to ``leaf``."""
+    """Return True if gradients may flow to ``leaf``."""
     if not isinstance(leaf, Tensor):
         return False
     return leaf.grad_fn is not None or (leaf.requires_grad and torch.is_grad_enabled())
@@ -429,7 +427,7 @@ def _structure(feed: Feed | FeedSpec) -> str:
 
 
 def on_one_line(structure: pytree.TreeSpec) -> str:
-    """A structure for a message; what pytree writes of a larger one has several lines."""
+    """A structure as text for a message."""
     return " ".join(str(structure).split())
 
 

@@ -129,10 +129,8 @@ class UnreadValues:
 
 
 class Placeholders:
-    """Placeholders for the leaves at ``indices`` of ``leaves``. Entered around the step, it tells which of them that
-    used: on the way out :class:`ReadSignal` is raised with their indices.
-
-    ``leaves`` are those given with the placeholders in their places.
+    """Placeholders for the leaves at ``indices``. On exit, :class:`ReadSignal` is raised with the indices of those that
+    the step used. ``leaves`` are those given, with the placeholders in their places.
     """
 
     def __init__(self, leaves: Sequence[Any], indices: Iterable[int]) -> None:

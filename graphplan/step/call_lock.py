@@ -1,5 +1,5 @@
-"""One call of a step at a time. The lock is tried, never waited for; where it is taken, the stacks of all threads tell
-by whom, since an interrupt may have come between taking it and the call.
+"""One call of a step at a time. The lock is tried, never waited for. If it is taken, the stacks of all threads are
+searched for the call that holds it, since an interrupt may have left it locked.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident, local
-from types import FrameType
+from traceback import walk_stack
 from typing import NoReturn
 
 from graphplan.errors import BusyError, CopyError
@@ -41,7 +41,7 @@ class CallLock:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Have the turn for the block. Raises BusyError if another call has it."""
+        """Hold the lock for the block. Raises BusyError if another call holds it."""
         if not self._turn.acquire(False):
             self._check_turn()
         try:
@@ -50,11 +50,11 @@ class CallLock:
             self._turn.release()
 
     def _check_turn(self) -> None:
-        """Refuse the method that calls this, unless no call that could have the turn is left."""
+        """Raise BusyError in the method that calls this, unless no call is left that could hold the lock."""
         codes = {getattr(type(self), name).__code__ for name in self.takers}
         within = -1  # The method that asks is in one of its own frames.
         for thread, innermost in sys._current_frames().items():
-            for frame in _outwards(innermost):
+            for frame, _ in walk_stack(innermost):
                 if frame.f_code in codes and frame.f_locals.get("self") is self:
                     if thread != get_ident():
                         raise BusyError(
@@ -74,9 +74,3 @@ class CallLock:
             "a graphed step cannot be copied or pickled: its programs work on the storages of its owners, in this "
             "process. Copy or save the model and the optimizer instead, and make a step for them with graph_step"
         )
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Whether there is memory for one more program, within a budget and on the device, and whose goes for it."""
+"""Memory for programs: whether one more fits the budget and the device, and which are evicted for it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Room:
             backend.trim()
 
     def for_copies(self, walk: Walk, backend: Backend) -> torch.device | None:
-        """Where a copy of all that owners hold is to lie: beside it (None), unless that is much."""
+        """Where to copy the owners' tensors to: their own device (None), or the CPU if they are large."""
         tensors = {id(t): t.nbytes for slot in walk.slots.values() for t in slot.tensors() if is_accelerator(t.device)}
         return None if backend.may_take(sum(tensors.values())) else torch.device("cpu")
 

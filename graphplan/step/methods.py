@@ -1,4 +1,4 @@
-"""Which functions can be a step, and graphed functions as methods: whose one is, and what each instance has of it."""
+"""Which functions can be a step, and graphed functions as methods of a class."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Method:
 
     @abstractmethod
     def _bound_to(self, instance: Any) -> Any:
-        """What ``instance`` gets."""
+        """Make the graphed method of ``instance``."""
 
 
 class Bound:
-    """What an instance, or a class, has of a graphed method. A copy of the instance gets an empty one."""
+    """The graphed method of one instance or class. A copy of the instance gets an empty one."""
 
     def __init__(self) -> None:
         self._graphed: Any = None
@@ -63,16 +63,13 @@ class Bound:
         return inner[key]
 
     def get(self, make: Callable[[], Any]) -> Any:
-        """What is there, or what ``make`` makes."""
+        """The graphed method, made by ``make`` at first."""
         if self._graphed is None:
             self._graphed = make()
         return self._graphed
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Bound, ()
-
-    def __deepcopy__(self, memo: Any) -> Bound:
-        return Bound()
 
 
 def owners_of(fn: Callable[..., Any], owners: Mapping[str, Any] | Sequence[Any] | None) -> Any:

@@ -40,19 +40,16 @@ class Peers:
             self._apart = True
 
     def may_advance(self, is_planned: bool) -> bool:
-        """Whether this rank may trace, or capture a plan that it has. Raises PeerError if another cannot."""
-        if is_planned:
-            return self.are_ready()
+        """Whether this rank may trace; or with a plan say that it can capture, and whether all ranks can by now. Raises
+        PeerError if another cannot.
+        """
+        if is_planned and self._all_ready:
+            return True
         self.check()
-        return True
-
-    def are_ready(self) -> bool:
-        """Say that this rank can capture; whether all can by now. Raises PeerError if one cannot."""
-        if not self._all_ready:
-            self.check()
+        if is_planned:
             self._all_ready = self._wait("ready", only_look=self._asked)
             self._asked = True
-        return self._all_ready
+        return self._all_ready or not is_planned
 
     def _wait(self, stage: str, *, only_look: bool = False) -> bool:
         """Whether every rank comes to ``stage`` in time: what they wait for may be this very step."""

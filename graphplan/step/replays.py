@@ -146,7 +146,7 @@ class Replays:
         return verdict.result, None
 
     def _series_of(self, program: Program) -> _Series:
-        """Those that ``program`` is one of. If it communicates, they are checked in the same steps on all ranks."""
+        """The series of ``program``. If it communicates, all ranks check in the same steps."""
         series = self._series.get(program)
         if series is None:
             plan, schedule = program.plan, self._options.schedule
@@ -163,7 +163,7 @@ class Replays:
         return self._peers.settle(f"after check {self._stats.calls}", following)
 
     def _ask_peers(self, reason: str) -> str:
-        """Why this check cannot be, if so: it communicates twice, and every rank has to do that in the same step."""
+        """Why this check is impossible, if so. It runs collectives twice, so all ranks have to check the same step."""
         if self._peers is None:
             return "the step communicates with other ranks, which a check on one of them would keep waiting"
         can = self._peers.vote(f"check {self._stats.calls}", not reason)
@@ -214,7 +214,7 @@ class Replays:
         return result, _unknown(program, reason, result)
 
     def _stop_checks(self, program: Program, reason: str) -> None:
-        """Go on without checks of this program, and say so."""
+        """Stop checking this program, and note why."""
         program.next_check = NO_CHECK
         self._stats.note(f"not checked against eager: {reason}", "checks")
 

@@ -78,7 +78,7 @@ class Refusals:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of the frames of an error and of its causes: a refusal is kept for long, and frames hold the batch."""
+    """Clear the tracebacks of an error and its causes: a refusal is kept for long, and frames reference the batch."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -102,7 +102,7 @@ class Runner:
 
     @property
     def backend(self) -> Backend:
-        """What records the step, once it is settled."""
+        """The backend, once :meth:`settle_backend` was called."""
         assert self._backend is not None
         return self._backend
 
