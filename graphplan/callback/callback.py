@@ -187,17 +187,18 @@ class GraphPlanCallback(Callback):
 
     def _start_training(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stock, self._again = StockBatches(trainer), AGAIN
-        reason = closed_to_training(trainer, pl_module, self.components) if self.options.backend != "eager" else None
+        is_eager = self.options.backend == "eager"
+        reason = None if is_eager else closed_to_training(trainer, pl_module, self.components)
         if reason is not None:
             self._refuse(_TRAINING, reason)
             return
         # Without clipping, Lightning refuses a fit in which the user's own optimizer is fused.
         fused = any(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in trainer.optimizers)
-        self._kept = [LaggingSigterm(trainer), *(fused_clipping(trainer) if fused else [])]
-        for patch in self._kept:
-            patch.install()
+        _put(self._kept, LaggingSigterm(trainer), *(fused_clipping(trainer) if fused else []))
         device = trainer.strategy.root_device
-        if self.options.is_gated(device):
+        if is_eager:
+            self._stock.begin(SkipReason.BACKEND_EAGER)
+        elif self.options.is_gated(device):
             period = trainer.accumulate_grad_batches
             least = self.options.least_speedup(device)
             self._time_eager_steps(Gate(least, Clock(device), period=period, peers=find_peers()))
@@ -237,12 +238,10 @@ class GraphPlanCallback(Callback):
         """Install the seam, and all that goes with it."""
         numbers = LazyNumbers(trainer, self._recover)
         clips = fused_clipping(trainer) if len(self._kept) == 1 else []
-        self._patches = [*clips, numbers, ThrottledBar(trainer, numbers)]
-        for patch in self._patches:
-            patch.install()
+        _put(self._patches, *clips, numbers, ThrottledBar(trainer, numbers))
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
         # Whether steps copy batches to the device themselves: no hook or transfer needs them there first.
-        asks = self.options.eager_if is not None or self.variant.is_given or self.options.backend == "eager"
+        asks = self.options.eager_if is not None or self.variant.is_given
         may = reason is None and not asks and self.transfer == "auto"
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
@@ -253,9 +252,8 @@ class GraphPlanCallback(Callback):
             seam.notes.append("prefetch does nothing: the step is not given batches in host memory")
         if reason is not None:
             seam.notes.append(f"Lightning's own loop: {reason}")
-        elif self.options.backend != "eager":
-            self._patches.append(LoopSeam(trainer, pl_module, seam.sums, self._recover, direct=direct))
-            self._patches[-1].install()
+        else:
+            _put(self._patches, LoopSeam(trainer, pl_module, seam.sums, self._recover, direct=direct))
 
     def _recover(self, error: Exception) -> None:
         """Take graphplan out of the running fit after an error of its own, or raise the error.
@@ -287,11 +285,11 @@ class GraphPlanCallback(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the seam of evaluation, if it is not there."""
-        if not self.eval or _EVALUATION in self._seams:
+        if not self.eval or _EVALUATION in self._seams or self.options.backend == "eager":
             return
         self._begin_figures(_EVALUATION)
         with self._refusing(_EVALUATION):
-            reason = closed_to_all(trainer) if self.options.backend != "eager" else None
+            reason = closed_to_all(trainer)
             if reason is not None:
                 self._refuse(_EVALUATION, reason)
                 return
@@ -406,6 +404,13 @@ class GraphPlanCallback(Callback):
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
         fresh = {"_seams": {}, "_backends": Backends(), "_patches": [], "_kept": [], "_gate": None, "_down": None}
         return {**state, **fresh, "_figures": figures, "_stock": StockBatches()}
+
+
+def _put(patches: list[Any], *more: Any) -> None:
+    """Install patches, and note them to be removed."""
+    for patch in more:
+        patches.append(patch)
+        patch.install()
 
 
 GraphPlanCallback.__doc__ = with_arguments(GraphPlanCallback.__doc__ or "", CallbackOptions)

@@ -73,6 +73,11 @@ def closed_to_training(trainer: Any, module: LightningModule, components: Compon
     reason = closed_to_all(trainer)
     if reason is not None:
         return reason
+    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+        return (
+            "training_step takes dataloader_iter and fetches its batches itself, so that nothing could be copied to "
+            "where a replay reads; take batch in training_step, def training_step(self, batch, batch_idx)"
+        )
     if trainer._detect_anomaly:
         return "detect_anomaly=True reads every gradient on the host; turn it off"
     if not module.automatic_optimization and not components.both:
@@ -121,8 +126,6 @@ def closed_loop(trainer: Any, module: LightningModule) -> str | None:
         return f"progress is kept by a {type(loop.batch_progress).__name__}"
     if type(trainer.profiler) is not PassThroughProfiler:
         return f"the {type(trainer.profiler).__name__} has rows of Lightning's loop"
-    if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-        return "training_step takes the iterator of batches"
     if has_hook(module, START, LightningModule):
         return f"{type(module).__name__}.{START} may end the epoch"
     for hook in _TRANSFERS:

@@ -67,11 +67,6 @@ class _Manual(LitDigits):
         optimizer.step()
 
 
-def _from_iterator(self: Any, dataloader_iter: Any) -> Tensor:
-    batch, _, _ = next(dataloader_iter)
-    return self.loss_of(batch)
-
-
 class _Transfers(LightningDataModule):
     def train_dataloader(self) -> Any:
         return loaders()[0]
@@ -96,7 +91,6 @@ class _OwnLoop(Callback):
 REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"callback": {"loop": "stock"}}, "loop='stock'"),
     "profiler": ({"profiler": "simple"}, "the SimpleProfiler has rows of Lightning's loop"),
-    "iterator": ({"module": with_step(_from_iterator)}, "training_step takes the iterator of batches"),
     "start": (
         {"module": with_step(LitDigits.training_step, on_train_batch_start=lambda self, batch, batch_idx: None)},
         "Variant.on_train_batch_start may end the epoch",

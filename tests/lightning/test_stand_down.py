@@ -21,7 +21,7 @@ from graphplan.program.program import Program
 from graphplan.step.gate import SKIPPED, STEPS
 from tests.clocks import Clock
 from tests.crossing import each
-from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape, with_step
+from tests.lightning.parts import LitDigits, assert_same_fits, fit, tape
 from tests.lightning.rows_of_parts import Manual
 
 TIMED = SKIPPED + STEPS
@@ -102,13 +102,6 @@ class Branching(LitDigits):
         return loss * 2 if loss.item() > 1e9 else loss
 
 
-def _fetching(self: Any, dataloader_iter: Any) -> Tensor:
-    batch, _, _ = next(dataloader_iter)
-    loss = self.loss_of(batch)
-    self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=20)
-    return loss
-
-
 WAYS: dict[str, tuple[Any, dict[str, Any], SkipReason]] = {
     "slower": (LitDigits, {"min_speedup": 1.0}, SkipReason.SLOWER),
     "slower, by hand": (Manual, {"min_speedup": 1.0}, SkipReason.SLOWER),
@@ -118,7 +111,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any], SkipReason]] = {
     "slower, evaluated": (LitDigits, {"min_speedup": 1.0, "eval": True}, SkipReason.SLOWER),
     "refused": (Branching, {"on_failure": "eager"}, SkipReason.HOST_SYNC),
     "refused parts": (Branching, {"on_failure": "eager", "components": "forward_backward"}, SkipReason.HOST_SYNC),
-    "fetches": (with_step(_fetching), {"on_failure": "eager"}, SkipReason.FEED),
 }
 
 

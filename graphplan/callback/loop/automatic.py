@@ -77,8 +77,6 @@ class AutomaticSeam(Seam):
         body = partial(self._body, self._stock_run)
         self._whole = self._make(body, self._owners(self._progress), escalates=self._escalates)
         outside = keeps_optimizer_outside(self._module)
-        if self._options.backend == "eager":
-            return
         if not self._sides.forward_backward:
             self._keep_forward_outside()
         elif outside is not None or not self._sides.optimizer:
@@ -120,9 +118,6 @@ class AutomaticSeam(Seam):
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``automatic_optimization.run``."""
-        if "batch" not in kwargs:
-            self._refuse_fetching()
-            return self._stock_run(optimizer, batch_idx, kwargs)
         if self._loop._skip_backward or (optimizer is not self._optimizer and not self._renew()):
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
         self._enter(batch_idx, kwargs)

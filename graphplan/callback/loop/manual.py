@@ -50,9 +50,6 @@ class ManualSeam(Seam):
 
     def _run(self, kwargs: OrderedDict[str, Any]) -> Any:
         """In place of ``manual_optimization.run``."""
-        if "batch" not in kwargs:
-            self._refuse_fetching()
-            return self._stock_run(kwargs)
         if not self._are_same() and not self._renew():
             return self._stock_run(self._on_device(kwargs))
         self._enter(self._epoch_loop.batch_idx, kwargs)

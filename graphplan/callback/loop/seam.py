@@ -36,7 +36,7 @@ from graphplan.callback.trainer_state import (
     unwatch,
 )
 from graphplan.effects.allowed import is_allowed
-from graphplan.errors import FeedError, RecaptureError, RefusalError, SkipReason
+from graphplan.errors import RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments, hands_over
 from graphplan.feed.signature import with_new_containers
 from graphplan.owners.slots import Via
@@ -130,7 +130,6 @@ class Seam(ABC):
         self._is_down = False
         self._past = Figures()
         self._unpaid = 0
-        self._refused: RefusalError | None = None
 
     @abstractmethod
     def install(self) -> None:
@@ -146,7 +145,7 @@ class Seam(ABC):
 
     def _compile(self) -> None:
         """Compile the module's parts, if asked to, and its ``forward`` where nothing else goes through its call."""
-        if self._options.compile is False or self._options.backend == "eager":
+        if self._options.compile is False:
             return
         parts: list[nn.Module] = [part for part in self._module.children() if any(True for _ in part.parameters())]
         if is_overridden("forward", self._module) and self._trainer.strategy.model is self._module:
@@ -258,77 +257,47 @@ class Seam(ABC):
             self._made_for.when_down(reason, detail)
 
     def _renew(self) -> bool:
-        """Make steps for the optimizers that the Trainer has now; if there are none, this step counts as eager.
+        """Make steps for the optimizers that the Trainer has now; False if this one and all later ones are eager.
 
         Raises:
             RecaptureError: if that happens too often, and no step was ever replayed.
         """
-        if self._refused is None:
-            self._check_churn()
-            self._past = self.figures
-            # A plan keeps tensors.
-            self._past.plan, self._past.stats.bytes_static = None, 0
-            self.close()
-            self._steps, self._counters, self.notes = [], [], []
-            self._end()
-        if self._refused is not None:
-            self._count_refused(self._refused)
+        is_refused = self._is_churning()
+        self._past = self.figures
+        # A plan keeps tensors.
+        self._past.plan, self._past.stats.bytes_static = None, 0
+        self.close()
+        self._steps, self._counters, self.notes = [], [], []
+        self._end()
+        if is_refused:
+            self._refuse_churn()
             return False
-        if self._options.backend != "eager":
-            self._past.stats.note("another optimizer: the step is captured anew", "recaptures")
+        self._past.stats.note("another optimizer: the step is captured anew", "recaptures")
         self._begin()
         return True
 
-    def _check_churn(self) -> None:
+    def _is_churning(self) -> bool:
         """Count optimizers that did not stay for long enough, where nothing else keeps training eager."""
-        stats, most = self._current_stats(), self._options.max_recaptures
-        is_eager = self._options.backend == "eager" or stats.skipped.keys() - {SkipReason.SHAPE}
-        if is_eager or self._options.mode != "train":
-            return
+        stats = self._current_stats()
+        if self._options.mode != "train" or stats.skipped.keys() - {SkipReason.SHAPE}:
+            return False
         self._unpaid = self._unpaid + 1 if stats.replayed < _PAYS else 0
-        if self._unpaid >= most:
-            self._refuse(
-                RecaptureError(
-                    f"the Trainer got another optimizer {most} times in a row after fewer than {_PAYS} replays each, "
-                    "and the step has to be captured anew each time. Expected an optimizer to stay for a while. Keep "
-                    "it, and change its groups or load a state into it (optimizer.load_state_dict), or raise "
-                    f"max_recaptures (now {most})"
-                )
-            )
+        return self._unpaid >= self._options.max_recaptures
 
-    def _refuse_fetching(self) -> None:
-        """Count a step that takes its batches from the loader itself: nothing is known of them before it runs.
-
-        Raises:
-            FeedError: if no step was ever replayed, and the user wants to know.
-        """
-        if not isinstance(self._refused, FeedError):
-            self._refuse(
-                FeedError(
-                    "training_step takes dataloader_iter and fetches its batches itself, so that nothing could be "
-                    "copied to where a replay reads. Expected a step that is given its batch: take batch in "
-                    "training_step, def training_step(self, batch, batch_idx)"
-                )
-            )
-        assert self._refused is not None
-        self._count_refused(self._refused)
-
-    def _refuse(self, error: RefusalError) -> None:
-        """Raise, or say once that all steps from now on are eager."""
-        if self._options.backend != "eager":
-            if self._must_raise():
-                raise error
-            warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=5)
-        self._refused = error
-
-    def _count_refused(self, error: RefusalError) -> None:
-        """Count a step that is eager because of ``error``, and not through one of the graphed steps."""
+    def _refuse_churn(self) -> None:
+        most = self._options.max_recaptures
+        error = RecaptureError(
+            f"the Trainer got another optimizer {most} times in a row after fewer than {_PAYS} replays each, and the "
+            "step has to be captured anew each time. Expected an optimizer to stay for a while. Keep it, and change "
+            "its groups or load a state into it (optimizer.load_state_dict), or raise max_recaptures "
+            f"(now {most})"
+        )
+        if self._must_raise():
+            raise error
+        warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=4)
         self._past.stats.count_stock(1)
-        if self._options.backend == "eager":
-            self._past.stats.skip(SkipReason.BACKEND_EAGER)
-        else:
-            self._past.stats.skip(error.reason, str(error))
-            self._give_up(error.reason, str(error))
+        self._past.stats.skip(error.reason, str(error))
+        self._give_up(error.reason, str(error))
 
     @hands_over
     def _ask_eager(self, batch: Any, index: int) -> bool:
@@ -339,7 +308,7 @@ class Seam(ABC):
 
     def _on_device(self, kwargs: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
         """The loop's arguments for Lightning's own code, where a graphed step would have moved the batch itself."""
-        if self._options.feed_device is not None and "batch" in kwargs:
+        if self._options.feed_device is not None:
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
 
