@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.callback_options import CallbackOptions, Variant
+from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
 from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
@@ -87,7 +87,7 @@ class GraphPlanCallback(Callback):
         self._given = given.arguments
         self.options = given.step
         self.components = given.parts
-        self.variant = Variant(given.variant)
+        self.variant = given.variant
         self.eval, self.loop, self.transfer = given.eval, given.loop, given.transfer
         self._logs_figures = given.log
         self._eval_policy = given.evaluation
@@ -236,12 +236,11 @@ class GraphPlanCallback(Callback):
 
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam, and all that goes with it."""
-        numbers = LazyNumbers(trainer, self._recover)
         clips = fused_clipping(trainer) if len(self._kept) == 1 else []
-        _put(self._patches, *clips, numbers, ThrottledBar(trainer, numbers))
+        _put(self._patches, *clips, LazyNumbers(trainer, self._recover), ThrottledBar(trainer))
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
         # Whether steps copy batches to the device themselves: no hook or transfer needs them there first.
-        asks = self.options.eager_if is not None or self.variant.is_given
+        asks = self.options.eager_if is not None or self.variant is not None
         may = reason is None and not asks and self.transfer == "auto"
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
         options = replace(self.options, device=trainer.strategy.root_device) if direct else self.options
@@ -273,8 +272,7 @@ class GraphPlanCallback(Callback):
 
     def _stand_down(self, reason: SkipReason, detail: str) -> None:
         """Take everything out of the running fit, which goes on in Lightning's own loop, and keep the figures."""
-        self._down = self._seams[_TRAINING]
-        self._remove_training()
+        self._down = self._take_off(_TRAINING)
         self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
         self._stock.begin(reason, detail)
 
@@ -328,10 +326,9 @@ class GraphPlanCallback(Callback):
 
     def _remove(self) -> None:
         """Take the seams off and keep their figures."""
-        self._down = self._seams.get(_TRAINING, self._down)
-        self._remove_training()
-        if self._down is not None:
-            self._down.close()
+        for seam in (self._take_off(_TRAINING) or self._down, self._take_off(_EVALUATION)):
+            if seam is not None:
+                seam.close()
         self._down = None
         while self._kept:
             self._kept.pop().remove()
@@ -340,21 +337,18 @@ class GraphPlanCallback(Callback):
             self._gate.cancel()
         self._gate = None
         self._stock.end()
-        seams, self._seams = self._seams, {}
-        for part, seam in seams.items():
-            programs = seam.describe_programs()
-            seam.remove()
-            self._figures[part] = replace(seam.figures, programs=programs)
         self._backends = Backends()
 
-    def _remove_training(self) -> None:
-        while self._patches:
+    def _take_off(self, part: str) -> Seam | None:
+        """Take a seam off with all that goes with it, and keep its figures."""
+        while part == _TRAINING and self._patches:
             self._patches.pop().remove()
-        seam = self._seams.pop(_TRAINING, None)
+        seam = self._seams.pop(part, None)
         if seam is not None:
             programs = seam.describe_programs()
             seam.take_off()
-            self._figures[_TRAINING] = replace(seam.figures, programs=programs)
+            self._figures[part] = replace(seam.figures, programs=programs)
+        return seam
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

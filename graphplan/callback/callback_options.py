@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
 from graphplan.errors import OptionError, PolicyError
 from graphplan.specs.policy import Policy, parse_policies
 from graphplan.step.options import Options, TrainingOptions
@@ -45,41 +43,6 @@ class Components:
     def both(self) -> bool:
         """Whether the whole step is captured to begin with."""
         return self.forward_backward and self.optimizer
-
-
-class Variant:
-    """Which program a batch belongs to, for steps whose control flow alternates: the user's own key.
-
-    Args:
-        given: ``(batch, batch_idx)`` to a literal (or a tuple of some), or the name of a method of the module that is
-            called like that; None if there is one way only.
-
-    Raises:
-        OptionError: for anything else.
-    """
-
-    def __init__(self, given: VariantOf) -> None:
-        if given is not None and not callable(given) and not isinstance(given, str):
-            raise OptionError(
-                f"variant is {given!r}; expected a function of (batch, batch_idx) or the name of a method of the module"
-            )
-        self._given = given
-        self.is_given = given is not None
-        """Whether there may be several ways."""
-
-    def of(self, module: LightningModule, batch: Any, batch_idx: int) -> Any:
-        """The key of this batch.
-
-        Raises:
-            OptionError: if the module has no such method.
-        """
-        found = getattr(module, self._given, None) if isinstance(self._given, str) else self._given
-        if not callable(found):
-            raise OptionError(
-                f"variant is {self._given!r}, and {type(module).__name__} has no such method; expected one that takes "
-                "(batch, batch_idx)"
-            )
-        return found(batch, batch_idx)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +91,11 @@ class CallbackOptions(TrainingOptions):
         for name in ("eval", "log"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        if not (self.variant is None or callable(self.variant) or isinstance(self.variant, str)):
+            raise OptionError(
+                f"variant is {self.variant!r}; expected a function of (batch, batch_idx) or the name of a method of "
+                "the module"
+            )
         for name in ("loop", "transfer"):
             if getattr(self, name) not in ("auto", "stock"):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected 'auto' or 'stock'")

@@ -29,7 +29,7 @@ _CALLBACKS = (
     "progress_bar_callback",
 )  # fmt: skip
 _WRAPPER = "strategy.model"
-_WRAPPER_NOTES = ("require_forward_param_sync",)
+_NOTE = "require_forward_param_sync"
 """Whether DDP is to send buffers around before the next forward pass: not after one without gradients, or one whose
 gradients were kept on the rank. A step branches on it and leaves it another one."""
 
@@ -84,24 +84,23 @@ def reached_objects(trainer: Trainer) -> dict[str, Any]:
 
 
 class Wrapper:
-    """The module that a strategy wraps around the LightningModule, if there is one, and its notes between steps."""
+    """The module that a strategy wraps around the LightningModule, if there is one, and its note between steps."""
 
-    effects = tuple(f"{_WRAPPER}.{note}" for note in _WRAPPER_NOTES)
-    """Paths of the notes: the seam keeps them."""
+    effect = f"{_WRAPPER}.{_NOTE}"
+    """Path of the note: the seam keeps it."""
 
     def __init__(self, trainer: Trainer) -> None:
         model = trainer.strategy.model
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self.owners: dict[str, Any] = {} if self._ddp is None else {_WRAPPER: self._ddp}
 
-    def notes(self) -> tuple[Any, ...]:
-        """What it notes now."""
-        return () if self._ddp is None else tuple(getattr(self._ddp, note) for note in _WRAPPER_NOTES)
+    def note(self) -> Any:
+        """What it notes now; None without such a module."""
+        return getattr(self._ddp, _NOTE, None)
 
-    def note(self, values: tuple[Any, ...]) -> None:
-        """Set the notes of a step that was replayed."""
-        for name, value in zip(_WRAPPER_NOTES, values, strict=False):
-            setattr(self._ddp, name, value)
+    def put(self, note: Any) -> None:
+        """Set the note of a step that was replayed."""
+        setattr(self._ddp, _NOTE, note)
 
 
 class _Groups:

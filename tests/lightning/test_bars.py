@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from graphplan.callback.lightning_code import KNOWN, digest_of
 from graphplan.callback.logging import bars
-from graphplan.callback.logging.late_numbers import LaggingNumbers, SentNumbers
 from tests.lightning.parts import LitDigits, Observer, assert_same_fits, digits, fit, tape, with_step
-from tests.lightning.test_progress_bar import Counting
 
 BATCH = 2
 STEPS = len(digits()[0]) // BATCH
@@ -226,38 +223,3 @@ def test_values_that_nobody_asks_for_until_the_end(monkeypatch: pytest.MonkeyPat
     assert expected.trainer.progress_bar_metrics == found.trainer.progress_bar_metrics
     assert list(expected.trainer.logged_metrics) == list(found.trainer.logged_metrics)
     assert expected.rows == found.rows
-
-
-class PatientBar(TQDMProgressBar):
-    """Keeps what it shows, by batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown: dict[int, float] = {}
-
-    def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super().get_metrics(trainer, module)
-        self.shown[trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1] = found.get("count_step", -1.0)
-        return found
-
-
-@pytest.mark.filterwarnings("ignore:.*could not find the monitored key")
-def test_a_bar_that_is_drawn_now_and_then_waits_for_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is drawn when they are there: here three updates after they were sent."""
-
-    class Late(SentNumbers):
-        looks = 0
-
-        def has_arrived(self) -> bool:
-            self.looks += 1
-            return self.looks > 3
-
-    monkeypatch.setattr("graphplan.callback.logging.bars.LaggingNumbers", partial(LaggingNumbers, Late))
-    clock = iter(range(10**6))
-    monkeypatch.setattr("graphplan.callback.logging.bars.perf_counter", lambda: next(clock) / 200)
-    bar = PatientBar()
-    fit(Counting, tmp_path, tape(verify="off"), batch=2, more=[bar], max_epochs=1, enable_progress_bar=True)
-    shown = [(batch, number) for batch, number in bar.shown.items() if 64 < batch < 149]
-    assert len(shown) >= 5
-    # The first comes after numbers that were sent for earlier pictures.
-    assert all(number == batch - 3 for batch, number in shown[1:]), shown

@@ -258,14 +258,3 @@ def test_only_a_bar_that_always_asks_is_shown_older_numbers(
         assert [shown["count_step"] for shown in bar.shown] == [0.0] * 10 + [10.0] * 10
     else:
         assert bar.shown == eager.shown
-
-
-def test_numbers_for_a_picture_are_sent_once_and_awaited() -> None:
-    road = _Road()
-    numbers = LaggingNumbers(road)
-    assert [numbers.are_here(_value(float(number))) for number in range(3)] == [False, False, False]
-    assert len(road.sent) == 1
-    road.sent[0].arrived = True
-    assert numbers.are_here(_value(3.0))
-    assert numbers.read(_value(4.0)) == {"a": 0.0}
-    assert not road.sent[0].waited

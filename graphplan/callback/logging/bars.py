@@ -1,9 +1,9 @@
 """Progress bars: drawn as often as it can be seen, with numbers that arrived last.
 
 Lightning's ``TQDMProgressBar`` writes two lines to the terminal after every ``refresh_rate`` batches, one by default:
-more time than a small replay takes. While steps are that fast, a bar is drawn some twenty times a second, when its
-numbers have arrived. A bar that asks for numbers after every batch is shown those that arrived last, which lag behind
-by what the device has yet to do. At an epoch's end, and where a bar asks now and then by itself, they are exact.
+more time than a small replay takes. While steps are that fast, a bar is drawn some twenty times a second. A bar that
+asks for numbers after every batch is shown those that arrived last, which lag behind by what the device has yet to do.
+At an epoch's end, and where a bar asks now and then, they are exact.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from graphplan.callback.lightning_code import is_known
-from graphplan.callback.logging.connector import LazyConnector, tensors_of
+from graphplan.callback.logging.connector import LazyConnector
 from graphplan.callback.logging.late_numbers import LaggingNumbers
-from graphplan.callback.patches import InstancePatch, Recover, recovering
+from graphplan.callback.patches import InstancePatch, Recover
 
 _INTERVAL = 0.05
 """Seconds between two pictures."""
@@ -36,7 +36,6 @@ class LazyNumbers:
         self._connector: Any = trainer._logger_connector
         self._numbers = LaggingNumbers()
         self._asked = -1
-        self._is_picture = False
         bars = [callback for callback in getattr(trainer, "callbacks", []) if isinstance(callback, ProgressBar)]
         bars = [bar for bar in bars if "get_metrics" not in vars(bar)]
         self._patches = [InstancePatch(bar, "get_metrics", partial(self._ask, bar)) for bar in bars]
@@ -59,21 +58,12 @@ class LazyNumbers:
             del vars(self._connector)["recover"]
             self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]
 
-    @recovering(lambda self: True)
-    def are_here(self) -> bool:
-        """Whether a bar that draws itself now can show numbers without waiting for them."""
-        lazy = isinstance(self._connector, LazyConnector)
-        tensors = tensors_of(dict(self._connector.metrics["pbar"])) if lazy else {}
-        self._is_picture = bool(tensors) and self._numbers.are_here(tensors)
-        return self._is_picture or not tensors
-
     def _ask(self, bar: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of a bar's ``get_metrics``."""
-        is_picture, self._is_picture = self._is_picture, False
         batch = self._trainer.fit_loop.epoch_loop.total_batch_idx
         asks_always = batch - self._asked <= 1 and self._connector._first_loop_iter is not None
         self._asked = batch
-        if not asks_always and not is_picture:
+        if not asks_always:
             return type(bar).get_metrics(bar, *args, **kwargs)
         self._connector.lagging = self._numbers
         try:
@@ -89,8 +79,8 @@ class ThrottledBar:
     included, shows where it is.
     """
 
-    def __init__(self, trainer: Trainer, numbers: LazyNumbers) -> None:
-        self._trainer, self._numbers = trainer, numbers
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
         self._bar: Any = trainer.progress_bar_callback
         bar = self._bar
         known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
@@ -113,8 +103,7 @@ class ThrottledBar:
             return False
         self._asked += 1
         now = perf_counter()
-        may_rest = self._asked > _SLOW_START and current != total
-        if may_rest and (now - self._drawn < _INTERVAL or not self._numbers.are_here()):
+        if self._asked > _SLOW_START and current != total and now - self._drawn < _INTERVAL:
             bar = self._bar.train_progress_bar if self._trainer.training else self._bar.val_progress_bar
             bar.n = current
             return False

@@ -162,9 +162,6 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(lambda self, values: None)
     def _read_late(self, values: dict[str, Any]) -> dict[str, float] | None:
-        return None if self.lagging is None else self.lagging.read(tensors_of(values))
-
-
-def tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
-    """Those of the values that are tensors."""
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        if self.lagging is None:
+            return None
+        return self.lagging.read({name: value for name, value in values.items() if isinstance(value, Tensor)})

@@ -88,28 +88,12 @@ class LaggingNumbers:
         self._send = send
         self._sent: deque[Any] = deque()
         self._arrived: dict[str, float] = {}
-        self._awaited: Any = None
-        self._is_fresh = False
-
-    def are_here(self, values: Mapping[str, Tensor]) -> bool:
-        """Whether numbers have arrived that are no older than the first call which was answered with no. That call
-        sends those of its ``values``.
-        """
-        if self._awaited is None:
-            self._awaited = self._send(values)
-            self._sent.append(self._awaited)
-        self._take()
-        if any(sent is self._awaited for sent in self._sent):
-            return False
-        self._awaited, self._is_fresh = None, True
-        return True
 
     def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
         """The latest numbers of ``values`` that are there. Waits for those that never were."""
         self._take()
         is_new = not values.keys() <= self._arrived.keys()
-        is_fresh, self._is_fresh = self._is_fresh, False
-        if is_new or (len(self._sent) < _MOST and not is_fresh):
+        if is_new or len(self._sent) < _MOST:
             self._sent.append(self._send(values))
             self._take(wait=is_new)
         return {name: self._arrived[name] for name in values}

@@ -24,12 +24,13 @@ from graphplan.callback.loop.seam import NO_BATCH, Run, Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers
 from graphplan.compare.comparing import Checks
 from graphplan.errors import RefusalError
-from graphplan.step.graphed_step import GraphedStep
 
 _SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
 """Of the Trainer's, what its code in the step branches on."""
 _ALWAYS = 2
 """Patches that there are in every form."""
+_COMPONENTS, _UPDATE = "forward and backward alone", "the optimizer's step alone"
+"""What is replayed of a step in these forms."""
 
 
 class ReplayedClosure(Closure):
@@ -71,11 +72,9 @@ class AutomaticSeam(Seam):
     def _begin(self) -> None:
         self._optimizer: Any = self._trainer.optimizers[0]
         self.part = ""
-        self._update: GraphedStep | None = None
-        self._components: GraphedStep | None = None
         self._logs.sums_in_step = self._may_sum
         body = partial(self._body, self._stock_run)
-        self._whole = self._make(body, self._owners(self._progress), escalates=self._escalates)
+        self._step = self._make(body, self._owners(self._progress), escalates=self._escalates)
         outside = keeps_optimizer_outside(self._module)
         if not self._sides.forward_backward:
             self._keep_forward_outside()
@@ -87,8 +86,8 @@ class AutomaticSeam(Seam):
         for patch in self._patches[_ALWAYS:]:
             patch.remove()
         del self._patches[_ALWAYS:]
-        self._optimizer = self._update = self._components = None
-        del self._whole
+        self._optimizer = None
+        del self._step
 
     def _escalates(self, error: RefusalError) -> bool:
         """Whether a refusal of the whole step raises: for the user, or so that the optimizer can be left out of it."""
@@ -102,18 +101,18 @@ class AutomaticSeam(Seam):
         )
         # What is left in the step knows nothing of the batch, whose size the means count with.
         self._logs.sums_in_step = False
-        self._whole.close()
-        self.part = "the optimizer's step alone"
-        self._update = self._make(self._update_body, self._owners(self._progress), feeds=False)
+        self._step.close()
+        self.part = _UPDATE
+        self._step = self._make(self._update_body, self._owners(self._progress), feeds=False)
         self._put(self._loop, "_optimizer_step", self._step_optimizer)
 
     def _keep_optimizer_outside(self, reason: str) -> None:
         """Go over to the components form."""
         self.notes.append(f"optimizer runs eagerly after the replay of forward and backward: {reason}")
         owners = {name: owner for name, owner in self._owners(self._progress).items() if owner is not self._optimizer}
-        self._whole.close()
-        self.part = "forward and backward alone"
-        self._components = self._make(partial(self._body, self._closed), owners | group_numbers(self._optimizer))
+        self._step.close()
+        self.part = _COMPONENTS
+        self._step = self._make(partial(self._body, self._closed), owners | group_numbers(self._optimizer))
         self._put(self._loop, "_make_closure", self._make_closure)
 
     def _run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
@@ -121,22 +120,19 @@ class AutomaticSeam(Seam):
         if self._loop._skip_backward or (optimizer is not self._optimizer and not self._renew()):
             return self._stock_run(optimizer, batch_idx, self._on_device(kwargs))
         self._enter(batch_idx, kwargs)
-        if self._components is None and self._update is None:
+        if not self.part:
             stock = lambda: self._stock_run(optimizer, batch_idx, self._on_device(kwargs))  # noqa: E731
             try:
-                result = self._through(self._whole, stock, kwargs["batch"], self._given_facts())
-                self._look_at(self._whole)
+                result = self._through(self._step, stock, kwargs["batch"], self._given_facts())
+                self._look_at(self._step)
                 return result
             except RefusalError as error:
                 if not self._sides.falls_back or error.component != "optimizer":
                     raise
                 self._keep_optimizer_outside(str(error))
         # A graphed forward moves its batch itself.
-        step, kwargs = self._components, kwargs if self._update is None else self._on_device(kwargs)
-        result = self._stock_run(optimizer, batch_idx, kwargs)
-        step = step or self._update
-        assert step is not None
-        self._look_at(step)
+        result = self._stock_run(optimizer, batch_idx, self._on_device(kwargs) if self.part == _UPDATE else kwargs)
+        self._look_at(self._step)
         return result
 
     def _stock_run(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> Any:
@@ -178,14 +174,13 @@ class AutomaticSeam(Seam):
 
     def _make_closure(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> Any:
         """In place of ``automatic_optimization._make_closure`` in the components form."""
-        if self._loop._skip_backward or self._components is None:
+        if self._loop._skip_backward:
             return type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
         return ReplayedClosure(partial(self._run_components, kwargs, optimizer, batch_idx))
 
     def _run_components(self, kwargs: OrderedDict[str, Any], optimizer: Any, batch_idx: int) -> ClosureResult:
-        assert self._components is not None
         stock = lambda: self._closed(optimizer, batch_idx, self._on_device(kwargs))  # noqa: E731
-        out = self._through(self._components, stock, kwargs["batch"], self._given_facts())
+        out = self._through(self._step, stock, kwargs["batch"], self._given_facts())
         result = ClosureResult(closure_loss=None, extra={key: value for key, value in out.items() if key != "loss"})
         result.loss = out.get("loss")
         return result
@@ -204,12 +199,12 @@ class AutomaticSeam(Seam):
             # Lightning begins the optimizer's step before it calls the closure, and checkpoints show that.
             self._loop.optim_progress.optimizer.step.increment_ready()
             raise
-        if loss is None or self._update is None:
+        if loss is None:
             # training_step returned None: Lightning skips what it skips then.
             type(self._loop)._optimizer_step(self._loop, batch_idx, _nothing)
             return
         stock = lambda: type(self._loop)._optimizer_step(self._loop, batch_idx, _done)  # noqa: E731
-        self._through(self._update, stock, NO_BATCH, self._given_facts())
+        self._through(self._step, stock, NO_BATCH, self._given_facts())
 
     def _update_body(self, batch: Any, *facts: Any) -> dict[str, Any]:
         batch_idx = self._watched(self._index)

@@ -11,8 +11,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from operator import is_not
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.fabric.utilities import move_data_to_device
@@ -21,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphplan.callback.callback_options import Variant
+from graphplan.callback.callback_options import VariantOf
 from graphplan.callback.gates import needed_warmup
 from graphplan.callback.hooks import OwnHooks, hooked_callbacks
 from graphplan.callback.logging.step_logs import StepLogs
@@ -36,7 +35,7 @@ from graphplan.callback.trainer_state import (
     unwatch,
 )
 from graphplan.effects.allowed import is_allowed
-from graphplan.errors import RecaptureError, RefusalError, SkipReason
+from graphplan.errors import OptionError, RecaptureError, RefusalError, SkipReason
 from graphplan.feed.call_arguments import CallArguments, hands_over
 from graphplan.feed.signature import with_new_containers
 from graphplan.owners.slots import Via
@@ -87,12 +86,12 @@ class Run:
     backends: Backends
     when_down: Callable[[SkipReason, str], object] = lambda reason, detail: None
     recover: Recover = _raise
-    variant: Variant = field(default_factory=lambda: Variant(None))
+    variant: VariantOf = None
     gate: Gate | None = None
 
 
 class Seam(ABC):
-    """One loop's seam. ``install`` and ``remove`` are inverse; ``figures`` outlive both."""
+    """One loop's seam. ``take_off`` and ``close`` undo ``install``; ``figures`` outlive them."""
 
     part = ""
     """What is replayed of a step, if not all of it."""
@@ -107,10 +106,11 @@ class Seam(ABC):
         self._options = replace(
             options,
             warmup_steps=max(options.warmup_steps, needed_warmup(run.trainer.strategy)),
-            allow=(*_OWN_EFFECTS, *self._wrapper.effects, *effects, *options.allow),
+            allow=(*_OWN_EFFECTS, self._wrapper.effect, *effects, *options.allow),
             eager_if=(lambda *args: self._wants_eager) if options.eager_if is not None else None,
         )
-        reads_index = options.eager_if is not None or run.variant.is_given or is_allowed("batch_idx", options.allow)
+        asks = options.eager_if is not None or run.variant is not None
+        reads_index = asks or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
         # How many rows a batch has is a number in those sums, and no program is for one number where rows are padded.
         self._may_sum = options.mode == "train" and not options.pads_rows
@@ -122,9 +122,8 @@ class Seam(ABC):
         self._begun: list[dict[str, Any]] = []
         # Of the loop's arguments, what is not fed: the batch's number, and what comes after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
-        self._latest, self._changes = Literals(), 0
-        self._facts: tuple[Any, ...] = ()
-        self._notes: tuple[Any, ...] = ()
+        self._known_before: tuple[Any, ...] = ()
+        self._leaf = Literals()
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
         self._is_down = False
@@ -158,13 +157,8 @@ class Seam(ABC):
         self._patches.append(InstancePatch(owner, name, run))
         self._patches[-1].install()
 
-    def remove(self) -> None:
-        """Take everything off again, and put the optimizers' flags back."""
-        self.take_off()
-        self.close()
-
     def close(self) -> None:
-        """Close all steps."""
+        """Close all steps, and put the optimizers' flags back."""
         for step in self._steps:
             step.close()
 
@@ -220,8 +214,7 @@ class Seam(ABC):
         stats, past = Stats(), self._past
         stats.merge(past.stats)
         stats.merge(self._current_stats())
-        bytes_verified = [step.stats.bytes_verified for step in self._steps]
-        stats.bytes_verified = max(past.stats.bytes_verified, sum(bytes_verified))
+        stats.bytes_verified = max(past.stats.bytes_verified, sum(step.stats.bytes_verified for step in self._steps))
         facts = [fact for step in self._steps for fact in step.facts]
         return Figures(
             stats=stats,
@@ -342,8 +335,8 @@ class Seam(ABC):
         self._begun = []
         known = self._known(facts)
         try:
-            if self._variant.is_given and batch is not NO_BATCH:
-                out = step(batch, known, self._variant.of(self._module, batch, self._index))
+            if self._variant is not None and batch is not NO_BATCH:
+                out = step(batch, known, self._variant_of(batch))
             else:
                 out = step(batch, known)
         except RefusalError:
@@ -361,18 +354,30 @@ class Seam(ABC):
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
         """``facts`` and what else a step depends on as one leaf: that of the step before if nothing has changed."""
-        changes, notes = self._own_hooks.changes(), self._wrapper.notes()
-        if facts is not self._facts or changes != self._changes or notes != self._notes:
-            self._facts, self._changes, self._notes = facts, changes, notes
-            all_facts = (*facts, changes, *notes)
-            if len(all_facts) != len(self._latest) or any(map(is_not, all_facts, self._latest)):
-                self._latest = Literals(all_facts)
-        return self._latest
+        known = facts, self._own_hooks.changes(), self._wrapper.note()
+        if known != self._known_before:
+            self._known_before, self._leaf = known, Literals((*facts, *known[1:]))
+        return self._leaf
+
+    def _variant_of(self, batch: Any) -> Any:
+        """The user's key of this batch, for steps whose control flow alternates.
+
+        Raises:
+            OptionError: if the module has no such method.
+        """
+        given, module = self._variant, self._module
+        found = getattr(module, given, None) if isinstance(given, str) else given
+        if not callable(found):
+            raise OptionError(
+                f"variant is {given!r}, and {type(module).__name__} has no such method; expected one that takes "
+                "(batch, batch_idx)"
+            )
+        return found(batch, self._index)
 
     def _finish(self, out: dict[str, Any]) -> None:
         """After a call, do what is done after each, whether its Python ran or it was a replay."""
-        if out["notes"]:
-            self._wrapper.note(out["notes"])
+        if out["note"] is not None:
+            self._wrapper.put(out["note"])
         if out["logs"]:
             # No context manager: this is asked after each replay.
             try:
@@ -399,7 +404,7 @@ class Seam(ABC):
             warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)
         out["result"] = pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
-        return {**out, "notes": self._wrapper.notes()}
+        return {**out, "note": self._wrapper.note()}
 
     def _watched(self, batch_idx: int) -> int:
         return WatchedIndex(batch_idx, refuse_index) if self._watches_index else batch_idx
