@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphplan.check.configurations import configured
-from graphplan.check.environment_facts import environment
 from graphplan.check.facts import differences
 from graphplan.check.fit import check_fit
 from graphplan.check.result import Result
 from graphplan.check.run import check_step
 from graphplan.check.targets import find, import_from, load
+from graphplan.compare import building
+from graphplan.compare.comparing import Tensors
+from graphplan.environment.devices import module_of
 from graphplan.errors import OptionError
 
 CHECK = """Train a few steps on the CPU, under CUDA's rules, and list what keeps a step from being one replay.
@@ -32,6 +36,10 @@ CHECK = """Train a few steps on the CPU, under CUDA's rules, and list what keeps
 The exit status is 0 if the whole step would be replayed (and the plan is that of --against), 1 if not, 2 for a wrong
 call.
 """
+PACKAGES = (
+    "graphplan", "torch", "lightning", "pytorch-lightning", "transformers", "hydra-core", "omegaconf", "torchmetrics",
+    "numpy", "triton",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("env", help="versions, devices and settings, for a report of a fault")
     options = parser.parse_args(arguments)
     try:
-        text, status = (_facts(), 0) if options.command == "env" else _check(options)
+        if options.command == "env":
+            text, status = "\n".join(f"{name}: {value}" for name, value in environment().items()), 0
+        else:
+            text, status = _check(options)
     except OptionError as error:
         sys.stderr.write(f"graphplan {options.command}: {error}\n")
         return 2
@@ -129,5 +140,19 @@ def _batches(expression: str) -> list[Any]:
     return [batch] * 64
 
 
-def _facts() -> str:
-    return "\n".join(f"{name}: {value}" for name, value in environment().items())
+def environment() -> dict[str, Any]:
+    """What a report of a fault needs: versions, those of packages that are installed, devices and settings."""
+    facts: dict[str, Any] = {"python": sys.version.split()[0], "platform": platform.platform()}
+    for name in PACKAGES:
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    facts["CUDA of torch"] = torch.version.cuda or "none"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    facts["devices"] = "CPU"
+    if accelerator is not None:
+        module = module_of(accelerator)
+        facts["devices"] = ", ".join(map(module.get_device_name, range(module.device_count())))
+    facts["guards"] = building.state() if Tensors is None else "in C++"
+    return facts

@@ -12,11 +12,9 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from graphplan.check.result import Result
-from graphplan.check.run import STEPS, check
+from graphplan.check.run import STEPS, Ran, check
 from graphplan.environment.lightnings import callback_class, name_of
 from graphplan.errors import OptionError
-from graphplan.plan.plan import Plan
-from graphplan.report.stats import Stats
 
 
 def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "fit", progress: bool = False) -> Result:
@@ -42,7 +40,7 @@ def check_fit(make: Callable[[], Any], data: Callable[[], Any], *, name: str = "
         OptionError: if the data is none of these, or there is none.
     """
 
-    def run(components: str = "auto") -> tuple[Stats, Plan | None, list[str]]:
+    def run(components: str = "auto") -> Ran:
         module, fed = make(), data()
         package = name_of(module)
         pl = importlib.import_module(package)

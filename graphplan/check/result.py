@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from graphplan.check.facts import Facts
@@ -36,13 +36,7 @@ class Result:
 
     def data(self) -> dict[str, Any]:
         """The result as plain data."""
-        return {
-            "name": self.name,
-            "blockers": list(self.blockers),
-            "warnings": list(self.warnings),
-            "replayed": self.replayed,
-            "plan": self.plan,
-        }
+        return asdict(self)
 
     def text(self) -> str:
         """The result as text for people."""

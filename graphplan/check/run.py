@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import cycle, islice
 from typing import Any
 
@@ -25,7 +24,8 @@ _NO_REFUSALS = {
     SkipReason.SHAPE, SkipReason.EAGER_IF, SkipReason.ENABLE_IF, SkipReason.UNBORN, SkipReason.MAX_GRAPHS,
 }  # fmt: skip
 """Reasons for eager calls that the way to a program has, too."""
-_OPTIONS: Mapping[str, Any] = {"backend": "tape", "on_failure": "eager", "min_speedup": None}
+Ran = tuple[Stats, Plan | None, list[str]]
+"""Counts of a run's training steps, their latest plan, and notes on what is replayed."""
 
 
 def check_step(
@@ -69,8 +69,8 @@ def check_step(
     if not every:
         raise ValueError("calls is empty; expected the arguments of one call at least")
 
-    def run() -> tuple[Stats, Plan | None, list[str]]:
-        step = graph_step(fn, owners=owners, **_OPTIONS)
+    def run() -> Ran:
+        step = graph_step(fn, owners=owners, backend="tape", on_failure="eager")
         for args in islice(cycle(every), STEPS):
             step(*args)
         stats, plan = step.stats, step.plan
@@ -80,25 +80,21 @@ def check_step(
     return check(run, name, progress=progress)
 
 
-def check(
-    run: Callable[[], tuple[Stats, Plan | None, list[str]]],
-    name: str,
-    meanwhile: Callable[[], str] = str,
-    *,
-    progress: bool = False,
-) -> Result:
+def check(run: Callable[[], Ran], name: str, meanwhile: Callable[[], str] = str, *, progress: bool = False) -> Result:
     """The result of two runs: one in which refusals are collected, and one as it would be.
 
     Args:
-        run: trains for a few steps with ``backend="tape"`` and ``on_failure="eager"``; returns the counts of its
-            training steps, their latest plan, and notes on what is replayed.
+        run: trains for a few steps with ``backend="tape"`` and ``on_failure="eager"``.
         name: what the result is headed with.
         meanwhile: says what other options would replay, of a step that is not replayed; asked for such a one only.
         progress: whether to draw a bar, on a terminal where rich is installed.
     """
     with bar("check", 2, is_shown=progress) as begin:
         begin("collecting blockers")
-        found, collected_plan = _collect(run)
+        # Under CUDA's rules; a step that is refused is let go on, for a plan of it.
+        with warnings.catch_warnings(), collecting() as found, cuda_rules():
+            warnings.simplefilter("ignore")
+            _, collected_plan, _ = run()
         begin("replaying")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -115,17 +111,6 @@ def check(
         replayed=_replayed(stats, notes, meanwhile, is_blocked=bool(blockers)),
         plan=None if best is None else facts_of(best),
     )
-
-
-def _collect(run: Callable[[], tuple[Stats, Plan | None, list[str]]]) -> tuple[dict[str, Any], Plan | None]:
-    """What refuses the step under CUDA's rules, by its text, and the plan of a step that was let go on all the same."""
-    with ExitStack() as rules:
-        rules.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        found = rules.enter_context(collecting())
-        rules.enter_context(cuda_rules())
-        _, plan, _ = run()
-    return found, plan
 
 
 def _replayed(stats: Stats, notes: Sequence[str], meanwhile: Callable[[], str], *, is_blocked: bool) -> str:

@@ -18,12 +18,13 @@ def show(stats: Stats, headline: str) -> bool:
     table = Table(title=headline, title_justify="left")
     for column in ("", "steps", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
-    rows = {"eager": "warmup", "traced": "trace", "captured": "capture", "replayed": "steady", "checked": "verify"}
-    counts = {
-        "eager": stats.eager, "traced": stats.traced, "captured": stats.captured,
-        "replayed": stats.replayed - stats.verified, "checked": stats.verified,
-    }  # fmt: skip
-    for name, phase in rows.items():
-        table.add_row(name, str(counts[name]), f"{stats.phases[phase]:.2f}")
+    for name, count, phase in (
+        ("eager", stats.eager, "warmup"),
+        ("traced", stats.traced, "trace"),
+        ("captured", stats.captured, "capture"),
+        ("replayed", stats.replayed - stats.verified, "steady"),
+        ("checked", stats.verified, "verify"),
+    ):
+        table.add_row(name, str(count), f"{stats.phases[phase]:.2f}")
     console.print(table)
     return True

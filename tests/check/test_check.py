@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from graphplan import check_step
 from graphplan.check import fit
-from graphplan.check.command import main
+from graphplan.check.command import environment, main
 from graphplan.check.configurations import configured
-from graphplan.check.environment_facts import environment
 from graphplan.check.facts import differences
 from graphplan.check.targets import load
 from graphplan.errors import OptionError
@@ -276,7 +275,7 @@ def test_a_target_is_made_anew_each_time() -> None:
 
 @pytest.mark.parametrize("loaded", [object, None])
 def test_in_what_the_guards_of_this_process_run(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphplan.check.environment_facts.Tensors", loaded)
+    monkeypatch.setattr("graphplan.check.command.Tensors", loaded)
     monkeypatch.setattr("graphplan.compare.building.state", lambda: "in Python")
     assert environment()["guards"] == ("in Python" if loaded is None else "in C++")
 
