@@ -237,7 +237,7 @@ class GraphPlanCallback(Callback):
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
         """Install the seam, and all that goes with it."""
         clips = fused_clipping(trainer) if len(self._kept) == 1 else []
-        _put(self._patches, *clips, LazyNumbers(trainer, self._recover), ThrottledBar(trainer))
+        _put(self._patches, *clips, LazyNumbers(trainer, self._recover), *ThrottledBar(trainer).patches)
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
         # Whether steps copy batches to the device themselves: no hook or transfer needs them there first.
         asks = self.options.eager_if is not None or self.variant is not None

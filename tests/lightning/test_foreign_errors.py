@@ -153,7 +153,7 @@ def test_errors_of_graphplans_own_in_the_middle_of_a_fit(
 
 def test_logs_that_fail_after_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step has run: what it logged is half done, and said to be."""
-    monkeypatch.setattr("graphplan.callback.logging.step_logs.StepLogs._usual_of", _failing(lambda: None, 0))
+    monkeypatch.setattr("graphplan.callback.logging.step_logs.StepLogs._carry_out", _failing(lambda: None, 0))
     with pytest.raises(EffectError, match=r"ArithmeticError .*not expected\. the step of Shown has run"):
         fit(Shown, tmp_path, tape(on_failure="eager"), max_epochs=1)
 

@@ -77,6 +77,9 @@ class ThrottledBar:
 
     An update that is not drawn still sets the count of the bar that it is of: whatever draws that bar next, its close
     included, shows where it is.
+
+    Attributes:
+        patches: to be installed; none for a bar with such a rule.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -84,19 +87,9 @@ class ThrottledBar:
         self._bar: Any = trainer.progress_bar_callback
         bar = self._bar
         known = isinstance(bar, TQDMProgressBar) and type(bar)._should_update is TQDMProgressBar._should_update
-        self._patches = [InstancePatch(bar, "_should_update", self._should_update)] if known and is_known("bar") else []
+        self.patches = [InstancePatch(bar, "_should_update", self._should_update)] if known and is_known("bar") else []
         self._asked = 0
         self._drawn = 0.0
-
-    def install(self) -> None:
-        """Put it in."""
-        for patch in self._patches:
-            patch.install()
-
-    def remove(self) -> None:
-        """Take it off."""
-        for patch in self._patches:
-            patch.remove()
 
     def _should_update(self, current: int, total: int | None) -> bool:
         if not TQDMProgressBar._should_update(self._bar, current, total):  # type: ignore[arg-type]

@@ -101,20 +101,20 @@ class LazyConnector(_LoggerConnector):
         assert self.rows is not None
         if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
             return True
-        self.rows.settle()
+        self.rows.write(wait=True)
         return False
 
     @recovering(lambda self: None)
     def look(self) -> None:
         """Write the rows that have arrived."""
         if self.rows is not None:
-            self.rows.look()
+            self.rows.write(wait=False)
 
     def epoch_end_reached(self) -> None:
         """Values of the last batch, before those of the epoch come."""
         self.settle()
         if self.rows is not None:
-            self.rows.settle()
+            self.rows.write(wait=True)
         super().epoch_end_reached()
 
     def reset_results(self) -> None:

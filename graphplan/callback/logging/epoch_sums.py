@@ -69,6 +69,7 @@ class Group:
     """Metrics that steps log together, the means first.
 
     Attributes:
+        number: its place among all groups.
         metrics: by Lightning's keys.
         means: how many of them are means over the epoch.
         steps: how many steps were counted.
@@ -77,18 +78,18 @@ class Group:
         is_whole: whether all metrics are as that step left them.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], totals: Tensor) -> None:
+    def __init__(self, number: int, metrics: Mapping[str, Any], totals: Tensor) -> None:
         """``totals`` are the sums of the means so far."""
-        self.metrics = metrics
+        self.number, self.metrics = number, metrics
         self.means, self.totals = len(totals), totals
         self.steps = 0
-        self.sizes: list[int] = []
+        self.sizes: Sequence[int] = ()
         self.values: Sequence[Tensor] = ()
         self.is_whole = False
         self._views = totals.unbind() if self.means else ()
         self._inner = [vars(metric) for metric in metrics.values()][: self.means]
-        for number, metric in enumerate(metrics.values()):
-            vars(metric).update(group=self, number=number, since=0)
+        for place, metric in enumerate(metrics.values()):
+            vars(metric).update(group=self, number=place, since=0)
             metric.__class__ = GroupedMetric
 
     def bind(self) -> None:
@@ -113,7 +114,7 @@ class Group:
             else:
                 self.totals.add_(values * size)
 
-    def count(self, sizes: list[int], values: Sequence[Tensor]) -> None:
+    def count(self, sizes: Sequence[int], values: Sequence[Tensor]) -> None:
         """After a step: its sizes, and what it logged."""
         if self.sizes != sizes:
             self._settle()
@@ -175,10 +176,10 @@ class Sums:
             return None
         return group, group.values
 
-    def count(self, group: Group, sizes: list[int], values: Sequence[Tensor]) -> None:
+    def count(self, number: int, sizes: Sequence[int], values: Sequence[Tensor]) -> None:
         """After a step: see :meth:`Group.count`."""
-        group.count(sizes, values)
-        self.latest = group
+        self.latest = self._groups[number]
+        self.latest.count(sizes, values)
 
     def form(self, metrics: Mapping[str, Any]) -> None:
         """Make a group of those metrics that have none."""
@@ -192,7 +193,7 @@ class Sums:
             totals = torch.stack(held) if held else torch.empty(0)
         if held:
             self.tensors[f"group {len(self._groups)}"] = totals
-        group = Group({key: free[key] for key in keys}, totals)
+        group = Group(len(self._groups), {key: free[key] for key in keys}, totals)
         self._groups.append(group)
         self._of.update(dict.fromkeys(free, group))
 

@@ -109,7 +109,7 @@ def _late(kind: Any) -> Any:
 
     def experiment(self: Any) -> Any:
         if self in _ROWS:
-            _ROWS[self].settle()
+            _ROWS[self].write(wait=True)
         return kind.experiment.fget(self)
 
     return property(experiment)
@@ -178,14 +178,9 @@ class LateRows:
         self.on_their_way.append(_Row(loggers, row, SentNumbers(tensors), step))
         return True
 
-    def look(self) -> None:
-        """Write the rows that have arrived."""
-        while self.on_their_way and self.on_their_way[0].sent.has_arrived():
-            self._write()
-
-    def settle(self) -> None:
-        """Write all rows that are on their way."""
-        while self.on_their_way:
+    def write(self, *, wait: bool) -> None:
+        """Write the rows that have arrived, or all that are on their way."""
+        while self.on_their_way and (wait or self.on_their_way[0].sent.has_arrived()):
             self._write()
 
     def _write(self) -> None:

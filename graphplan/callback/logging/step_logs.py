@@ -25,7 +25,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 
 from graphplan.callback.lightning_code import is_known
-from graphplan.callback.logging.epoch_sums import Group, Sums
+from graphplan.callback.logging.epoch_sums import Sums
 from graphplan.callback.logging.late_copies import LOSS, LateCopies
 from graphplan.compare.moving import apart
 from graphplan.errors import Faults, HostSyncError
@@ -36,8 +36,6 @@ from graphplan.trace.mode import refuse_trace
 
 _DTYPES = (torch.float32, torch.float64)
 """Lightning casts values of others."""
-_KINDS = 8
-"""Steps that log differently, of which it is remembered what is to be done for each."""
 _NOWHERE = Source("", 0, "", "step")
 
 
@@ -118,12 +116,16 @@ class _Before:
             dict.__setitem__(self._results, key, metric)
 
 
-@dataclass(frozen=True)
-class _Usual:
-    """Calls of which all are grouped; by group, the numbers of its calls (None: all in order) and their sizes."""
+Part = tuple[int, Sequence[int] | None, Sequence[int]]
+"""The number of a group, the places of its metrics' calls among all (None: all in order), and their batch sizes."""
 
-    calls: list[LogCall]
-    parts: list[tuple[Group, list[int] | None, list[int]]]
+
+@dataclass(frozen=True)
+class Grouped:
+    """The grouped calls of a step by group, and whether those are all: a literal that replays count by."""
+
+    parts: tuple[Part, ...] = field(default=(), compare=False)
+    are_all: bool = field(default=False, compare=False)
 
 
 class StepLogs:
@@ -144,8 +146,6 @@ class StepLogs:
         self.takes_loss = False
         self.sums_in_step = sums_in_step
         self._grouped: dict[str, LogCall] = {}
-        self._known: dict[tuple[str, int | None], LogCall] = {}
-        self._usual: list[_Usual] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._kind: tuple[torch.dtype, torch.device] | None = None
         self._last_hook: str | None = None
@@ -156,12 +156,15 @@ class StepLogs:
         """``body``'s result and what it logged, as one pytree."""
         with self._notes() as notes:
             result = body()
+        grouped = Grouped()
         with self._noting_faults():
             settled = list(notes)
-            result = self._settled(settled, result)
+            result, parts = self._settled(settled, result)
             # Where that failed, they stay calls to be made for real.
             notes[:] = settled
-        return {"result": result, "logs": [call for call, _ in notes], "values": [value for _, value in notes]}
+            grouped = Grouped(parts, all(call.size is not None for call, _ in notes))
+        calls, values = [call for call, _ in notes], [value for _, value in notes]
+        return {"result": result, "logs": calls, "grouped": grouped, "values": values}
 
     @contextmanager
     def _notes(self) -> Iterator[list[Note]]:
@@ -247,11 +250,11 @@ class StepLogs:
             self._connector._current_fx = self._last_hook = self._before.last_hook
             self._before = None
 
-    def _settled(self, notes: list[Note], result: Any) -> Any:
+    def _settled(self, notes: list[Note], result: Any) -> tuple[Any, tuple[Part, ...]]:
         """At the end of a step: copy what its grouped calls log, and the loss, to one vector, and sum its means.
 
         Returns:
-            ``result``, in which the loss is that copy.
+            ``result``, in which the loss is that copy, and the grouped calls by group.
         """
         self.late.settle()
         numbers = [number for number, (call, value) in enumerate(notes) if self._is_grouped(call, value)]
@@ -265,7 +268,7 @@ class StepLogs:
         with torch.no_grad():
             vector = torch.stack(values) if values else None
         copies = () if vector is None else apart(vector)
-        start = 0
+        start, parts = 0, list[Part]()
         for group in groups:
             assert vector is not None
             own = order[start : start + len(group.metrics)]
@@ -273,19 +276,18 @@ class StepLogs:
             if group.means:
                 group.add(vector[start : start + group.means], sizes[: group.means])
             for number, size, copy in zip(own, sizes, copies[start:], strict=False):
-                call = replace(notes[number][0], size=size)
-                known = self._known.setdefault((call.key, size), call)
-                notes[number] = (known if known == call else call, copy)
+                notes[number] = (replace(notes[number][0], size=size), copy)
+            parts.append((group.number, None if own == list(range(len(notes))) else own, sizes))
             start += len(own)
         for number, (call, value) in enumerate(notes):
             if call.size is None and self.late.may_wait(call.key):
                 notes[number] = (call, value.clone())
         if len(values) > len(order):
-            return {**result, "loss": copies[-1]}
-        if isinstance(loss, Tensor) and self.late.may_wait(LOSS) and (notes or len(result) > 1):
+            result = {**result, "loss": copies[-1]}
+        elif isinstance(loss, Tensor) and self.late.may_wait(LOSS) and (notes or len(result) > 1):
             # Something else that the step returns may be the same memory.
-            return {**result, "loss": loss.clone()}
-        return result
+            result = {**result, "loss": loss.clone()}
+        return result, tuple(parts)
 
     def _size(self, call: LogCall) -> int:
         metric, given = self.sums.metric_of(call.key), dict(call.options).get("batch_size")
@@ -301,35 +303,17 @@ class StepLogs:
         held = vars(self.sums.metric_of(call.key))["value"]
         return value.ndim == 0 and _kind(value) == self._kind == _kind(held)
 
-    def finish(self, calls: list[LogCall], values: list[Any]) -> None:
+    def finish(self, calls: list[LogCall], grouped: Grouped, values: list[Any]) -> None:
         """After a step: log what it noted. What may be grouped from now on is asked here, where no trace is looking."""
-        for usual in self._usual:
-            # Grouped calls that are alike are the same objects: this compares addresses.
-            if usual.calls == calls:
-                self._count(usual, values)
-                self._connector._current_fx = self._last_hook = calls[-1].fx
-                return
-        usual = self._usual_of(calls)
-        self._count(usual, values)
+        for group, places, sizes in grouped.parts:
+            self.sums.count(group, sizes, values if places is None else [values[place] for place in places])
+        if grouped.are_all:
+            self._connector._current_fx = self._last_hook = calls[-1].fx
+            return
         notes = list(zip(calls, values, strict=True))
         self._carry_out(notes)
-        if all(call.size is not None for call in calls):
-            self._usual = [usual, *self._usual][:_KINDS]
-        elif self.sums_in_step:
+        if self.sums_in_step:
             self._learn(notes)
-
-    def _count(self, usual: _Usual, values: list[Any]) -> None:
-        for group, numbers, sizes in usual.parts:
-            self.sums.count(group, sizes, values if numbers is None else [values[number] for number in numbers])
-
-    def _usual_of(self, calls: list[LogCall]) -> _Usual:
-        by_key = {call.key: number for number, call in enumerate(calls) if call.size is not None}
-        parts: list[tuple[Group, list[int] | None, list[int]]] = []
-        for group in self.sums.logged_by(list(by_key)):
-            numbers = [by_key[key] for key in group.metrics]
-            sizes = [calls[number].size or 0 for number in numbers]
-            parts.append((group, None if numbers == list(range(len(calls))) else numbers, sizes))
-        return _Usual(calls, parts)
 
     def _carry_out(self, notes: Sequence[Note]) -> None:
         """Log for real what is in no group, with the resets that ``LightningModule.log`` would have made."""

@@ -22,11 +22,8 @@ from graphplan.callback.callback_options import Components
 from graphplan.callback.gates import keeps_optimizer_outside
 from graphplan.callback.loop.seam import NO_BATCH, Run, Seam
 from graphplan.callback.trainer_state import WatchedIndex, group_numbers
-from graphplan.compare.comparing import Checks
 from graphplan.errors import RefusalError
 
-_SETTINGS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-"""Of the Trainer's, what its code in the step branches on."""
 _ALWAYS = 2
 """Patches that there are in every form."""
 _COMPONENTS, _UPDATE = "forward and backward alone", "the optimizer's step alone"
@@ -55,8 +52,6 @@ class AutomaticSeam(Seam):
         self._loop: Any = run.trainer.fit_loop.epoch_loop.automatic_optimization
         self._sides = components
         self._uses_epoch = False
-        self._same: Any = None
-        self._fixed: tuple[Any, ...] = ()
         self._logs.takes_loss = True
         progress = self._loop.optim_progress.optimizer
         self._progress = {"step": progress.step, "zero_grad": progress.zero_grad}
@@ -139,22 +134,13 @@ class AutomaticSeam(Seam):
         return type(self._loop).run(self._loop, optimizer, batch_idx, kwargs)
 
     def _given_facts(self) -> tuple[Any, ...]:
-        """What Lightning's own code in the step branches on: one object while all of it stays as it is."""
-        if self._same is not None and self._same.hold():
-            return self._fixed
+        """What Lightning's own code in the step branches on."""
         trainer = self._trainer
         divisor, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
         is_first = self._index % divisor == 0
         accumulates = divisor != 1 and trainer.fit_loop._should_accumulate()
-        epoch = trainer.current_epoch if self._uses_epoch else None
         kind = clip and getattr(trainer.gradient_clip_algorithm, "value", None)
-        facts = is_first, accumulates, divisor, clip, kind, epoch
-        if divisor == 1 and not self._uses_epoch:
-            names = [*_SETTINGS, "_uses_epoch"]
-            things = [*[trainer] * len(_SETTINGS), self]
-            self._same = Checks([("same_attributes", things, names, list(map(getattr, things, names)))])
-            self._fixed = facts
-        return facts
+        return is_first, accumulates, divisor, clip, kind, trainer.current_epoch if self._uses_epoch else None
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
         """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that tell when they are used."""

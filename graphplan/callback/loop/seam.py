@@ -381,7 +381,7 @@ class Seam(ABC):
         if out["logs"]:
             # No context manager: this is asked after each replay.
             try:
-                self._logs.finish(out["logs"], out["values"])
+                self._logs.finish(out["logs"], out["grouped"], out["values"])
             except Exception as error:
                 if refusal_of(error) is None:
                     raise
