@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from graphplan.effects.allowed import allowing
@@ -28,10 +27,10 @@ _CALLBACKS = (
     "callbacks", "early_stopping_callback", "early_stopping_callbacks", "checkpoint_callback", "checkpoint_callbacks",
     "progress_bar_callback",
 )  # fmt: skip
-_WRAPPER = "strategy.model"
-_NOTE = "require_forward_param_sync"
-"""Whether DDP is to send buffers around before the next forward pass: not after one without gradients, or one whose
-gradients were kept on the rank. A step branches on it and leaves it another one."""
+WRAPPER, WRAPPERS_NOTE = "strategy.model", "require_forward_param_sync"
+"""The module that DDP wraps around the LightningModule, and its note whether it broadcasts buffers before the next
+forward pass: not after one without gradients, or one whose gradients stayed on the rank. A step branches on the note
+and changes it."""
 
 
 def optimizers_of(trainer: Trainer) -> dict[str, Any]:
@@ -81,26 +80,6 @@ def reached_objects(trainer: Trainer) -> dict[str, Any]:
         name = free_name(f"trainer.callbacks[{type(callback).__name__}]", owners)
         owners[name] = Reached(callback, _CALLBACKS)
     return owners
-
-
-class Wrapper:
-    """The module that a strategy wraps around the LightningModule, if there is one, and its note between steps."""
-
-    effect = f"{_WRAPPER}.{_NOTE}"
-    """Path of the note: the seam keeps it."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        model = trainer.strategy.model
-        self._ddp = model if isinstance(model, DistributedDataParallel) else None
-        self.owners: dict[str, Any] = {} if self._ddp is None else {_WRAPPER: self._ddp}
-
-    def note(self) -> Any:
-        """What it notes now; None without such a module."""
-        return getattr(self._ddp, _NOTE, None)
-
-    def put(self, note: Any) -> None:
-        """Set the note of a step that was replayed."""
-        setattr(self._ddp, _NOTE, note)
 
 
 class _Groups:

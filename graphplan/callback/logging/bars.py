@@ -1,9 +1,9 @@
-"""Progress bars: drawn as often as it can be seen, with numbers that arrived last.
+"""Progress bars: drawn ten times a second, with the latest numbers that have arrived from the device.
 
-Lightning's ``TQDMProgressBar`` writes two lines to the terminal after every ``refresh_rate`` batches, one by default:
-more time than a small replay takes. While steps are that fast, a bar is drawn some twenty times a second. A bar that
-asks for numbers after every batch is shown those that arrived last, which lag behind by what the device has yet to do.
-At an epoch's end, and where a bar asks now and then, they are exact.
+Lightning's ``TQDMProgressBar`` writes two lines to the terminal after every ``refresh_rate`` batches, one by default,
+which takes longer than a small replay. A bar that reads its numbers after every batch gets those that arrived last.
+They lag behind by what the device has yet to do. At an epoch's end, and where a bar reads them now and then, they are
+exact.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from graphplan.callback.logging.connector import LazyConnector
 from graphplan.callback.logging.late_numbers import LaggingNumbers
 from graphplan.callback.patches import InstancePatch, Recover
 
-_INTERVAL = 0.05
-"""Seconds between two pictures."""
+_INTERVAL = 0.1
+"""Seconds between two drawn updates, as tqdm's own ``mininterval``."""
 _SLOW_START = 64
-"""So many updates of a bar are drawn in any case: those of short runs, which are looked at one by one."""
+"""The first updates of a bar, which are all drawn: short runs are looked at batch by batch."""
 
 
 class LazyNumbers:
-    """Makes a Trainer's connector a lazy one, unless it has a class of the user's own, and tells it when a bar asks."""
+    """Gives the Trainer's logger connector the class :class:`LazyConnector`, unless it has one of the user's own, and
+    notes which bars read their numbers after every batch.
+    """
 
     def __init__(self, trainer: Trainer, recover: Recover) -> None:
         self._trainer, self.recover = trainer, recover
@@ -49,7 +51,7 @@ class LazyNumbers:
                 patch.install()
 
     def remove(self) -> None:
-        """Read what was not asked for yet, and take it off."""
+        """Fill the dictionaries of metrics, and give the connector its class back."""
         for patch in self._patches:
             patch.remove()
         if isinstance(self._connector, LazyConnector):
@@ -73,13 +75,12 @@ class LazyNumbers:
 
 
 class ThrottledBar:
-    """Stands where a Trainer's bar asks whether to draw itself, unless the bar has a rule of its own.
+    """Replaces ``_should_update`` of the Trainer's bar, unless the bar overrides it.
 
-    An update that is not drawn still sets the count of the bar that it is of: whatever draws that bar next, its close
-    included, shows where it is.
+    An update that is not drawn still sets the bar's count, so that whatever draws the bar next shows where it is.
 
     Attributes:
-        patches: to be installed; none for a bar with such a rule.
+        patches: to be installed; none for a bar that overrides the method.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -104,7 +105,7 @@ class ThrottledBar:
         return True
 
     def rests(self, batch_idx: int) -> bool:
-        """Return True if there is nothing to draw after this training batch, as is sure without asking the bar."""
+        """Return True if no update is due after this training batch: the bar's hook need not be called."""
         if self._asked <= _SLOW_START or perf_counter() - self._drawn >= _INTERVAL:
             return False
         bar, current = self._bar, batch_idx + 1

@@ -1,8 +1,8 @@
 """Lightning's logger connector, without waiting for the device after every batch.
 
-Lightning turns each value logged with ``prog_bar=True`` into a number at the end of every batch, bar or no bar, and
-again whenever any of the run's metrics are asked for. Here such values stay tensors until ``progress_bar_metrics`` is
-read, which gives the same numbers. The dictionaries of metrics are filled when one of them is asked for.
+Lightning reads each value logged with ``prog_bar=True`` at the end of every batch, with or without a bar, and again
+whenever any metrics of the run are read. Here such values stay tensors until ``progress_bar_metrics`` is read, and the
+dictionaries of metrics are filled when one of them is read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from graphplan.callback.logging.late_numbers import LaggingNumbers, LateRows
 from graphplan.callback.patches import Recover, recovering
 
 _OWN_REFERENCES = 2
-"""What refers to a dictionary that only the connector has, while they are counted."""
+"""Reference count of a dictionary that only the connector holds, during ``getrefcount``."""
 
 
 def _settled(name: str) -> Any:
-    """A property for one of the connector's dictionaries: up to date when it is asked for."""
+    """A property for one of the connector's dictionaries, which is filled before it is read or replaced."""
 
     def read(self: LazyConnector) -> dict[str, Any]:
         self.settle()
@@ -41,11 +41,11 @@ def _settled(name: str) -> Any:
 
 
 class LazyConnector(_LoggerConnector):
-    """The class of a Trainer's logger connector while a fit goes through graphplan.
+    """The class of a Trainer's logger connector while a seam is installed.
 
     Attributes:
-        rows: what writes the rows of steps, where they may come late.
-        lagging: what reads the numbers for a bar that is asking.
+        rows: pending rows, if loggers may get them late.
+        lagging: set while a bar reads its numbers that reads them after every batch.
     """
 
     recover: Recover
@@ -53,8 +53,8 @@ class LazyConnector(_LoggerConnector):
     lagging: LaggingNumbers | None = None
 
     def postpone(self, results: Any, whole: tuple[Group, Sequence[Tensor]] | None) -> None:
-        """A batch has ended: what it logged goes into the dictionaries when one of them is asked for, or at once if
-        something else refers to one. ``whole`` is the group that all metrics belong to, and what they show, if they do.
+        """Fill the dictionaries with what a batch logged when one of them is read, or at once if something else holds
+        one. ``whole`` is the group of all metrics and their values, if there is one.
         """
         inner = vars(self)
         # The next batch may log other values, and then never end.
@@ -68,7 +68,7 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(_LoggerConnector.on_batch_end)
     def settle(self) -> None:
-        """Make good for :meth:`postpone`."""
+        """Do what :meth:`postpone` left."""
         owed = vars(self).pop("_owed", None)
         if owed is not None:
             self._settle(*owed)
@@ -88,7 +88,7 @@ class LazyConnector(_LoggerConnector):
     _logged_metrics = _settled("_logged_metrics")
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """As Lightning's, but that a step's row is written when its numbers are there."""
+        """As Lightning's, but a step's row may be written later."""
         if self.rows is not None and self._take_row(metrics, step):
             self.look()
             self._logged_metrics.update(metrics)
@@ -97,7 +97,7 @@ class LazyConnector(_LoggerConnector):
 
     @recovering(lambda self, metrics, step: False)
     def _take_row(self, metrics: Any, step: int | None) -> bool:
-        """Whether the row comes late; if not, those on their way are written."""
+        """Whether the row is written later; if not, write the pending ones."""
         assert self.rows is not None
         if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
             return True
@@ -124,7 +124,7 @@ class LazyConnector(_LoggerConnector):
 
     @property
     def metrics(self) -> _METRICS:
-        """As Lightning's, but that values for the bar are tensors while nothing else refers to them."""
+        """As Lightning's, but values for the bar stay tensors while nothing else holds their dictionary."""
         results: Any = self.trainer._results
         metrics = (metric for _, metric in results.valid_items())
         return self._found(results, metrics, on_step=self._first_loop_iter is not None)
@@ -144,13 +144,13 @@ class LazyConnector(_LoggerConnector):
             if metric.meta.prog_bar:
                 found["pbar"][forked_name] = value if value.numel() == 1 else convert_tensors_to_scalars(value)
         if getrefcount(vars(self)["_progress_bar_metrics"]) > _OWN_REFERENCES:
-            # What refers to it does not ask again.
+            # Whoever holds it reads no property again.
             found["pbar"] = convert_tensors_to_scalars(found["pbar"])
         return found
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Numbers, read from the device now, or for a bar those that arrived last."""
+        """Numbers, read from the device now, or for some bars those that arrived last."""
         values: dict[str, Any] = super().progress_bar_metrics
         late: dict[str, float] | None = self._read_late(values)
         if late is not None:

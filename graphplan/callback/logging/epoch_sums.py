@@ -1,11 +1,10 @@
-"""What steps log, kept for Lightning's metrics without touching each of them after each step.
+"""Sums of logged values over an epoch, added inside the step.
 
 For a value that is averaged over the epoch, Lightning adds value times batch size to one tensor and the batch size to
 another: on a GPU four launches per value and step, beside the replay. Here the metrics that a step logs form a *group*.
-The means among them are added in one go, inside the step, to a vector of graphplan's, of which the metrics hold the
-elements. After a step the group counts it, and keeps the values that it logged; a metric makes up for the steps that it
-has missed when it is asked. A metric that Lightning resets gets new tensors, whose values go back into the vector
-before the next step.
+The step adds all means of a group to one vector, and the metrics hold its elements. After a step the group counts it
+and keeps the logged values; a metric catches up with the steps that it has missed when it is read. A metric that
+Lightning resets gets new tensors, whose values are copied into the vector before the next step.
 """
 
 from __future__ import annotations
@@ -21,20 +20,18 @@ from torch import Tensor
 
 _value_of = itemgetter("value")
 _LAZY = ("value", "cumulated_batch_size", "_update_count", "_forward_cache", "_computed", "has_reset")
-"""What a logged value changes in a metric of Lightning's."""
+"""Attributes that Lightning changes in a metric when a value is logged."""
 
 
 class GroupedMetric(_ResultMetric):
-    """The class of a metric in a group: up to date when it is asked for what a logged value changes, or when that is
-    set.
-    """
+    """The class of a metric in a group, which catches up with its group before such an attribute is read or set."""
 
     group: Group
     number: int
     since: int
 
     def settle(self) -> dict[str, Any]:
-        """Make up for the steps since the last time: what ``update`` does in each, but for the sum of values."""
+        """Do what ``update`` does, except for the sum of values, for each step since the last time."""
         inner, group = vars(self), self.group
         missing = group.steps - self.since
         if missing:
@@ -73,9 +70,9 @@ class Group:
         metrics: by Lightning's keys.
         means: how many of them are means over the epoch.
         steps: how many steps were counted.
-        sizes: the batch size of each metric in those steps that it has not made up for yet.
+        sizes: the batch size of each metric in the steps that it has not caught up with.
         values: what the latest step logged, by metric.
-        is_whole: whether all metrics are as that step left them.
+        is_whole: whether no metric was changed since that step.
     """
 
     def __init__(self, number: int, metrics: Mapping[str, Any], totals: Tensor) -> None:
@@ -93,7 +90,7 @@ class Group:
             metric.__class__ = GroupedMetric
 
     def bind(self) -> None:
-        """Have the means hold the totals again, with the values of what they hold instead."""
+        """Have the means hold the elements of the vector again, with the values of the tensors that they hold now."""
         if any(map(is_not, map(_value_of, self._inner), self._views)):
             with torch.no_grad():
                 for inner, view in zip(self._inner, self._views, strict=True):

@@ -1,10 +1,9 @@
-"""Copies of scalars that Lightning makes at once, made at the step's end, all together.
+"""Copies of logged scalars and of the loss, made together at the step's end.
 
-Lightning copies every value that is logged, and the loss that it hands out: a launch each. The copy is read
-after the step, so that one copy of all of them does as well, at the step's end, wherever the step leaves the
-originals alone until then. A trace sees whether it does: there each is copied where Lightning copies it, and its memory
-watched. A capture, which goes the way that its traces went, makes the late copy of what was never seen changed. Eager
-steps copy at once.
+Lightning copies each logged value, and the loss that it returns, at once: a launch each. The copies are read after the
+step, so one copy of all at its end does as well, if the step does not change the originals until then. A trace copies
+at once and watches the originals' memory. A capture copies late what no trace has seen changed. Eager steps copy at
+once.
 """
 
 from __future__ import annotations
@@ -40,13 +39,12 @@ class LateCopies:
         self._watched: list[tuple[str, list[MemoryWatch]]] = []
 
     def may_wait(self, key: str) -> bool:
-        """Whether the scalar is copied at the end of the step that is running now."""
+        """Whether the running step copies the scalar at its end."""
         return is_recorded() and self._may_wait.get(key, False)
 
     def watch(self, key: str, *tensors: Tensor) -> None:
-        """A scalar was copied at once. In a trace: see whether the step leaves the memory of ``tensors`` alone."""
+        """In a trace, watch whether the step changes the memory of ``tensors`` after the scalar was copied."""
         if not all(type(tensor) is Tensor and tensor.layout is torch.strided for tensor in tensors):
-            # What other ways through the step were seen to do says nothing about it.
             self._may_wait[key] = False
             return
         watches = [watch for watch in map(watch_memory, tensors) if watch is not None]
@@ -62,7 +60,7 @@ class LateCopies:
 
     @contextmanager
     def of_logs(self, is_late: Callable[[str], bool]) -> Iterator[None]:
-        """While a step runs: logged values whose keys are late ones are not copied if they can wait."""
+        """While a step runs, do not copy logged values with such a key if they can wait."""
         module: Any = self._module
         plain: Callable[..., Tensor] | None = getattr(module, _TO_TENSOR, None)
         if plain is None or _TO_TENSOR in vars(module):
@@ -87,7 +85,7 @@ class LateCopies:
 
     @contextmanager
     def of_loss(self, loop: Any) -> Iterator[None]:
-        """While a step of automatic optimization runs: its loss is neither copied nor divided by one if it can wait."""
+        """While a step of automatic optimization runs, neither copy its loss nor divide it by one if it can wait."""
         stock = type(loop).output_result_cls
         if stock is not ClosureResult or "output_result_cls" in vars(loop) or not is_known("logs"):
             yield
@@ -100,7 +98,7 @@ class LateCopies:
 
 
 class _Results:
-    """Stands where Lightning's loop has the class of its results, while a step runs."""
+    """Replaces ``output_result_cls`` of Lightning's loop while a step runs."""
 
     def __init__(self, late: LateCopies) -> None:
         self._late = late

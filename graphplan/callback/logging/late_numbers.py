@@ -1,9 +1,9 @@
-"""Numbers of device tensors on their way to the host, for bars and loggers, without waiting.
+"""Copies of device tensors to the host for bars and loggers, without waiting for the device.
 
-Every ``log_every_n_steps`` steps Lightning turns what was logged into numbers, one after the other, and hands them to
-the loggers, which write files; meanwhile the device has nothing to do. Here the numbers are sent, and the loggers get
-them in one of the next steps: the same rows in the same order. All else that is logged, and each use of a logger's
-writer, comes after the rows on their way.
+Every ``log_every_n_steps`` steps Lightning reads the logged values one after the other and hands them to the loggers,
+which write files; meanwhile the device has nothing to do. Here asynchronous copies are started, and the loggers get the
+numbers in one of the next steps: the same rows in the same order. Whatever else is logged, and each use of a logger's
+``experiment``, waits for the rows under way.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from graphplan.environment.devices import current_stream, is_accelerator, module
 from graphplan.feed.call_arguments import hands_over
 
 _MOST = 2
-"""Copies or rows under way at a time: what is shown is no older than what the device has yet to do."""
+"""Copies or rows under way at a time."""
 
 _ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()
-"""Rows that come late, by logger. A logger's copy is not among them."""
+"""Pending rows by logger. A copy of a logger has none."""
 
 
 class HostCopy:
-    """A copy of ``tensor`` in host memory, as it is when the device comes to it."""
+    """An asynchronous copy of ``tensor`` to host memory."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._event: torch.Event | None = None
@@ -47,14 +47,14 @@ class HostCopy:
         return self._event is None or self._event.query()
 
     def wait(self) -> Tensor:
-        """The copy, once it has completed."""
+        """Wait for the copy and return it."""
         if self._event is not None:
             self._event.synchronize()
         return self._host
 
 
 class SentNumbers:
-    """One number of each tensor, on its way: one copy for all of a dtype and device."""
+    """Asynchronous copies of scalars: one copy for all of a dtype and device."""
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
         groups: dict[tuple[torch.dtype, torch.device], list[str]] = {}
@@ -70,7 +70,7 @@ class SentNumbers:
         return all(copy.has_arrived() for _, copy in self._copies)
 
     def numbers(self) -> dict[str, float]:
-        """The numbers by name, once they are there."""
+        """Wait for the copies and return the numbers by name."""
         return {
             name: number
             for names, copy in self._copies
@@ -79,10 +79,7 @@ class SentNumbers:
 
 
 class LaggingNumbers:
-    """Numbers of tensors that are read again and again: those that arrived last, instead of waiting.
-
-    ``send`` starts to copy.
-    """
+    """Numbers of tensors that are read again and again: the latest that have arrived. ``send`` starts a copy."""
 
     def __init__(self, send: Callable[[Mapping[str, Tensor]], Any] = SentNumbers) -> None:
         self._send = send
@@ -90,7 +87,7 @@ class LaggingNumbers:
         self._arrived: dict[str, float] = {}
 
     def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """The latest numbers of ``values`` that are there. Waits for those that never were."""
+        """The latest numbers of ``values`` that have arrived. Waits for names without any."""
         self._take()
         is_new = not values.keys() <= self._arrived.keys()
         if is_new or len(self._sent) < _MOST:
@@ -99,13 +96,13 @@ class LaggingNumbers:
         return {name: self._arrived[name] for name in values}
 
     def _take(self, *, wait: bool = False) -> None:
-        """Take in what has arrived, in the order in which it was sent."""
+        """Keep the numbers that have arrived, in the order in which they were sent."""
         while self._sent and (wait or self._sent[0].has_arrived()):
             self._arrived.update(self._sent.popleft().numbers())
 
 
 def _late(kind: Any) -> Any:
-    """``experiment`` of loggers of that kind, before which the rows on their way are written."""
+    """The property ``experiment`` of that kind of logger, which writes the pending rows first."""
 
     def experiment(self: Any) -> Any:
         if self in _ROWS:
@@ -116,13 +113,13 @@ def _late(kind: Any) -> Any:
 
 
 class LateCSVLogger(CSVLogger):
-    """The class of a ``CSVLogger`` while its rows may come late."""
+    """The class of a ``CSVLogger`` with pending rows."""
 
     experiment = _late(CSVLogger)
 
 
 class LateTensorBoardLogger(TensorBoardLogger):
-    """The class of a ``TensorBoardLogger`` while its rows may come late."""
+    """The class of a ``TensorBoardLogger`` with pending rows."""
 
     experiment = _late(TensorBoardLogger)
 
@@ -138,15 +135,15 @@ class _Row(NamedTuple):
 
 
 class LateRows:
-    """The rows of one fit. ``install`` and ``remove`` are inverse."""
+    """The pending rows of one fit. ``install`` and ``remove`` are inverse."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.on_their_way: deque[_Row] = deque()
+        self.pending: deque[_Row] = deque()
         self._kinds: dict[Any, type] = {}
 
     def install(self) -> None:
-        """Have those of the Trainer's loggers that are Lightning's own take rows late."""
+        """Give the Trainer's loggers that are Lightning's own their late classes."""
         for logger in self._trainer.loggers:
             kind = type(logger)
             if kind in _KINDS:
@@ -154,9 +151,9 @@ class LateRows:
                 logger.__class__ = _KINDS[kind]
 
     def remove(self) -> None:
-        """Write what is on its way, and give the loggers their classes back."""
-        while self.on_their_way:
-            # What fails here has failed before, and was told then.
+        """Write all rows, and give the loggers their classes back."""
+        while self.pending:
+            # Errors of the writers were raised when the rows were due.
             with suppress(Exception):
                 self._write()
         for logger, kind in self._kinds.items():
@@ -165,27 +162,27 @@ class LateRows:
         self._kinds = {}
 
     def take(self, metrics: Mapping[str, Any]) -> bool:
-        """Send the row of a step to all loggers; False if it cannot come late."""
+        """Start the copies of a step's row for all loggers; False if the row has to be written at once."""
         tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         loggers = list(self._trainer.loggers)
         plain = 0 < len(tensors) == len(metrics) and all(value.numel() == 1 for value in tensors.values())
         if not plain or "step" in metrics or not all(logger in _ROWS for logger in loggers):
             return False
-        if len(self.on_their_way) >= _MOST:
+        if len(self.pending) >= _MOST:
             self._write()
         epoch, step = self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop._batches_that_stepped
         row = {**metrics, "epoch": metrics.get("epoch", epoch)}
-        self.on_their_way.append(_Row(loggers, row, SentNumbers(tensors), step))
+        self.pending.append(_Row(loggers, row, SentNumbers(tensors), step))
         return True
 
     def write(self, *, wait: bool) -> None:
-        """Write the rows that have arrived, or all that are on their way."""
-        while self.on_their_way and (wait or self.on_their_way[0].sent.has_arrived()):
+        """Write the rows whose numbers have arrived, or all."""
+        while self.pending and (wait or self.pending[0].sent.has_arrived()):
             self._write()
 
     def _write(self) -> None:
-        """What Lightning does with the oldest row, once its numbers are there."""
-        row, scalars = self.on_their_way.popleft(), {}
+        """Wait for the oldest row, and do with it what Lightning does."""
+        row, scalars = self.pending.popleft(), {}
         try:
             scalars = row.sent.numbers()
         finally:
@@ -193,10 +190,10 @@ class LateRows:
 
     @hands_over
     def _hand_out(self, row: _Row, scalars: dict[str, Any]) -> None:
-        later, self.on_their_way = self.on_their_way, deque()
+        later, self.pending = self.pending, deque()
         try:
             for logger in row.loggers:
                 logger.log_metrics(metrics=scalars, step=row.step)
                 logger.save()
         finally:
-            self.on_their_way.extend(later)
+            self.pending.extend(later)

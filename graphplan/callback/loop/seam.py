@@ -1,8 +1,8 @@
-"""What the seams share: graphed steps around one of Lightning's loops.
+"""What the seams share: graphed steps in the place of methods of Lightning's loops.
 
-A seam stands on instances, never on classes, and is taken off again. What a step logs is noted, and logged after it. A
-program reads the optimizers that it was captured with; when the Trainer gets others in the middle of a fit, the steps
-so far are closed, with their memory, and new ones are made; what was counted goes on.
+A seam replaces methods of instances, never of classes, and removes them again. A program reads the optimizers that it
+was captured with. When the Trainer gets others in the middle of a fit, the steps so far are closed and new ones are
+made; the counts go on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from graphplan.callback.callback_options import VariantOf
@@ -26,8 +27,9 @@ from graphplan.callback.hooks import OwnHooks, hooked_callbacks
 from graphplan.callback.logging.step_logs import StepLogs
 from graphplan.callback.patches import InstancePatch, Recover, recovering
 from graphplan.callback.trainer_state import (
+    WRAPPER,
+    WRAPPERS_NOTE,
     WatchedIndex,
-    Wrapper,
     optimizers_of,
     reached_objects,
     refuse_index,
@@ -52,7 +54,7 @@ from graphplan.tensors.containers import Literals
 from graphplan.trace.mode import is_traced
 
 _PAYS = 16
-"""Replays after which optimizers have stayed for long enough: fewer count against ``max_recaptures``."""
+"""Replays for which an optimizer has to stay: fewer count against ``max_recaptures``."""
 _BATCH_CHANGED = (
     "training_step puts something else into the container of its batch, or takes something out. With graphplan a step "
     "gets a container of its own: hooks that come later, and the batch size that epoch means are weighted with, are "
@@ -64,7 +66,7 @@ _OPTIMIZERS_EFFECTS = ("_opt_called", "_step_count")
 
 
 NO_BATCH = Literals()
-"""What a step is fed that is given no batch."""
+"""The feed of a step without a batch."""
 
 
 def _raise(error: Exception) -> None:
@@ -76,7 +78,7 @@ class Run:
     """The run that a seam is made for.
 
     Attributes:
-        when_down: told after a step that all those to come are eager, and why.
+        when_down: called with the reason when all further steps are eager.
         recover: see :data:`graphplan.callback.patches.Recover`.
     """
 
@@ -94,39 +96,39 @@ class Seam(ABC):
     """One loop's seam. ``take_off`` and ``close`` undo ``install``; ``figures`` outlive them."""
 
     part = ""
-    """What is replayed of a step, if not all of it."""
+    """Which part of a step is replayed, if not all of it."""
 
     def __init__(self, run: Run) -> None:
         self._made_for, self._trainer, self._module = run, run.trainer, run.module
         self.recover = run.recover
-        self._variant, self._wrapper = run.variant, Wrapper(run.trainer)
+        self._variant, model = run.variant, run.trainer.strategy.model
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         options, names = run.options, optimizers_of(run.trainer)
         effects = [f"{name}.{effect}" for name in names for effect in _OPTIMIZERS_EFFECTS]
         self._eager_if, self._wants_eager = options.eager_if, False
         self._options = replace(
             options,
             warmup_steps=max(options.warmup_steps, needed_warmup(run.trainer.strategy)),
-            allow=(*_OWN_EFFECTS, self._wrapper.effect, *effects, *options.allow),
+            allow=(*_OWN_EFFECTS, f"{WRAPPER}.{WRAPPERS_NOTE}", *effects, *options.allow),
             eager_if=(lambda *args: self._wants_eager) if options.eager_if is not None else None,
         )
         asks = options.eager_if is not None or run.variant is not None
         reads_index = asks or is_allowed("batch_idx", options.allow)
         self._watches_index = not reads_index
-        # How many rows a batch has is a number in those sums, and no program is for one number where rows are padded.
+        # The sums are weighted with the batch's number of rows, which a program for padded rows does not know.
         self._may_sum = options.mode == "train" and not options.pads_rows
         self._logs = StepLogs(run.trainer, run.module, sums_in_step=self._may_sum)
         self._own_hooks = OwnHooks(run.trainer, run.module)
         self._steps: list[GraphedStep] = []
-        self._patches: list[InstancePatch] = []
         self._counters: list[Any] = []
         self._begun: list[dict[str, Any]] = []
-        # Of the loop's arguments, what is not fed: the batch's number, and what comes after the batch.
+        self._patches: list[InstancePatch] = []
+        # Arguments of Lightning's loop that are not fed: the batch's number, and all after the batch.
         self._index, self._rest = 0, list[tuple[str, Any]]()
         self._known_before: tuple[Any, ...] = ()
         self._leaf = Literals()
         self._compiled = CompiledModules([], False)
         self.notes: list[str] = []
-        self._is_down = False
         self._past = Figures()
         self._unpaid = 0
 
@@ -143,7 +145,7 @@ class Seam(ABC):
         """Forget the steps, and the optimizers that they are for."""
 
     def _compile(self) -> None:
-        """Compile the module's parts, if asked to, and its ``forward`` where nothing else goes through its call."""
+        """Compile the module's parts, if asked to, and its ``forward`` unless a strategy wraps the module."""
         if self._options.compile is False:
             return
         parts: list[nn.Module] = [part for part in self._module.children() if any(True for _ in part.parameters())]
@@ -163,7 +165,7 @@ class Seam(ABC):
             step.close()
 
     def take_off(self) -> None:
-        """Take everything off but what a step that stands down has left: kernels, where runs are to be repeatable."""
+        """Remove the seam. A step that stands down keeps its optimizers' kernels until :meth:`close`."""
         for patch in self._patches:
             patch.remove()
         for step in self._steps:
@@ -173,8 +175,9 @@ class Seam(ABC):
         self._logs.sums.dissolve()
 
     def _owners(self, progress: dict[str, Any]) -> dict[str, Any]:
-        """All that a step of the fit may use. ``progress`` are Lightning's counters that it moves."""
-        owners: dict[str, Any] = {"model": self._module, **self._wrapper.owners, **optimizers_of(self._trainer)}
+        """All that a step may use. ``progress`` are the counters of Lightning's that it moves."""
+        wrapper = {} if self._wrapper is None else {WRAPPER: self._wrapper}
+        owners: dict[str, Any] = {"model": self._module, **wrapper, **optimizers_of(self._trainer)}
         for name, part in progress.items():
             for count in ("total", "current"):
                 owners[f"progress.{name}.{count}"] = Via(getattr(part, count), "optim_progress")
@@ -194,7 +197,7 @@ class Seam(ABC):
         feeds: bool = True,
         escalates: Callable[[RefusalError], bool] | None = None,
     ) -> GraphedStep:
-        """A step of ``body``, which is given batches if it ``feeds``. ``escalates`` says which refusals raise."""
+        """A graphed step of ``body``, without a batch unless it ``feeds``. ``escalates`` says which refusals raise."""
         gate = None if self._made_for.gate is None else self._made_for.gate.with_same_eager_time()
         options = self._options if feeds else replace(self._options, shapes="exact", buckets=None, mask=None)
         backends, peers = self._made_for.backends, find_peers()
@@ -205,12 +208,12 @@ class Seam(ABC):
 
     @property
     def sums(self) -> Any:
-        """Of the means that its steps log."""
+        """The sums of logged means."""
         return self._logs.sums
 
     @property
     def figures(self) -> Figures:
-        """Counts of the fit so far, and facts for the report: what was prepared, what runs on the host and why."""
+        """Counts of the fit so far, and notes for the report."""
         stats, past = Stats(), self._past
         stats.merge(past.stats)
         stats.merge(self._current_stats())
@@ -240,14 +243,9 @@ class Seam(ABC):
         return self._options.on_failure == "raise" and not replayed
 
     def _look_at(self, step: GraphedStep) -> None:
-        """After a call of ``step``: see whether it stands down."""
+        """After a call of ``step``, stand down with it."""
         if step.is_down:
-            self._give_up(*step.down_because)
-
-    def _give_up(self, reason: SkipReason, detail: str) -> None:
-        if not self._is_down:
-            self._is_down = True
-            self._made_for.when_down(reason, detail)
+            self._made_for.when_down(*step.down_because)
 
     def _renew(self) -> bool:
         """Make steps for the optimizers that the Trainer has now; False if this one and all later ones are eager.
@@ -270,7 +268,7 @@ class Seam(ABC):
         return True
 
     def _is_churning(self) -> bool:
-        """Count optimizers that did not stay for long enough, where nothing else keeps training eager."""
+        """Whether too many optimizers in a row stayed too shortly, with nothing else to keep training eager."""
         stats = self._current_stats()
         if self._options.mode != "train" or stats.skipped.keys() - {SkipReason.SHAPE}:
             return False
@@ -290,17 +288,17 @@ class Seam(ABC):
         warnings.warn(f"graphplan runs this step eagerly: {error}", UserWarning, stacklevel=4)
         self._past.stats.count_stock(1)
         self._past.stats.skip(error.reason, str(error))
-        self._give_up(error.reason, str(error))
+        self._made_for.when_down(error.reason, str(error))
 
     @hands_over
     def _ask_eager(self, batch: Any, index: int) -> bool:
-        """What ``eager_if`` says of a batch as it came."""
+        """Ask ``eager_if`` about a batch as it came."""
         if callable(self._eager_if):
             return bool(self._eager_if(batch, index))
         return self._eager_if is not None and index % self._eager_if == 0
 
     def _on_device(self, kwargs: OrderedDict[str, Any]) -> OrderedDict[str, Any]:
-        """The loop's arguments for Lightning's own code, where a graphed step would have moved the batch itself."""
+        """The loop's arguments for Lightning's own code, if graphed steps move their batch themselves."""
         if self._options.feed_device is not None:
             kwargs = OrderedDict(kwargs, batch=move_data_to_device(kwargs["batch"], self._options.feed_device))
         return kwargs
@@ -316,18 +314,18 @@ class Seam(ABC):
         self._logs.faults.check()
 
     def _enter(self, batch_idx: int, kwargs: OrderedDict[str, Any]) -> None:
-        """A batch comes: note what a step is not fed of the loop's arguments, of which the batch is the first."""
+        """Note the loop's arguments that are not fed. The batch is the first."""
         self._index, self._rest = batch_idx, list(kwargs.items())[1:]
         if self._eager_if is not None:
             self._wants_eager = self._ask_eager(kwargs["batch"], batch_idx)
 
     def _through(self, step: GraphedStep, stock: Callable[[], Any], batch: Any, facts: tuple[Any, ...] = ()) -> Any:
-        """Run the batch that has come through ``step``, and log what it logged.
+        """Run a batch through ``step``, and carry out what it logged.
 
         Args:
             step: one of this seam's.
-            stock: Lightning's own way, where graphplan fails before the step.
-            batch: what the step is fed of it.
+            stock: Lightning's own code, for errors of graphplan's before the step.
+            batch: what the step is fed.
             facts: literals that the step depends on.
         """
         if not self._start_logs():
@@ -353,8 +351,8 @@ class Seam(ABC):
         return out["result"]
 
     def _known(self, facts: tuple[Any, ...]) -> Literals:
-        """``facts`` and what else a step depends on as one leaf: that of the step before if nothing has changed."""
-        known = facts, self._own_hooks.changes(), self._wrapper.note()
+        """``facts`` and all else that a step depends on as one leaf, the same object while nothing changes."""
+        known = facts, self._own_hooks.changes(), getattr(self._wrapper, WRAPPERS_NOTE, None)
         if known != self._known_before:
             self._known_before, self._leaf = known, Literals((*facts, *known[1:]))
         return self._leaf
@@ -375,9 +373,9 @@ class Seam(ABC):
         return found(batch, self._index)
 
     def _finish(self, out: dict[str, Any]) -> None:
-        """After a call, do what is done after each, whether its Python ran or it was a replay."""
+        """Do what follows each call, whether its Python ran or it was replayed."""
         if out["note"] is not None:
-            self._wrapper.put(out["note"])
+            setattr(self._wrapper, WRAPPERS_NOTE, out["note"])
         if out["logs"]:
             # No context manager: this is asked after each replay.
             try:
@@ -388,8 +386,8 @@ class Seam(ABC):
                 raise lost(error, f"the step of {type(self._module).__name__}") from error
 
     def _in_step(self, body: Callable[[OrderedDict[str, Any]], Any], batch: Any) -> dict[str, Any]:
-        """``body`` on the loop's arguments with ``batch`` among them, and what it logs."""
-        # Replays would leave the loop's own containers alone, so that eager steps do.
+        """Call ``body`` with the loop's arguments, and collect what it logs."""
+        # A replay cannot change the caller's containers, so eager steps do not either.
         own = with_new_containers(batch)
         kwargs = OrderedDict([("batch", own), *self._rest])
         if "batch_idx" in kwargs:
@@ -404,7 +402,7 @@ class Seam(ABC):
             warnings.warn(_BATCH_CHANGED, UserWarning, stacklevel=2)
         unwatch(self._module)
         out["result"] = pytree.tree_map_only(WatchedIndex, WatchedIndex.plain, out["result"])
-        return {**out, "note": self._wrapper.note()}
+        return {**out, "note": getattr(self._wrapper, WRAPPERS_NOTE, None)}
 
     def _watched(self, batch_idx: int) -> int:
         return WatchedIndex(batch_idx, refuse_index) if self._watches_index else batch_idx

@@ -322,7 +322,7 @@ class LoopSeam:
         due = every and (loop._batches_that_stepped + 1) % every == 0
         if (due or trainer.should_stop or trainer.fast_dev_run) and trainer.loggers:
             _stock(connector.update_train_step_metrics)
-        elif self._rows.on_their_way:
+        elif self._rows.pending:
             connector.look()
 
     @recovering(lambda self: False)
