@@ -18,7 +18,8 @@ from graphplan.callback.callback_options import CallbackOptions
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
 from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
-from graphplan.callback.logging.bars import LazyNumbers, ThrottledBar
+from graphplan.callback.logging.bars import ThrottledBar
+from graphplan.callback.logging.connector import LazyNumbers
 from graphplan.callback.loop.automatic import AutomaticSeam
 from graphplan.callback.loop.manual import ManualSeam
 from graphplan.callback.loop.seam import Run, Seam

@@ -148,6 +148,6 @@ def test_a_row_waits_for_no_more_than_two(tmp_path: Path, monkeypatch: pytest.Mo
     waiting: list[int] = []
     plain = rows.LateRows.look
     monkeypatch.setattr(SentNumbers, "has_arrived", lambda self: False)
-    monkeypatch.setattr(rows.LateRows, "look", lambda self: (waiting.append(len(self.on_their_way)), plain(self))[1])
+    monkeypatch.setattr(rows.LateRows, "look", lambda self: (waiting.append(len(self.pending)), plain(self))[1])
     fit(with_step(_step), tmp_path, tape(), max_epochs=1)
     assert max(waiting) == 2

@@ -13,12 +13,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _METRICS
 from torch import Tensor
 
+from graphplan.callback.lightning_code import is_known
 from graphplan.callback.logging.epoch_sums import Group
-from graphplan.callback.logging.late_numbers import LaggingNumbers, LateRows
+from graphplan.callback.logging.late_numbers import LateRows
 from graphplan.callback.patches import Recover, recovering
 
 _OWN_REFERENCES = 2
@@ -45,12 +47,10 @@ class LazyConnector(_LoggerConnector):
 
     Attributes:
         rows: pending rows, if loggers may get them late.
-        lagging: set while a bar reads its numbers that reads them after every batch.
     """
 
     recover: Recover
     rows: LateRows | None = None
-    lagging: LaggingNumbers | None = None
 
     def postpone(self, results: Any, whole: tuple[Group, Sequence[Tensor]] | None) -> None:
         """Fill the dictionaries with what a batch logged when one of them is read, or at once if something else holds
@@ -101,20 +101,20 @@ class LazyConnector(_LoggerConnector):
         assert self.rows is not None
         if self._first_loop_iter is not None and step is None and self.rows.take(metrics):
             return True
-        self.rows.write(wait=True)
+        self.rows.settle()
         return False
 
     @recovering(lambda self: None)
     def look(self) -> None:
         """Write the rows that have arrived."""
         if self.rows is not None:
-            self.rows.write(wait=False)
+            self.rows.look()
 
     def epoch_end_reached(self) -> None:
         """Values of the last batch, before those of the epoch come."""
         self.settle()
         if self.rows is not None:
-            self.rows.write(wait=True)
+            self.rows.settle()
         super().epoch_end_reached()
 
     def reset_results(self) -> None:
@@ -150,18 +150,31 @@ class LazyConnector(_LoggerConnector):
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """Numbers, read from the device now, or for some bars those that arrived last."""
+        """Numbers, read from the device now."""
         values: dict[str, Any] = super().progress_bar_metrics
-        late: dict[str, float] | None = self._read_late(values)
-        if late is not None:
-            return {**values, **late}
         for name, value in values.items():
             if isinstance(value, Tensor):
                 values[name] = value.item()
         return values
 
-    @recovering(lambda self, values: None)
-    def _read_late(self, values: dict[str, Any]) -> dict[str, float] | None:
-        if self.lagging is None:
-            return None
-        return self.lagging.read({name: value for name, value in values.items() if isinstance(value, Tensor)})
+
+class LazyNumbers:
+    """Gives a Trainer's connector that class, unless it has one of the user's own."""
+
+    def __init__(self, trainer: Trainer, recover: Recover) -> None:
+        self._connector: Any = trainer._logger_connector
+        self._recover = recover
+
+    def install(self) -> None:
+        """Put it in."""
+        if type(self._connector) is _LoggerConnector and is_known("logs"):
+            self._connector.__class__ = LazyConnector
+            vars(self._connector)["recover"] = self._recover
+
+    def remove(self) -> None:
+        """Fill the dictionaries of metrics, and give the connector its class back."""
+        if isinstance(self._connector, LazyConnector):
+            self._connector.settle()
+            self._connector._progress_bar_metrics = convert_tensors_to_scalars(self._connector._progress_bar_metrics)
+            del vars(self._connector)["recover"]
+            self._connector.__class__ = _LoggerConnector  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Copies of device tensors to the host for bars and loggers, without waiting for the device.
+"""Copies of device tensors to the host for loggers, without waiting for the device.
 
 Every ``log_every_n_steps`` steps Lightning reads the logged values one after the other and hands them to the loggers,
 which write files; meanwhile the device has nothing to do. Here asynchronous copies are started, and the loggers get the
@@ -9,7 +9,7 @@ numbers in one of the next steps: the same rows in the same order. Whatever else
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from graphplan.environment.devices import current_stream, is_accelerator, module
 from graphplan.feed.call_arguments import hands_over
 
 _MOST = 2
-"""Copies or rows under way at a time."""
+"""Pending rows at a time."""
 
 _ROWS: WeakKeyDictionary[Any, LateRows] = WeakKeyDictionary()
 """Pending rows by logger. A copy of a logger has none."""
@@ -78,35 +78,12 @@ class SentNumbers:
         }
 
 
-class LaggingNumbers:
-    """Numbers of tensors that are read again and again: the latest that have arrived. ``send`` starts a copy."""
-
-    def __init__(self, send: Callable[[Mapping[str, Tensor]], Any] = SentNumbers) -> None:
-        self._send = send
-        self._sent: deque[Any] = deque()
-        self._arrived: dict[str, float] = {}
-
-    def read(self, values: Mapping[str, Tensor]) -> dict[str, float]:
-        """The latest numbers of ``values`` that have arrived. Waits for names without any."""
-        self._take()
-        is_new = not values.keys() <= self._arrived.keys()
-        if is_new or len(self._sent) < _MOST:
-            self._sent.append(self._send(values))
-            self._take(wait=is_new)
-        return {name: self._arrived[name] for name in values}
-
-    def _take(self, *, wait: bool = False) -> None:
-        """Keep the numbers that have arrived, in the order in which they were sent."""
-        while self._sent and (wait or self._sent[0].has_arrived()):
-            self._arrived.update(self._sent.popleft().numbers())
-
-
 def _late(kind: Any) -> Any:
     """The property ``experiment`` of that kind of logger, which writes the pending rows first."""
 
     def experiment(self: Any) -> Any:
         if self in _ROWS:
-            _ROWS[self].write(wait=True)
+            _ROWS[self].settle()
         return kind.experiment.fget(self)
 
     return property(experiment)
@@ -175,9 +152,14 @@ class LateRows:
         self.pending.append(_Row(loggers, row, SentNumbers(tensors), step))
         return True
 
-    def write(self, *, wait: bool) -> None:
-        """Write the rows whose numbers have arrived, or all."""
-        while self.pending and (wait or self.pending[0].sent.has_arrived()):
+    def look(self) -> None:
+        """Write the rows whose numbers have arrived."""
+        while self.pending and self.pending[0].sent.has_arrived():
+            self._write()
+
+    def settle(self) -> None:
+        """Write all rows."""
+        while self.pending:
             self._write()
 
     def _write(self) -> None:
