@@ -6,7 +6,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from graphplan.callback.callback_options import CallbackOptions
+from graphplan.callback.callback_options import CallbackOptions, Components
 from graphplan.callback.evaluation import EvaluationSeam
 from graphplan.callback.gates import closed_loop, closed_to_all, closed_to_training, keeps_stock_transfer
 from graphplan.callback.kept_patches import LaggingSigterm, fused_clipping
@@ -79,19 +79,19 @@ class GraphPlanCallback(Callback):
     """
 
     is_graphplan = True
-    """Whichever of Lightning's packages it is for."""
+    """For both of Lightning's packages."""
 
     @takes(CallbackOptions)
     def __init__(self, given: CallbackOptions) -> None:
         super().__init__()
-        # What a callback of the other package is made with.
-        self._given = given.arguments
-        self.options = given.step
-        self.components = given.parts
+        # A callback for the other package is made with the same arguments.
+        self._given = {each.name: getattr(given, each.name) for each in fields(given)}
+        self.options = given.of_step()
+        self.components = Components.parse(given.components)
         self.variant = given.variant
         self.eval, self.loop, self.transfer = given.eval, given.loop, given.transfer
         self._logs_figures = given.log
-        self._eval_policy = given.evaluation
+        self._eval_policy = given.policy_of("inference")
         self._seams: dict[str, Seam] = {}
         self._figures: dict[str, Figures] = {}
         self._earlier: deque[tuple[str, Figures]] = deque(maxlen=_RUNS)
@@ -104,7 +104,7 @@ class GraphPlanCallback(Callback):
         self._again = AGAIN
 
     def _of(self, part: str, *, describes: bool = False) -> Figures:
-        """Figures of training or evaluation, in the current run or the last one; ``describes`` its programs, too."""
+        """Figures of training or evaluation in the current run or the last one, with programs if it ``describes``."""
         seam = self._seams.get(part)
         figures = seam.figures if seam is not None else self._figures.get(part, Figures())
         if seam is not None and describes:
@@ -132,11 +132,11 @@ class GraphPlanCallback(Callback):
 
     @property
     def notes(self) -> list[str]:
-        """What the report says of the training steps beside their counts, in the current fit or the last one."""
+        """Notes of the report on the training steps of the current fit, or of the last one."""
         return list(self._of(_TRAINING).notes)
 
     def report(self, format: str = "text") -> str:
-        """What happened to the steps of all fits and evaluations so far.
+        """Report on the steps of all fits and evaluations so far.
 
         Args:
             format: ``"text"``, ``"json"``, or ``"html"`` for a page that needs no other file.
@@ -150,7 +150,7 @@ class GraphPlanCallback(Callback):
         return report_of_runs([*runs, (_EVALUATION, evaluation)] if evaluation.stats.calls else runs, format)
 
     def _begin_figures(self, part: str) -> None:
-        """Keep what a run before did, for the report, and begin with nothing."""
+        """Keep the figures of the run before for the report, and begin with none."""
         figures = self._of(part)
         if figures.stats.calls:
             self._earlier.append((part, replace(figures, plan=None)))
@@ -165,7 +165,7 @@ class GraphPlanCallback(Callback):
         """
         name = name_of(trainer)
         if type(self) is GraphPlanCallback and GraphPlanCallback is not callback_class(name):
-            # Its Trainer is of the other package, whose classes it needs.
+            # The Trainer is of the other package, so the callback becomes one of that package's.
             self.__class__ = callback_class(name)
             self.__init__(**self._given)  # type: ignore[misc]
             self.setup(trainer, pl_module, stage)
@@ -207,7 +207,7 @@ class GraphPlanCallback(Callback):
             self._install_training(trainer, pl_module)
 
     def _time_eager_steps(self, gate: Gate) -> None:
-        """Time steps of Lightning's own loop, with nothing in it but a hook of this callback."""
+        """Time steps of Lightning's own loop, with nothing but a hook of this callback in it."""
         self._gate = gate
         self._stock.begin(None)
         vars(self)[_STEP_ENDS] = self._end_eager_step
@@ -236,11 +236,11 @@ class GraphPlanCallback(Callback):
             self._time_eager_steps(self._gate.anew())
 
     def _install_training(self, trainer: Trainer, pl_module: LightningModule, gate: Gate | None = None) -> None:
-        """Install the seam, and all that goes with it."""
+        """Install the seam and all patches that belong to it."""
         clips = fused_clipping(trainer) if len(self._kept) == 1 else []
         _put(self._patches, *clips, LazyNumbers(trainer, self._recover), *ThrottledBar(trainer).patches)
         reason = closed_loop(trainer, pl_module) if self.loop == "auto" else "loop='stock'"
-        # Whether steps copy batches to the device themselves: no hook or transfer needs them there first.
+        # Steps copy batches to the device themselves if no hook or transfer needs them there before.
         asks = self.options.eager_if is not None or self.variant is not None
         may = reason is None and not asks and self.transfer == "auto"
         direct = may and keeps_stock_transfer(trainer, pl_module) is None
@@ -256,10 +256,9 @@ class GraphPlanCallback(Callback):
             _put(self._patches, LoopSeam(trainer, pl_module, seam.sums, self._recover, direct=direct))
 
     def _recover(self, error: Exception) -> None:
-        """Take graphplan out of the running fit after an error of its own, or raise the error.
+        """Remove graphplan from the running fit after an error of its own: the caller then runs Lightning's code.
 
-        The caller then runs Lightning's code in the place of what failed. An error that is not graphplan's, and any
-        under ``on_failure="raise"``, is raised.
+        An error that is not graphplan's, and any under ``on_failure="raise"``, is raised.
         """
         refusal = refusal_of(error)
         if refusal is None:
@@ -272,7 +271,7 @@ class GraphPlanCallback(Callback):
         warnings.warn(f"graphplan runs this fit eagerly: {refusal}", UserWarning, stacklevel=2)
 
     def _stand_down(self, reason: SkipReason, detail: str) -> None:
-        """Take everything out of the running fit, which goes on in Lightning's own loop, and keep the figures."""
+        """Remove everything from the running fit, which goes on in Lightning's own loop, and keep the figures."""
         self._down = self._take_off(_TRAINING)
         self._figures[_TRAINING].notes.append("graphplan stood down: the rest of the fit ran without it")
         self._stock.begin(reason, detail)
@@ -308,7 +307,7 @@ class GraphPlanCallback(Callback):
 
     @contextmanager
     def _refusing(self, part: str) -> Iterator[None]:
-        """Refuse the run where something that is read of it raises: nothing of graphplan's is left in it then."""
+        """Refuse the run if the block fails, and leave nothing of graphplan's in it."""
         try:
             with refusing():
                 yield
@@ -326,7 +325,7 @@ class GraphPlanCallback(Callback):
         warnings.warn(f"graphplan runs this fit eagerly: {text}", UserWarning, stacklevel=2)
 
     def _remove(self) -> None:
-        """Take the seams off and keep their figures."""
+        """Remove the seams and keep their figures."""
         for seam in (self._take_off(_TRAINING) or self._down, self._take_off(_EVALUATION)):
             if seam is not None:
                 seam.close()
@@ -341,7 +340,7 @@ class GraphPlanCallback(Callback):
         self._backends = Backends()
 
     def _take_off(self, part: str) -> Seam | None:
-        """Take a seam off with all that goes with it, and keep its figures."""
+        """Remove a seam with all that belongs to it, and keep its figures."""
         while part == _TRAINING and self._patches:
             self._patches.pop().remove()
         seam = self._seams.pop(part, None)
@@ -390,11 +389,11 @@ class GraphPlanCallback(Callback):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is not GraphPlanCallback:
             return super().__reduce_ex__(protocol)
-        # In another process, nothing of the second package's class can be imported before that class is asked for.
+        # In another process, the second package's class can be imported only through a function.
         return blank_callback, (name_of(self),), self.__getstate__()
 
     def __getstate__(self) -> dict[str, Any]:
-        """With the figures of a running fit, but without the seam and what else leads to the Trainer or the module."""
+        """The figures of a running fit, without the seam and all else that leads to the Trainer or the module."""
         state = {name: value for name, value in vars(self).items() if name not in (*_LIGHTNINGS_OWN, _STEP_ENDS)}
         figures = {part: replace(self._of(part), plan=None) for part in (_TRAINING, _EVALUATION)}
         fresh = {"_seams": {}, "_backends": Backends(), "_patches": [], "_kept": [], "_gate": None, "_down": None}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import Any
 
 from graphplan.errors import OptionError, PolicyError
@@ -79,11 +79,6 @@ class CallbackOptions(TrainingOptions):
     loop: str = "auto"
     components: str | Sequence[str] = "auto"
     log: bool = False
-    step: Options = field(init=False)
-    """The options of a training step."""
-    evaluation: Policy | None = field(init=False)
-    """The policy of evaluation steps, if one was given."""
-    parts: Components = field(init=False)
 
     def __post_init__(self) -> None:
         if self.mode not in ("auto", "train"):
@@ -99,15 +94,11 @@ class CallbackOptions(TrainingOptions):
         for name in ("loop", "transfer"):
             if getattr(self, name) not in ("auto", "stock"):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; expected 'auto' or 'stock'")
-        parsed = parse_policies(self.policies or {})
-        options = {**self.shared(), "mode": "train", "policy": parsed.get("train")}
-        for name, value in (
-            ("parts", Components.parse(self.components)), ("evaluation", parsed.get("inference")),
-            ("step", Options(**options)),
-        ):  # fmt: skip
-            object.__setattr__(self, name, value)
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What these options were made of."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+    def of_step(self) -> Options:
+        """The options of a training step."""
+        return Options(**{**self.shared(), "mode": "train", "policy": self.policy_of("train")})
+
+    def policy_of(self, mode: str) -> Policy | None:
+        """The policy that was given for a mode."""
+        return parse_policies(self.policies or {}).get(mode)

@@ -1,4 +1,4 @@
-"""Why a run's steps are not captured, or its loop is not replaced: each reason in words."""
+"""Reasons for which a run's steps are not captured, or its loop is not replaced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOCK_HOOKS = frozenset((START, *_TRANSFERS))
 
 
 def closed_to_all(trainer: Any) -> str | None:
-    """Why nothing of this run can be captured; None if nothing speaks against it."""
+    """Why nothing of this run can be captured; None if it can."""
     if not isinstance(trainer, Trainer):
         return (
             f"the Trainer is {type(trainer).__module__}'s, and this class of callback works with "
@@ -69,7 +69,7 @@ def needed_warmup(strategy: Any) -> int:
 
 
 def closed_to_training(trainer: Any, module: LightningModule, components: Components) -> str | None:
-    """Why no training step of this run can be captured; None if nothing speaks against it."""
+    """Why no training step of this run can be captured; None if they can."""
     reason = closed_to_all(trainer)
     if reason is not None:
         return reason
@@ -96,14 +96,14 @@ def closed_to_training(trainer: Any, module: LightningModule, components: Compon
 
 
 def keeps_optimizer_outside(module: LightningModule) -> str | None:
-    """Why the optimizer step must run on the host in any case; None if it may be captured."""
+    """Why the optimizer's step has to run on the host; None if it may be captured."""
     if is_overridden("optimizer_step", module):
         return f"{type(module).__name__}.optimizer_step is overridden, so it runs on the host for each step"
     return None
 
 
 def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
-    """Why a training step cannot take batches right from host memory; None if nothing speaks against it."""
+    """Why a training step cannot take batches from host memory; None if it can."""
     if trainer.strategy.root_device.type == "cpu":
         return "the step computes where batches are"
     if any(has_hook(module, hook, LightningModule) for hook in (START, END)):
@@ -115,7 +115,7 @@ def keeps_stock_transfer(trainer: Any, module: LightningModule) -> str | None:
 
 
 def closed_loop(trainer: Any, module: LightningModule) -> str | None:
-    """Why a run needs Lightning's own loop over batches; None if nothing speaks against the loop seam."""
+    """Why a run needs Lightning's own loop over batches; None if the loop seam fits."""
     loop: Any = trainer.fit_loop.epoch_loop
     if not is_known("loop"):
         return f"the code of Lightning {lightning.__version__}'s loop is none of those that are known here"

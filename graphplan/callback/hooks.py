@@ -1,4 +1,4 @@
-"""Hooks inside the step and around each batch. They are looked up once, and again after a change."""
+"""Hooks inside the step and around each batch, looked up once and again after a change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from graphplan.feed.call_arguments import hands_over
 from graphplan.owners.naming import free_name
 
 STEP_HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
-"""Hooks that Lightning calls inside the step: they run in the recording and not in a replay."""
+"""Hooks that Lightning calls inside the step: a replay does not run them."""
 START, END = "on_train_batch_start", "on_train_batch_end"
 _METHODS = (
     "training_step", "validation_step", "test_step", "predict_step", "backward", "manual_backward", "optimizer_step",
@@ -30,18 +30,18 @@ _BLIND = (
 )  # fmt: skip
 """Lightning's callbacks whose hooks do not look at the batch that they are given."""
 _SWITCHES = ("_every_n_train_steps", "_train_time_interval")
-"""Attributes of a checkpoint callback: 0 and None if it saves nothing after a batch."""
+"""Attributes of a checkpoint callback that saves nothing after a batch if they are 0 and None."""
 Rests = Callable[[int], bool]
-"""Says whether a callback has nothing to do after the batch of that number."""
+"""Says whether a callback has nothing to do after the batch with that number."""
 
 
 def has_hook(thing: Any, name: str, base: type) -> bool:
-    """Whether ``thing`` has another hook than ``base``, of whatever kind: a function, an object, a mock."""
+    """Whether ``thing`` overrides the hook of ``base`` in whatever way: by a function, an object, a mock."""
     return getattr(getattr(thing, name), "__func__", None) is not getattr(base, name)
 
 
 def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
-    """Callbacks with hooks inside the step, by name: their Python state is watched like the module's."""
+    """Callbacks with hooks inside the step, by name. They are owners, as the module is."""
     callbacks: list[Any] = getattr(trainer, "callbacks", [])
     hooked: dict[str, Any] = {}
     for callback in callbacks:
@@ -51,19 +51,19 @@ def hooked_callbacks(trainer: Trainer) -> dict[str, Any]:
 
 
 def own_of(places: Sequence[tuple[dict[str, Any], str]]) -> Row:
-    """A comparison that holds while each dictionary has what it has under its name now, or lacks it."""
+    """A comparison that holds while each dictionary has the value under its name that it has now, or none."""
     spaces, names = [space for space, _ in places], [name for _, name in places]
     return ("same_values", spaces, names, list(map(dict.get, spaces, names)))
 
 
 def members_of(thing: Any, name: str) -> list[Row]:
-    """Comparisons that hold while ``thing`` has this list, with the same items."""
+    """Comparisons that hold while ``thing`` has the list that it has now, with the same items."""
     held = getattr(thing, name)
     return [("same_attributes", [thing], [name], [held]), *contents_of([held])]
 
 
 class OwnHooks:
-    """Counts changes of the list of callbacks, and of the hooks that module and callbacks have on the instance."""
+    """Counts changes of the list of callbacks, and of hooks that are attributes of instances."""
 
     def __init__(self, trainer: Any, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
@@ -99,7 +99,7 @@ def switches_of(callback: Any) -> tuple[str, ...]:
 
 
 def _resting(callback: Any) -> tuple[tuple[str, ...], Rests | None]:
-    """What says after which batches ``callback`` has nothing to do, and the attributes on which that depends."""
+    """The attributes that keep ``callback`` idle after a batch, and the test for that; nothing where it may do work."""
     switches = switches_of(callback)
     if switches:
         return switches, lambda batch_idx: True
@@ -115,10 +115,10 @@ class BatchHooks:
     """The hooks of one fit's callbacks and module around each batch.
 
     Attributes:
-        hold: says whether all that was found is still so; where it is not, :meth:`look` is due.
-        starts, ends: callbacks that have something to do before and after a batch, and their places among all.
-        module_ends: whether the module has something to do after one.
-        hand_out: whether a hook may look at the batch.
+        hold: says whether the hooks are unchanged; if not, :meth:`look` is due.
+        starts, ends: callbacks with hooks before and after a batch, and their places among all.
+        module_ends: whether the module has a hook after a batch.
+        hand_out: whether a hook may read the batch.
     """
 
     def __init__(self, trainer: Any, module: LightningModule) -> None:
@@ -133,7 +133,7 @@ class BatchHooks:
         )
         found = {id(callback): _resting(callback) for _, callback in ends}
         self._rests = {key: rests for key, (_, rests) in found.items() if rests is not None}
-        # A checkpoint that saves nothing may be given something to do by a hook that comes before its own.
+        # A hook before that of an idle checkpoint may change the checkpoint's attributes.
         self.ends = [] if all(switches_of(callback) for _, callback in ends) else ends
         self.module_ends = has_hook(self._module, END, LightningModule)
         self.hand_out = self.module_ends or any(hands_out_batch(callback) for _, callback in (*self.starts, *ends))
@@ -143,7 +143,7 @@ class BatchHooks:
 
     @hands_over
     def call(self, hook: str, hooked: list[tuple[int, Any]], *args: Any) -> None:
-        """Lightning's way to call callbacks, of which only some have the hook; :attr:`hold` was asked right before."""
+        """Call the hook of ``hooked`` as Lightning does; :attr:`hold` was asked right before."""
         inner, callbacks = vars(self._module), self._trainer.callbacks
         # A module's own __setattr__ takes longer than most hooks.
         before, inner["_current_fx_name"] = inner["_current_fx_name"], hook
@@ -153,7 +153,7 @@ class BatchHooks:
                 continue
             getattr(callback, hook)(self._trainer, self._module, *args)
             if not self.hold():
-                # Lightning goes on in its list as that is by now, with the hooks that there are by now.
+                # Lightning goes on through the list as it is now.
                 for later in islice(callbacks, place + 1, None):
                     getattr(later, hook)(self._trainer, self._module, *args)
                 self.look()

@@ -1,4 +1,4 @@
-"""Patches that stay for a whole fit, whether or not its steps are replayed: SIGTERM among ranks, and clipping."""
+"""Patches that stay for a whole fit, replayed or not: SIGTERM among ranks, and clipping beside fused optimizers."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ _log = logging.getLogger("graphplan")
 
 
 def fused_clipping(trainer: Trainer) -> list[InstancePatch]:
-    """Gradient clipping beside a fused optimizer, which Lightning's mixed precision refuses; no patch if the plugin has
-    its own way.
+    """A patch that allows gradient clipping beside a fused optimizer; none if the plugin overrides it.
 
-    It refuses because a fused kernel takes scaled gradients, so that what it would clip is scaled too. In bfloat16
-    there is no scale; in float16 it is right once the scaler has unscaled the gradients, as torch's scaler then knows.
+    Lightning's mixed precision refuses it, since a fused kernel takes scaled gradients, and clipping would see those.
+    In bfloat16 there is no scale; in float16 it is right after the scaler has unscaled the gradients, which it notes.
     """
     plugin: Any = trainer.precision_plugin
     if not isinstance(plugin, MixedPrecision) or type(plugin).clip_gradients is not MixedPrecision.clip_gradients:
@@ -51,10 +50,10 @@ def _clip(plugin: Any, optimizer: Any, clip_val: int | float = 0.0, *args: Any, 
 class LaggingSigterm:
     """Replaces the epoch loop's broadcast, before every step, of whether rank 0 got a SIGTERM.
 
-    The answer is read later, when it has long been there: every rank ends before the same step, up to ``2 * EVERY``
-    steps after the signal, whichever rank got it. Lightning's own signal handler broadcasts at once and from rank 0,
-    wherever the other ranks are: if only one gets the signal, the message may meet a collective of the step. While
-    batches are trained, this handler only takes a note.
+    The answer is read ``EVERY`` steps later, without waiting: all ranks end before the same step, up to ``2 * EVERY``
+    steps after the signal, whichever rank got it. Lightning's own signal handler broadcasts from rank 0 at once. If
+    only one rank gets the signal, that message may meet a collective of the step. While batches are trained, this
+    handler only takes a note.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -69,7 +68,7 @@ class LaggingSigterm:
         self._answer: Callable[[], int] = lambda: 0
 
     def install(self) -> None:
-        """Put it in, if there are several ranks."""
+        """Put it in if there are several ranks."""
         if self._asks:
             self._patch.install()
             self._replace(self._stock, self._take_note)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -34,30 +34,27 @@ def page(sections: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         ) from error
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(files("graphplan.report").joinpath("page.html").read_text(encoding="utf-8"))
-    return template.render(sections=[(title, data, _drawings(Figure, data)) for title, data in sections], colors=COLORS)
+    drawn = {"Calls": _draw_calls, "Time": _draw_times, "Memory of static inputs and programs": _draw_memory}
+
+    def drawings(data: Mapping[str, Any]) -> dict[str, str]:
+        return {name: _svg(Figure(figsize=(9, 2.2), layout="constrained"), draw, data) for name, draw in drawn.items()}
+
+    return template.render(sections=[(title, data, drawings(data)) for title, data in sections], colors=COLORS)
 
 
-def _drawings(figure_type: Any, data: Mapping[str, Any]) -> dict[str, str]:
-    """Drawings by title, as SVG elements."""
-    timeline = data["timeline"]
-    return {
-        "Calls": _svg(figure_type, _draw_calls, timeline),
-        "Time": _svg(figure_type, _draw_times, data),
-        "Memory of static inputs and programs": _svg(figure_type, _draw_memory, data),
-    }
-
-
-def _svg(figure_type: Any, draw: Any, facts: Any) -> str:
-    figure = figure_type(figsize=(9, 2.2), layout="constrained")
-    draw(figure.subplots(), facts)
+def _svg(figure: Any, draw: Callable[[Any, Mapping[str, Any]], None], data: Mapping[str, Any]) -> str:
+    """A drawing as an SVG element."""
+    draw(figure.subplots(), data)
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    # What comes before it is for files of their own.
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+    # The lines before it are for files of their own.
+    _, tag, rest = text.getvalue().partition("<svg")
+    return tag + rest
 
 
-def _draw_calls(axes: Any, timeline: Sequence[Mapping[str, Any]]) -> None:
+def _draw_calls(axes: Any, data: Mapping[str, Any]) -> None:
     """One bar of calls, in the colours of their kinds."""
+    timeline = data["timeline"]
     for kind in dict.fromkeys(stretch["kind"] for stretch in timeline):
         spans = [(stretch["first"], stretch["count"]) for stretch in timeline if stretch["kind"] == kind]
         axes.broken_barh(spans, (0, 1), color=COLORS.get(kind, "black"), label=kind)

@@ -1,10 +1,10 @@
 """Lightning's automatic optimization, run through a graphed step.
 
-Three forms. *Whole*: the bound ``automatic_optimization.run`` becomes one graphed step, optimizer included.
-*Components*: where the optimizer cannot be captured or must run on the host, only the closure (forward, zero_grad,
-backward) is a graphed step, and Lightning's own code clips and steps after it. *Update*, where it is asked for: the
-closure is Python, and what comes after it, hooks, clipping and the optimizer's step, is one. It is no fallback: each
-backward pass makes new gradients, which a program would have to follow before each replay.
+There are three forms. *Whole*: ``automatic_optimization.run`` is one graphed step, optimizer included. *Components*,
+where the optimizer cannot be captured: the closure (forward, ``zero_grad``, backward) is a graphed step, and
+Lightning's own code clips and steps after it. *Update*, if asked for: the closure is Python, and hooks, clipping and
+the optimizer's step after it are a graphed step. It is no fallback, since each backward pass makes new gradients, which
+a program has to follow before each replay.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMPONENTS, _UPDATE = "forward and backward alone", "the optimizer's step alone
 
 
 class ReplayedClosure(Closure):
-    """Stands where Lightning expects its closure: calling it runs the graphed forward and backward."""
+    """A closure of Lightning's that runs the graphed forward and backward."""
 
     @override
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
@@ -39,7 +39,7 @@ class ReplayedClosure(Closure):
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        # Lightning's own, as a frame of this package: its frames are left out of the user's tracebacks.
+        # As Lightning's own. This package's frames are left out of the user's tracebacks.
         self._result = self.closure(*args, **kwargs)
         return self._result.loss
 
@@ -94,7 +94,7 @@ class AutomaticSeam(Seam):
             "forward and backward run eagerly before the replay of the optimizer's step: components names the "
             "optimizer alone"
         )
-        # What is left in the step knows nothing of the batch, whose size the means count with.
+        # Means are weighted with the size of the batch, which this step is not given.
         self._logs.sums_in_step = False
         self._step.close()
         self.part = _UPDATE
@@ -143,7 +143,7 @@ class AutomaticSeam(Seam):
         return is_first, accumulates, divisor, clip, kind, trainer.current_epoch if self._uses_epoch else None
 
     def _zero_grad(self, batch_idx: int, optimizer: Any) -> None:
-        """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that tell when they are used."""
+        """In place of ``_optimizer_zero_grad``: the module's hook gets numbers that report their use."""
         epoch = WatchedIndex(self._trainer.current_epoch, self._split_epochs)
         args = (epoch, self._watched(batch_idx), optimizer)
         call._call_lightning_module_hook(self._trainer, "optimizer_zero_grad", *args)
@@ -172,7 +172,7 @@ class AutomaticSeam(Seam):
         return result
 
     def _closed(self, optimizer: Any, batch_idx: int, kwargs: OrderedDict[str, Any]) -> dict[str, Any]:
-        """What Lightning's own closure comes to."""
+        """The result of Lightning's own closure."""
         closure: Closure = type(self._loop)._make_closure(self._loop, kwargs, optimizer, batch_idx)
         closure()
         return closure.consume_result().asdict()

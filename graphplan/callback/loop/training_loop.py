@@ -1,10 +1,10 @@
 """Lightning's loop over training batches, without what a run does not use.
 
-Around each step Lightning opens profiler contexts, looks up and calls hooks that are not overridden, asks the data
-module about transfers and inspects ``training_step``'s signature: more time than a small replay takes. The *loop seam*
-stands in for ``advance`` and does the rest in the same order, batch after batch. Where something is due that only
-Lightning's loop does (validation, the end of the epoch, a stop), or where anything has changed that decides about it,
-``advance`` is over, and Lightning's loop goes on. :func:`graphplan.callback.gates.closed_loop` says which runs it fits.
+Around each step Lightning opens profiler contexts, calls hooks that are not overridden, asks the data module about
+transfers and inspects the signature of ``training_step``: more time than a small replay takes. The *loop seam* replaces
+``advance`` and does the rest in the same order, batch after batch. It returns to Lightning's loop when something is due
+that only that loop does (validation, the end of the epoch, a stop), or when anything has changed that decides about it.
+:func:`graphplan.callback.gates.closed_loop` says which runs need Lightning's own loop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OF_LOOP = (
     "_skip_next_val", "max_steps", "_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint",
     "_restart_stage",
 )  # fmt: skip
-"""What decides whether anything is due after a batch. What differs from batch to batch is not among it."""
+"""Attributes that decide whether anything is due after a batch, without those that differ from batch to batch."""
 _NONE = object()
 _PLAIN = frozenset({Tensor})
 _is_cpu = attrgetter("is_cpu")
@@ -50,19 +50,19 @@ _is_cpu = attrgetter("is_cpu")
 
 @hands_over
 def _stock(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call Lightning's own code: what it raises is none of graphplan's."""
+    """Call Lightning's own code: its errors are not graphplan's."""
     return run(*args, **kwargs)
 
 
 def _nothing() -> None:
-    """In place of what tells a profiler that passes everything through."""
+    """In place of calls of a profiler that does nothing."""
 
 
 class Batches(Iterator[Any]):
-    """Lightning's fetcher for one call of ``advance``. A batch that was read, and not begun, is its next one again.
+    """Lightning's fetcher for one call of ``advance``.
 
     Attributes:
-        batch: such a batch.
+        batch: a batch that was read and not begun; it is the next one.
         has_ended: whether the latest batch was trained on, and no other was read.
     """
 
@@ -72,7 +72,7 @@ class Batches(Iterator[Any]):
         self.has_ended = False
 
     def __next__(self) -> tuple[Any, int, int]:
-        """That batch or the next one, and what Lightning's loop leaves out of account."""
+        """The next batch, and two numbers that Lightning's loop does not use."""
         if self.batch is _NONE:
             found: tuple[Any, int, int] = next(self.fetcher)
             return found
@@ -80,12 +80,12 @@ class Batches(Iterator[Any]):
         return batch, 0, 0
 
     def __getattr__(self, name: str) -> Any:
-        """All else that the fetcher has."""
+        """Attributes of the fetcher."""
         return getattr(self.fetcher, name)
 
 
 def _reader(fetcher: Any) -> Callable[[], Any]:
-    """What gives the next batch of ``fetcher``, without its detours where one loader of known length is read in order.
+    """A function that reads the next batch, directly from the loader if there is one, with a known length.
 
     Raises:
         StopIteration: by the function that it returns, where there is no further batch.
@@ -113,12 +113,12 @@ def _reader(fetcher: Any) -> Callable[[], Any]:
 
 
 class LoopSeam:
-    """Stands in for ``advance`` of one fit's loop over batches. The first batch goes through Lightning's own code,
-    which warns of what there is to warn of.
+    """Replaces ``advance`` of one fit's loop over batches. The first batch goes through Lightning's own code, which may
+    warn.
 
     Args:
         sums: of the means that the step logs.
-        direct: the step takes batches in host memory and moves them itself.
+        direct: whether the step moves batches to the device itself.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class LoopSeam:
             self._connector.rows = self._rows
 
     def remove(self) -> None:
-        """Take it off; rows that are on their way are written."""
+        """Take it off, and write the pending rows."""
         for patch in self._patches:
             patch.remove()
         if vars(self._connector).pop("rows", None) is not None:
@@ -162,7 +162,7 @@ class LoopSeam:
         self._take_batches(Batches(fetcher))
 
     def _advance_stock(self, batches: Any) -> None:
-        """Lightning's own ``advance``, unless all that is left of this one is to end it."""
+        """Lightning's own ``advance``, unless only the end of this one is left."""
         if not batches.has_ended:
             _stock(_TrainingEpochLoop.advance, self._loop, batches)
 
@@ -186,7 +186,7 @@ class LoopSeam:
                 _stock(loop._broadcast_sigterm_tensor)
             batches.batch = batch = _stock(read)
             if batch is None:
-                # Nothing to train on: Lightning has words for that.
+                # Lightning warns of that.
                 self._advance_stock(batches)
                 return
             progress.is_last_batch = fetcher.done
@@ -205,8 +205,8 @@ class LoopSeam:
             batches.has_ended = False
 
     def _note(self) -> None:
-        """Note what decides about the batches after this one: while it stays so, there is nothing to ask but what
-        differs from batch to batch.
+        """Note all that decides whether something is due after a batch. While that stays, only a few numbers have to be
+        compared.
         """
         loop, trainer, own = self._loop, self._trainer, vars(self._module)
         self._unchanged = None
@@ -223,16 +223,14 @@ class LoopSeam:
         self._unchanged = Checks([("same_attributes", things, names, list(map(getattr, things, names))), hooks])
 
     def _between_validations(self) -> int:
-        """After how many batches validation may be due in the middle of an epoch, where Lightning says for sure; 0 for
-        never.
-        """
+        """After how many batches of an epoch validation may be due; 0 for never."""
         trainer = self._trainer
         if trainer.check_val_every_n_epoch is None or getattr(trainer, "_val_check_time_interval", None) is not None:
             return 1
         return 0 if trainer.val_check_batch == float("inf") else trainer.val_check_batch
 
     def _is_due(self, progress: Any) -> bool:
-        """Whether Lightning's loop has anything to do, or to decide, after this batch."""
+        """Whether Lightning's loop has anything to do or to decide after this batch."""
         loop, ready = self._loop, progress.current.ready
         if (
             self._unchanged is None
@@ -249,9 +247,7 @@ class LoopSeam:
         return False
 
     def _step_schedulers(self) -> None:
-        """Lightning's ``update_lr_schedulers("step", update_plateau_schedulers=False)`` after a step that is no part of
-        an accumulation, without what looks for the module's hook.
-        """
+        """Lightning's ``update_lr_schedulers("step", update_plateau_schedulers=False)`` without a look for the hook."""
         loop, module = self._loop, self._module
         # The module may take its schedulers over in the middle of a fit.
         if self._own_schedule or not module.automatic_optimization or _SCHEDULE in vars(module):
@@ -265,14 +261,14 @@ class LoopSeam:
                 progress.increment_completed()
 
     def _ready(self, batch: Any) -> Any:
-        """The batch on the device: moved there, unless it is, or the step moves it and no hook needs it before."""
+        """The batch on the device, unless the step moves it there and no hook needs it before."""
         if not self._hooks.hold():
             self._hooks.look()
         if self._is_cpu or (self._direct and not self._hooks.hand_out):
             kind = type(batch)
             tensors = batch if kind is list or kind is tuple else (batch,)
             if _PLAIN.issuperset(map(type, tensors)) and all(map(_is_cpu, tensors)):
-                # A list of one's own, as Lightning gives: hooks may change it.
+                # Hooks may change the list, as they may change the one that Lightning makes.
                 return list(batch) if kind is list else batch
         return move_data_to_device(batch, self._device)
 
@@ -283,7 +279,7 @@ class LoopSeam:
         total.ready += 1
         current.ready += 1
         batch_idx = current.ready - 1
-        # What the logger connector does when a batch starts, without asking which loop is active.
+        # ``on_batch_start`` of the logger connector.
         results = loop._results
         connector._first_loop_iter = connector._first_loop_iter is None
         results.batch, results.batch_size, results.dataloader_idx = batch, None, None
@@ -333,7 +329,7 @@ class LoopSeam:
 
     @recovering(lambda self, results: _stock(self._connector.on_batch_end))
     def _end(self, results: Any) -> None:
-        """What the logger connector does when a batch ends; a lazy one when it is asked."""
+        """``on_batch_end`` of the logger connector, which a lazy one postpones."""
         if isinstance(self._connector, LazyConnector):
             self._connector.postpone(results, self._sums.whole(results))
             results.batch = results.batch_size = None
