@@ -16,7 +16,16 @@ from typing_extensions import Self
 
 
 class SkipReason(Enum):
-    """Why a call was run eagerly instead of being replayed."""
+    """Why a call was run eagerly instead of being replayed.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import SkipReason, graph_step
+        >>> step = graph_step(lambda x: x * 2, eager_if=lambda x: len(x) > 4)
+        >>> _ = step(torch.ones(8))
+        >>> step.stats.skipped[SkipReason.EAGER_IF]
+        1
+    """
 
     HOST_SCALAR = "a Python number that a replay would freeze"
     HOST_SYNC = "the step reads device values on the host"

@@ -53,6 +53,17 @@ class Graphed(GraphedStep):
     On a class, it is a method: each instance gets buffers and programs of its own, over one pool, and under
     ``@classmethod`` each class.
 
+    Examples:
+        >>> import torch
+        >>> from graphplan import graphed
+        >>> model = torch.nn.Linear(4, 2).eval()
+        >>> predict = graphed(model)
+        >>> with torch.no_grad():
+        ...     for _ in range(8):
+        ...         y = predict(torch.ones(3, 4))
+        >>> predict.num_graphs
+        1
+
     Raises:
         OptionError: if ``fn`` cannot be called, or only begins something when it is.
     """

@@ -75,6 +75,15 @@ class Handles:
 class Plan:
     """What one step touches and does, found by tracing two real calls of it. Plans compare by identity.
 
+    Examples:
+        >>> import torch
+        >>> from graphplan import compile_plan
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with torch.no_grad():
+        ...     plan = compile_plan(model, torch.randn(8, 4), owners={"model": model})
+        >>> [external.path for external in plan.params], plan.operators["aten.addmm.default"]
+        (['model.weight', 'model.bias'], 1)
+
     Attributes:
         name: the step function's qualified name.
         form: a number for the step's operators and what they work on, apart from shapes and numbers.

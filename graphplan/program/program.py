@@ -56,7 +56,17 @@ class Tally:
 
 
 class Program:
-    """One recorded step. Made by :func:`graphplan.capture` and by :class:`graphplan.GraphedStep`."""
+    """One recorded step. Made by :func:`graphplan.capture` and by :class:`graphplan.GraphedStep`.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import Policy, capture, compile_plan
+        >>> x = torch.ones(3)
+        >>> program = capture(compile_plan(torch.sin, x), feed=(x,), policy=Policy.inference())
+        >>> torch.equal(program.replay((x * 2,)), torch.sin(x * 2))
+        True
+        >>> program.close()
+    """
 
     def __init__(
         self,

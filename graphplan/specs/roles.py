@@ -22,7 +22,13 @@ _SHORT = {
 
 
 class Role(Enum):
-    """Who changes an external between two steps."""
+    """Who changes an external between two steps.
+
+    Examples:
+        >>> from graphplan import Role
+        >>> [str(role) for role in Role]
+        ['input', 'param', 'state']
+    """
 
     INPUT = "input"
     """Fed anew for each call."""
@@ -52,7 +58,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Geometry of a tensor: ``shape`` and ``stride`` in elements, dtype, device, and whether it asks for gradients."""
+    """Geometry of a tensor: ``shape`` and ``stride`` in elements, dtype, device, and whether it asks for gradients.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import TensorSpec
+        >>> spec = TensorSpec.of(torch.zeros(8, 4))
+        >>> print(spec, spec.nbytes)
+        f32[8, 4] 128
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -86,6 +100,15 @@ class External:
 
     ``leaf`` is the index of the feed leaf (None for params and state); ``path`` is the owner's slot that holds it, and
     ``tensor`` the tensor itself where no slot does (unowned constants, device learning rates), kept alive by the plan.
+
+    Examples:
+        >>> import torch
+        >>> from graphplan import Role, compile_plan
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with torch.no_grad():
+        ...     plan = compile_plan(model, torch.randn(8, 4), owners={"model": model})
+        >>> [external.path for external in plan.externals if external.role is Role.PARAM]
+        ['model.weight', 'model.bias']
     """
 
     name: str

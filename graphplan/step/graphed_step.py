@@ -38,6 +38,23 @@ class GraphedStep(Method, CallLock, Reports):
     ``options.compile`` is the caller's business. A ``gate`` that knows the eager time decides whether replays pay;
     without one, the step times its first calls if its options ask for that, unless ``opens_gate`` is false.
 
+    Examples:
+        >>> import torch
+        >>> from graphplan import graph_step
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def train_step(x):
+        ...     optimizer.zero_grad()
+        ...     loss = model(x).square().mean()
+        ...     loss.backward()
+        ...     optimizer.step()
+        ...     return loss
+        >>> step = graph_step(train_step, owners={"model": model, "optimizer": optimizer})
+        >>> for _ in range(10):
+        ...     loss = step(torch.randn(8, 4))
+        >>> print(step.report().splitlines()[0])
+        graphplan: 1 plan; 4 of 10 steps replayed; ...
+
     Attributes:
         machine: what makes its calls, and its parts.
         shapes: counts of shapes, capture sizes and elements, for ``shapes="bucket"``.

@@ -311,11 +311,18 @@ class StateMachine:
         return Skip(error.reason, str(error), lambda call, reason, detail: self._run_refused(error, call))
 
     def _run_refused(self, error: RefusalError, call: Call) -> Any:
-        """An eager call because of ``error``; after several in a row, the step stands down."""
-        progress = self.stats.traced + self.stats.captured + self.stats.replayed
+        """An eager call because of ``error``."""
+        result = self._plainly(call, error.reason, str(error))
+        self._count_refused(error, call)
+        return result
+
+    def _count_refused(self, error: RefusalError, call: Call) -> None:
+        """Stand down after several refused calls in a row. A trace of one more signature is no progress: most likely it
+        is refused as well.
+        """
+        progress = self.stats.captured + self.stats.replayed
         count = self._fruitless[0] + 1 if self._fruitless[1] == progress else 1
         self._fruitless = count, progress
-        result = self._plainly(call, error.reason, str(error))
         if count >= _FRUITLESS and self.timing.down_because is None:
             if call.is_flat:
                 serves_others = self.programs.turn_away(self.lookup.geometry(call.feed), error)
@@ -323,7 +330,6 @@ class StateMachine:
                 serves_others = bool(self.programs.all())
             if not serves_others:
                 self.stand_down(error.reason, str(error))
-        return result
 
     def _replay(self, call: Call, program: Program) -> Any:
         entry, feed = call.entry, call.feed
@@ -383,6 +389,8 @@ class StateMachine:
         with no_collections():
             result = self.stages.advance(call)
             if self.stats.captured == captured:
+                if entry.refusal is not None:
+                    self._count_refused(entry.refusal, call)
                 return result
             self.programs.count_capture(entry, self.lookup.geometry(call.feed))
             cramped = self.room.settle(entry, self.runner.backend)
