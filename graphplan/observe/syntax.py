@@ -1,29 +1,38 @@
 """The syntax trees that code objects come from."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import linecache
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
+from operator import or_
 from types import CodeType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
+LEAVING = (ast.Return, ast.Break, ast.Continue)
+PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp)
 _KINDS: dict[str, type[ast.AST]] = {
     "<lambda>": ast.Lambda, "<genexpr>": ast.GeneratorExp, "<listcomp>": ast.ListComp, "<setcomp>": ast.SetComp,
     "<dictcomp>": ast.DictComp, "<module>": ast.Module,
 }  # fmt: skip
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FUTURES: int = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+"""Flags of code that was compiled under ``from __future__ import``."""
+_REWRITTEN = ("@py_", "@pytest_")
+"""How names begin that pytest writes into functions with assertions."""
 
 
 def parse(code: CodeType, space: Mapping[str, Any] | None = None) -> ast.Module:
     """The syntax tree of the lines that ``code`` comes from, or of its whole file where these make no statement; empty
-    where there is no source. ``space`` are the code's globals.
+    where there is no source, or one that was edited since. ``space`` are the code's globals.
     """
-    lines = linecache.getlines(code.co_filename, dict(space or {}))
+    lines = _lines_of(code, dict(space or {}))
     first, end = code.co_firstlineno, max(last or line or 0 for line, last, _, _ in positions(code))
     for start, part in ((first, lines[first - 1 : end]), (1, lines)):
         is_inner = bool(part) and part[0][:1].isspace()
@@ -34,6 +43,51 @@ def parse(code: CodeType, space: Mapping[str, Any] | None = None) -> ast.Module:
             ast.increment_lineno(tree, start - 1 - is_inner)
             return tree
     return ast.Module([], [])
+
+
+def _lines_of(code: CodeType, space: dict[str, Any]) -> list[str]:
+    """The lines of the file that ``code`` comes from; none if they do not compile to it."""
+    lines = linecache.getlines(code.co_filename, space)
+    if _is_made_of(code, lines):
+        return lines
+    # Of a module that was loaded again, the lines from before may be known.
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename, space)
+    return lines if _is_made_of(code, lines) else []
+
+
+_compiled: dict[str, tuple[list[str], dict[tuple[int, str], list[CodeType]]]] = {}
+"""By the name of a file: its lines, and the code that they compile to, by first line and name."""
+
+
+def _is_made_of(code: CodeType, lines: list[str]) -> bool:
+    """Whether the lines of a file compile to ``code``, or to what pytest has made it of."""
+    known = _compiled.get(code.co_filename)
+    if known is None or known[0] is not lines:
+        known = _compiled[code.co_filename] = lines, _compile(code, "".join(lines))
+    same = known[1].get((code.co_firstlineno, code.co_name), ())
+    return code in same or (bool(same) and _is_rewritten(code))
+
+
+def _compile(code: CodeType, source: str) -> dict[tuple[int, str], list[CodeType]]:
+    """The code in a file that is compiled as ``code`` was."""
+    found: dict[tuple[int, str], list[CodeType]] = {}
+    with suppress(SyntaxError, ValueError), catch_warnings():
+        simplefilter("ignore")
+        left = [compile(source, code.co_filename, "exec", code.co_flags & _FUTURES, dont_inherit=True)]
+        while left:
+            one = left.pop()
+            found.setdefault((one.co_firstlineno, one.co_name), []).append(one)
+            left += [part for part in one.co_consts if isinstance(part, CodeType)]
+    return found
+
+
+def _is_rewritten(code: CodeType) -> bool:
+    """Whether pytest has rewritten an assertion in ``code``."""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return any(name.startswith(_REWRITTEN) for name in (*code.co_names, *code.co_varnames)) or any(
+        map(_is_rewritten, inner)
+    )
 
 
 def positions(code: CodeType) -> list[tuple[int | None, ...]]:
@@ -53,3 +107,20 @@ def nodes_of(code: CodeType) -> list[ast.AST]:
         if line == code.co_firstlineno and (is_one or isinstance(node, _KINDS.get(code.co_name, ()))):
             found.append(node)
     return found
+
+
+def has(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
+    """Whether one of the kinds is in the syntax trees."""
+    return any(isinstance(inner, kinds) for node in nodes for inner in ast.walk(node))
+
+
+def always_raises(block: Sequence[ast.stmt]) -> bool:
+    """Whether every way through a block ends with an exception."""
+    for statement in block:
+        if isinstance(statement, ast.Raise):
+            return True
+        if isinstance(statement, ast.If) and always_raises(statement.body) and always_raises(statement.orelse):
+            return True
+        if has([statement], (*LEAVING, *PAUSING)):
+            return False
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import linecache
 import math
 import re
@@ -9,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -270,6 +272,26 @@ def test_what_is_computed_with_is_refused(snippet: str) -> None:
     with pytest.raises(RefusalError, match="on the host"):
         for _ in range(6):
             fast(torch.tensor(1.0))
+
+
+def test_files_that_are_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was loaded is not what the file says, until it is loaded again."""
+    file = tmp_path / "edited_step.py"
+    text = "def step(x):\n    if x > 3: {}\n    return x * 2\n"
+    file.write_text(text.format("x = -x"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    module = importlib.import_module("edited_step")
+    file.write_text(text.format("raise ValueError"))
+    fast = graph_step(module.step, backend="tape")
+    with pytest.raises(HostSyncError, match="on the host"):
+        for _ in range(6):
+            fast(torch.tensor(1.0))
+    file.write_text("\n" + text.format("raise ValueError(x)"))
+    fast = graph_step(importlib.reload(module).step, backend="tape")
+    for _ in range(8):
+        fast(torch.tensor(1.0))
+    assert fast.stats.replayed > 0
 
 
 def test_source_of_which_python_warns() -> None:
