@@ -4,25 +4,25 @@ A value is asserted if nothing but branches depends on it, and one side of each 
 ``if bad: raise``, with the message that the raising side puts together. The expression that the interpreter is in is
 looked up in the syntax tree of the source. From there the value is followed outwards to the statement, and from a
 variable that is assigned to what loads it. Where that leads to anything else, and where there is no source, the code
-computes with the value.
-
-Needs no torch.
+computes with the value. What else an expression may raise for some values counts as raised
+(:mod:`graphplan.observe.exits` tells what comes of it).
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import dis
+import inspect
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
-from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-from graphplan.observe.syntax import COMPREHENSIONS, parse, positions
+from graphplan.observe.exits import ANY, BRANCHES, Exits
+from graphplan.observe.syntax import COMPREHENSIONS, PAUSING, has
 
 
 class Use(Enum):
@@ -41,7 +41,6 @@ class _ComputedWith(Exception):
 _TESTS = ("POP_JUMP_", "JUMP_IF_", "TO_BOOL", "COPY", "NOP", "CACHE", "EXTENDED_ARG")
 """Instructions that ask for the truth of what another one has left, and those that come in between."""
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
-_BRANCHES = (ast.Assert, ast.If, ast.While)
 _PASSING = (
     ast.Assert, ast.Attribute, ast.BinOp, ast.BoolOp, ast.Compare, ast.Dict, ast.FormattedValue, ast.JoinedStr,
     ast.List, ast.Raise, ast.Set, ast.Slice, ast.Starred, ast.Tuple, ast.UnaryOp, ast.keyword, *COMPREHENSIONS,
@@ -49,15 +48,27 @@ _PASSING = (
 """What does no more with a value than to make another one of it, or to raise it."""
 _ACTING = (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom, ast.GeneratorExp, *COMPREHENSIONS)
 """Expressions that may do more than to compute a result, beside calls."""
-_LEAVING = (ast.Return, ast.Break, ast.Continue)
-_PAUSING = (ast.Yield, ast.YieldFrom, ast.Await)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.Module)
-_TRIES: tuple[type[Any], ...] = (ast.Try, getattr(ast, "TryStar", ast.Try))
-_ANY = frozenset({BaseException})
-"""Classes of an exception of which nothing is known."""
+_PAUSED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+"""Flags of code that gives values away and goes on."""
+_NAMESPACES = (locals, vars, dir, eval, exec, sys._getframe, inspect.currentframe)
+"""What reads variables without naming them."""
+_DIVIDING = (ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.LShift, ast.RShift)
+_MATH = [function for function in vars(math).values() if isinstance(function, BuiltinFunctionType)]
+_CONVERTING: tuple[Any, ...] = (int, float, complex, round, sum, min, max, *_MATH)
+"""What does not take all numbers or lists."""
+_CHECKS: dict[str, type[BaseException]] = {
+    "_check": RuntimeError,
+    "_check_index": IndexError,
+    "_check_is_size": RuntimeError,
+    "_check_not_implemented": NotImplementedError,
+    "_check_tensor_all": RuntimeError,
+    "_check_type": TypeError,
+    "_check_value": ValueError,
+}
+"""torch's functions that do no more than to assert, and what they raise."""
 _PURE_CALLS: frozenset[Any] = frozenset(
-    {bool, int, float, complex, str, abs, len, min, max, sum, any, all, round, repr, isinstance, type}
-) | {thing for thing in vars(math).values() if isinstance(thing, BuiltinFunctionType)}
+    {bool, int, float, complex, str, abs, len, min, max, sum, any, all, round, repr, isinstance, type, *_MATH}
+)
 _PURE_METHODS = (
     "abs", "all", "allclose", "amax", "amin", "any", "bool", "cpu", "detach", "dim", "eq", "equal", "float",
     "ge", "gt", "int", "is_complex", "is_floating_point", "isclose", "isfinite", "isin", "isinf", "isnan",
@@ -67,20 +78,16 @@ _PURE_METHODS = (
 """What arrays and tensors compute under these names, and the modules that are for them, changes nothing."""
 
 
-class Branches:
+class Branches(Exits):
     """The branches of one code object. ``space`` has its globals."""
 
     def __init__(self, code: CodeType, space: Mapping[str, Any]) -> None:
-        self._code = code
-        self._space = space
+        super().__init__(code, space)
         self._uses: dict[int, tuple[Use, frozenset[Any]]] = {}
-        self._parents: dict[ast.AST, ast.AST] = {}
-        for parent in ast.walk(parse(code, space)):
-            self._parents.update(dict.fromkeys(ast.iter_child_nodes(parent), parent))
 
     def use_at(self, offset: int) -> tuple[Use, frozenset[Any]]:
-        """What is done with the value that the instruction at ``offset`` reads, and the classes of the exceptions that
-        the branches on it raise.
+        """What is done with the value that the instruction at ``offset`` reads, and the classes of the exceptions
+        that the branches on it raise, and what is computed from it.
         """
         if offset not in self._uses:
             self._uses[offset] = self._find_use(offset // 2)
@@ -98,39 +105,14 @@ class Branches:
                 if node not in seen:
                     seen.add(node)
                     left += self._follow(node, found, raised)
+            if any(isinstance(node, ast.Subscript) for node in seen):
+                # What a value has selected may be of any type.
+                for node in seen:
+                    self._may_raise(node, frozenset({TypeError, AttributeError}), raised)
         except _ComputedWith:
             found = set()
         use = Use.RETURNED if Use.RETURNED in found else Use.ASSERTED if Use.ASSERTED in found else Use.OTHER
         return use, frozenset(raised)
-
-    def lets_out(self, offset: int, raised: frozenset[Any]) -> tuple[bool, frozenset[Any]]:
-        """Whether an exception leaves the code if one of the classes ``raised`` comes out of the instruction at
-        ``offset``; and the classes of what leaves it. A ``with`` statement lets it out, but for
-        ``contextlib.suppress``.
-        """
-        # Until Python 3.11 only the source tells.
-        if not getattr(self._code, "co_exceptiontable", True):
-            return True, raised
-        left = [self._leaving(node, raised) for node in self._at(offset // 2)]
-        known = [kinds for kinds in left if kinds is not None]
-        return bool(left) and len(known) == len(left), raised.union(*known)
-
-    def _at(self, index: int) -> list[ast.expr | ast.stmt]:
-        """What an instruction belongs to: the smallest thing around it that ends where it ends. Before Python 3.11 all
-        on its line that it may be.
-        """
-        line, last, column, end = positions(self._code)[index]
-        nodes = [node for node in self._parents if isinstance(node, ast.expr | ast.stmt) and node.end_lineno]
-        if line is None or column is None:
-            acting = (ast.stmt, ast.Call, ast.Compare, ast.BinOp, ast.Subscript)
-            deciding = (*_BRANCHES, ast.BoolOp, ast.UnaryOp)
-            may_be = [node for node in nodes if isinstance(node, acting) or isinstance(self._parents[node], deciding)]
-            there = [node for node in may_be if node.lineno <= (line or 0) <= (node.end_lineno or 0)]
-            return [node for node in there if not any(map(self._is_lost, self._around(node)))]
-        around = [node for node in nodes if (node.end_lineno, node.end_col_offset) == (last, end)]
-        # A method's call begins where its name does.
-        around = [node for node in around if (node.lineno, node.col_offset) <= (line, column)]
-        return sorted(around, key=lambda node: (node.lineno, node.col_offset))[-1:]
 
     def _asked(self, node: ast.AST) -> list[ast.AST]:
         """The expressions whose values may be read where an instruction belongs to ``node``."""
@@ -143,30 +125,33 @@ class Branches:
     def _follow(self, node: ast.AST, found: set[Use], raised: set[Any]) -> list[ast.AST]:
         """The expressions that depend directly on the value of ``node``."""
         parent = self._parents[node]
+        self._may_raise(node, self._failures_of(node), raised)
         # Of a < b < c, whether c is computed depends on the value.
         last = node.comparators[1:] if isinstance(node, ast.Compare) else []
-        if isinstance(node, _PAUSING) or not all(map(self._only_computes, last)):
+        if isinstance(node, PAUSING) or not all(map(self._only_computes, last)):
             raise _ComputedWith
         # Before Python 3.12 a comprehension has code of its own, which returns what it makes.
         is_own = isinstance(parent, COMPREHENSIONS) and self._code.co_name.endswith("comp>")
         if is_own or isinstance(parent, ast.Return | ast.Lambda | ast.GeneratorExp | ast.Yield):
             found.add(Use.RETURNED)
             return []
-        if isinstance(parent, _BRANCHES) and node is parent.test:
-            kinds = self._raised_if(True, node) or self._raised_if(False, node)
-            if kinds is None:
+        if isinstance(parent, BRANCHES) and node is parent.test:
+            sides = [kinds for kinds in map(self._raised_if, (True, False), (node, node)) if kinds is not None]
+            kinds = frozenset[Any]().union(*sides)
+            if not sides or self._is_silent(kinds):
                 raise _ComputedWith
             found.add(Use.ASSERTED)
             raised |= kinds
             return []
-        if isinstance(parent, ast.Call) and _is_check(self._resolve(parent.func)):
+        if isinstance(parent, ast.Call) and _is_check(function := self._resolve(parent.func)):
+            self._may_raise(parent, frozenset({_CHECKS.get(function.__name__, BaseException)}), raised)
             found.add(Use.ASSERTED)
-            raised |= _ANY
             return []
         if isinstance(parent, ast.Assign):
-            return [load for target in parent.targets for load in self._loads_of(target, parent)]
+            return [load for target in parent.targets for load in self._loads_of(target, parent, raised)]
         if isinstance(parent, ast.AnnAssign | ast.NamedExpr):
-            return [*self._loads_of(parent.target, parent), *([parent] if isinstance(parent, ast.NamedExpr) else [])]
+            outer = [parent] if isinstance(parent, ast.NamedExpr) else []
+            return [*self._loads_of(parent.target, parent, raised), *outer]
         if not self._passes_on(parent, node):
             raise _ComputedWith
         return [] if isinstance(parent, ast.stmt) else [parent]
@@ -185,24 +170,71 @@ class Branches:
             return node is not parent.test
         return isinstance(parent, _PASSING)
 
-    def _loads_of(self, target: ast.AST, assignment: ast.AST) -> Iterator[ast.AST]:
-        """What loads the variables that an assignment stores, unless that can only lead to an exception."""
+    def _may_raise(self, node: ast.AST, kinds: frozenset[Any], raised: set[Any]) -> None:
+        """Add to ``raised`` what leaves the code if ``node`` raises one of the classes ``kinds``."""
+        if kinds:
+            left = self._leaving(node, kinds)
+            if left is None:
+                raise _ComputedWith
+            raised |= left
+
+    def _failures_of(self, node: ast.AST) -> frozenset[Any]:
+        """The classes of what an expression, or what unpacks it, raises for some values of what it is made of."""
+        kinds = set[Any]()
+        parent = self._parents[node]
+        if isinstance(parent, ast.Assign) and any(isinstance(part, ast.Tuple | ast.List) for part in parent.targets):
+            kinds |= {ValueError, TypeError}
+        if isinstance(node, ast.BinOp) and isinstance(node.op, _DIVIDING):
+            kinds |= {ArithmeticError, ValueError}
+        elif isinstance(node, ast.Subscript):
+            kinds |= {LookupError, TypeError}
+        elif isinstance(node, ast.Attribute):
+            kinds |= {AttributeError}
+        elif isinstance(node, ast.Call) and any(self._resolve(node.func) is function for function in _CONVERTING):
+            kinds |= {ArithmeticError, ValueError, TypeError}
+        return frozenset(kinds)
+
+    def _loads_of(self, target: ast.AST, assignment: ast.AST, raised: set[Any]) -> Iterator[ast.AST]:
+        """What loads the variables that an assignment stores. Of what can only lead to an exception, the classes of
+        that are added to ``raised``.
+        """
         around = list(self._around(assignment))
         begin = getattr(assignment, "end_lineno", 0), getattr(assignment, "end_col_offset", 0)
         # A loop comes back to what lies before the assignment.
         begin = min([begin, *(_place(node) for node in around if isinstance(node, _LOOPS))])
         own = {*self._code.co_varnames}.difference(self._code.co_cellvars)
-        for name in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+        names: Sequence[ast.AST] = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        if self._reads_namespaces(around[-1]) or self._gives_away(names, around[-1]):
+            raise _ComputedWith
+        for name in names:
             if not isinstance(name, ast.Name) or name.id not in own:
                 raise _ComputedWith
             for load in ast.walk(around[-1]):
-                is_one = isinstance(load, ast.Name) and load.id == name.id and isinstance(load.ctx, ast.Load)
-                if is_one and _place(load) >= begin and not any(map(self._is_lost, self._around(load))):
-                    yield load
+                if isinstance(load, ast.Name) and load.id == name.id and self._is_load(load) and _place(load) >= begin:
+                    lost = [kinds for kinds in map(self._lost, self._around(load)) if kinds is not None]
+                    kinds = frozenset[Any]().union(*lost)
+                    raised |= kinds
+                    if not lost or self._is_silent(kinds):
+                        yield load
 
-    def _is_lost(self, node: ast.AST) -> bool:
-        """Whether all that can come after a statement is an exception."""
-        return self._only_raises(self._onwards(node), node) is not None
+    def _is_load(self, name: ast.Name) -> bool:
+        # ``a += 1`` may change in place what a value has selected.
+        return isinstance(name.ctx, ast.Load) or isinstance(self._parents[name], ast.AugAssign)
+
+    def _reads_namespaces(self, function: ast.AST) -> bool:
+        """Whether variables of the function may be read without their names."""
+        named = [self._resolve(node) for node in ast.walk(function) if isinstance(node, ast.Name | ast.Attribute)]
+        return any(one is reading for one in named for reading in _NAMESPACES)
+
+    def _gives_away(self, names: Sequence[ast.AST], function: ast.AST) -> bool:
+        """Whether a generator or coroutine yields or returns one of the variables: what it is resumed by later may do
+        something else with it than what has resumed it now.
+        """
+        if not self._code.co_flags & _PAUSED:
+            return False
+        given = [node for node in ast.walk(function) if isinstance(node, (*PAUSING, ast.Return))]
+        loaded = {part.id for node in given for part in ast.walk(node) if isinstance(part, ast.Name)}
+        return not loaded.isdisjoint(name.id for name in names if isinstance(name, ast.Name))
 
     def _raised_if(self, outcome: bool, node: ast.AST) -> frozenset[Any] | None:
         """The classes that are raised in every case where the truth of ``node`` comes to ``outcome``; None if that may
@@ -222,60 +254,16 @@ class Branches:
             return self._only_raises([*side, *self._onwards(parent)[1:]], parent)
         return None
 
-    def _only_raises(self, block: Sequence[ast.stmt], place: ast.AST) -> frozenset[Any] | None:
-        """The classes of the exceptions with which a block at ``place`` leaves the code on every way; None if not."""
-        return self._leaving(place, self._kinds_in(block) or _ANY) if _always_raises(block) else None
-
-    def _leaving(self, node: ast.AST, raised: frozenset[Any]) -> frozenset[Any] | None:
-        """The classes of what leaves the code if one of the classes ``raised`` comes out of ``node``; None if that may
-        be caught.
-        """
-        for inner, outer in pairwise(self._around(node)):
-            if isinstance(outer, ast.With | ast.AsyncWith) and self._suppresses(outer, raised):
-                return None
-            if isinstance(outer, _TRIES):
-                if _has(outer.finalbody, _LEAVING):
-                    return None
-                for handler in outer.handlers if inner in outer.body else ():
-                    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-                    if self._catches(kinds, raised):
-                        if not _always_raises(handler.body):
-                            return None
-                        raised |= self._kinds_in(handler.body)
-        return raised
-
-    def _catches(self, kinds: Sequence[ast.AST | None], raised: frozenset[Any]) -> bool:
-        """Whether what catches the classes ``kinds`` may be for one of the classes ``raised``."""
-        return any(issubclass(one, kind) or issubclass(kind, one) for kind in map(self._class, kinds) for one in raised)
-
-    def _suppresses(self, block: ast.With | ast.AsyncWith, raised: frozenset[Any]) -> bool:
-        """Whether ``contextlib.suppress`` in a ``with`` statement may end an exception of one of the classes."""
-        items = [item.context_expr for item in block.items]
-        calls = [item for item in items if isinstance(item, ast.Call) and self._resolve(item.func) is suppress]
-        # What else is done with it, as in an ExitStack, is not followed.
-        named = [node for node in ast.walk(block) if "suppress" in (getattr(node, "id", ""), getattr(node, "attr", ""))]
-        return len(named) > len(calls) or any(self._catches(call.args, raised) for call in calls)
-
-    def _kinds_in(self, block: Sequence[ast.stmt]) -> frozenset[Any]:
-        """The classes of exceptions that a block raises, other than what is on its way already."""
-        raises = [node for statement in block for node in ast.walk(statement) if isinstance(node, ast.Raise)]
-        return frozenset(self._class(node.exc) for node in raises if node.exc is not None)
-
-    def _class(self, node: ast.AST | None) -> Any:
-        """The class of an exception that an expression names or makes, as far as that is known."""
-        kind = self._resolve(node.func if isinstance(node, ast.Call) else node)
-        return kind if isinstance(kind, type) and issubclass(kind, BaseException) else BaseException
-
     def _may_miss(self, node: ast.AST) -> bool:
         """Whether the code goes on where ``node`` cannot do what it is to do, as with a key that is not there."""
-        return self._leaving(node, _ANY) is None
+        return self._leaving(node, ANY) is None
 
     def _only_computes(self, node: ast.AST) -> bool:
         """Whether an expression does no more than to compute a result, as far as the names of what it calls tell."""
         calls = [inner for inner in ast.walk(node) if isinstance(inner, ast.Call)]
-        if _has([node], _ACTING) or not all(map(self._is_pure_call, calls)):
+        if has([node], _ACTING) or not all(map(self._is_pure_call, calls)):
             return False
-        return not (_has([node], (ast.Call, ast.Subscript)) and self._may_miss(node))
+        return not (has([node], (ast.Call, ast.Subscript)) and self._may_miss(node))
 
     def _is_pure_call(self, call: ast.Call, node: ast.AST | None = None) -> bool:
         """Whether a call, to which ``node`` leads, does no more than to compute a result, as far as names tell."""
@@ -288,36 +276,6 @@ class Branches:
         with suppress(TypeError):
             return function in _PURE_CALLS
         return False
-
-    def _resolve(self, node: ast.AST | None) -> Any:
-        """The global, builtin or attribute of a module that an expression names, or None."""
-        if isinstance(node, ast.Attribute):
-            # Of modules only: to ask other objects could run code.
-            holder = self._resolve(node.value)
-            return vars(holder).get(node.attr) if isinstance(holder, ModuleType) else None
-        code = self._code
-        if not isinstance(node, ast.Name) or node.id in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
-            return None
-        return self._space.get(node.id, getattr(builtins, node.id, None))
-
-    def _onwards(self, statement: ast.AST) -> list[ast.stmt]:
-        """What comes after a statement in the block that it is in, with itself."""
-        parent = self._parents.get(statement)
-        for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
-            if isinstance(block, list) and statement in block:
-                after = self._onwards(parent)[1:] if isinstance(parent, ast.If) else []
-                return [*block[block.index(statement) :], *after]
-        return []
-
-    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
-        """``node`` and what it is part of, up to the function that runs it."""
-        inner = None
-        while True:
-            yield node
-            body = getattr(node, "body", None)
-            if isinstance(node, _SCOPES) and (inner is body or (isinstance(body, list) and inner in body)):
-                return
-            inner, node = node, self._parents[node]
 
 
 _KNOWN: dict[int, Branches] = {}
@@ -343,19 +301,3 @@ def _is_check(function: Any) -> bool:
 
 def _place(node: ast.AST) -> tuple[int, int]:
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
-
-
-def _has(nodes: Sequence[ast.AST], kinds: tuple[type[ast.AST], ...]) -> bool:
-    return any(isinstance(inner, kinds) for node in nodes for inner in ast.walk(node))
-
-
-def _always_raises(block: Sequence[ast.stmt]) -> bool:
-    """Whether every way through a block ends with an exception."""
-    for statement in block:
-        if isinstance(statement, ast.Raise):
-            return True
-        if isinstance(statement, ast.If) and _always_raises(statement.body) and _always_raises(statement.orelse):
-            return True
-        if _has([statement], (*_LEAVING, *_PAUSING)):
-            return False
-    return False

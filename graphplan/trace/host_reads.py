@@ -92,8 +92,16 @@ def find_place() -> Place:
 def is_asserted() -> bool:
     """Return True if the value that is being read is only asserted, and the step ends where that fails."""
     frame = _asking(sys._getframe(1))
+    raised: frozenset[Any] = frozenset()
     while frame is not None and not is_ours(frame.f_code.co_filename):
-        use, raised = branches_of(frame).use_at(frame.f_lasti)
+        branches = branches_of(frame)
+        if raised:
+            # Code that returns the value has asserted it, too.
+            lets_out, raised = branches.lets_out(frame.f_lasti, raised)
+            if not lets_out:
+                return False
+        use, kinds = branches.use_at(frame.f_lasti)
+        raised |= kinds
         if use is not Use.RETURNED:
             return use is Use.ASSERTED and _ends_step(frame.f_back, raised)
         frame = frame.f_back

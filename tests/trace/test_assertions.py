@@ -8,8 +8,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from graphplan import HostSyncError, RefusalError, graph_step, graphed
 from graphplan.feed.call_arguments import CallArguments
 from graphplan.feed.signature import flatten
-from graphplan.observe import branches
+from graphplan.observe import exits
 from graphplan.trace.given_values import GivenValues
 from graphplan.trace.host_reads import HostRead, Place
 from graphplan.trace.records import Trace
@@ -118,6 +118,11 @@ v = x > 0\nv = v.all().item()\nif not v: raise ValueError
 if flag is None: log(1)\nelif not x: raise ValueError
 assert (x\n    .max()\n    .item()) < 3
 try:\n    with torch.no_grad():\n        assert x\nfinally:\n    log(1)
+with untouched(), Untouched(), torch.autocast("cpu"):\n    assert x
+with (suppress(KeyError) if flag else torch.no_grad()):\n    assert x
+guard = suppress(KeyError) if flag else torch.no_grad()\nwith guard:\n    assert x
+try:\n    torch._check(x.item() > 0)\nexcept KeyError:\n    log(1)
+try:\n    assert checked(x) > 0\nexcept KeyError:\n    log(1)
 """
 UNCLEAR = ("assert all(y", "if any(y", "torch._check")
 """How those begin of which the line alone does not tell what is read there: Python 3.10 knows no more."""
@@ -192,6 +197,18 @@ for i in range(2):\n    if i: log(v)\n    v = x.item()\n    assert v
 v = w = x.item()\nassert v\nlog(w)
 v = x.item()\nassert v > 0\nv += 1\nlog(v)
 store = [0]\nstore[0] = x.item()\nassert store[0] > 0
+z = [[1], [2]]\nv = z[bool(x > 3)]\nassert v\nv += [3]\nlog(z)
+v = x.item()\nassert v\nlog(locals())
+v = x.item()\nassert v\nreturn x * eval("v")
+try:\n    torch._check(x.item() > 0)\nexcept RuntimeError:\n    log(1)
+try:\n    assert 1 / x.item() > 0\nexcept ZeroDivisionError:\n    log(1)
+try:\n    assert checked(x) > 0\nexcept ValueError:\n    log(1)
+try:\n    assert helper2(x) and [1, 2][int(x)].real\nexcept AttributeError:\n    log(1)
+if not x: raise StopIteration
+with quietly():\n    assert x
+with Quiet():\n    assert x
+guard = suppress(AssertionError) if flag else torch.no_grad()\nwith guard:\n    assert x
+with [torch.no_grad()][0]:\n    assert x
 """
 
 
@@ -208,6 +225,38 @@ def helper2(x: Tensor) -> float:
 def check(x: Tensor) -> None:
     if x > 3:
         raise ValueError("c")
+
+
+def checked(x: Tensor) -> float:
+    v = x.item()
+    if v > 3:
+        raise ValueError(v)
+    return v
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    with suppress(AssertionError):
+        yield
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        log(1)
+
+
+class Untouched:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+class Quiet(Untouched):
+    def __exit__(self, kind: Any, *error: object) -> bool:  # type: ignore[override]
+        return kind is AssertionError
 
 
 def log(*values: Any) -> bool:
@@ -240,7 +289,7 @@ def step_of(snippet: str) -> Callable[[Tensor], Any]:
 def _known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of instructions; until Python 3.10 their lines alone."""
     if request.param == "lines":
-        monkeypatch.setattr(branches, "positions", _lines)
+        monkeypatch.setattr(exits, "positions", _lines)
 
 
 def _lines(code: CodeType) -> list[tuple[int | None, ...]]:
@@ -270,6 +319,136 @@ def test_what_is_only_asserted_refuses_nothing(snippet: str) -> None:
 def test_what_is_computed_with_is_refused(snippet: str) -> None:
     fast = graph_step(step_of(snippet), backend="tape")
     with pytest.raises(RefusalError, match="on the host"):
+        for _ in range(6):
+            fast(torch.tensor(1.0))
+
+
+class Halved:
+    """Halves of a number, down to 0.1: an iterator, or a sequence."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        self.x = self.x / 2
+        if self.x < 0.1:
+            raise StopIteration
+        return self.x
+
+
+class Multiples:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __getitem__(self, number: int) -> Tensor:
+        if self.x * number > 3:
+            raise IndexError(number)
+        return self.x * number
+
+    def __len__(self) -> int:
+        if self.x > 3:
+            raise TypeError
+        return 3
+
+
+class Skip(Exception):
+    pass
+
+
+@contextmanager
+def skipping() -> Iterator[None]:
+    try:
+        yield
+    except Skip:
+        log("skipped")
+
+
+@contextmanager
+def translating() -> Iterator[None]:
+    try:
+        yield
+    except KeyError as error:
+        raise Skip from error
+
+
+@skipping()
+def skips(x: Tensor, seen: list[Tensor]) -> None:
+    if x > 3:
+        raise Skip
+    seen.append(x * 3)
+
+
+def translates(x: Tensor, seen: list[Tensor]) -> None:
+    with translating():
+        if x > 3:
+            raise KeyError
+    seen.append(x * 3)
+
+
+def carries(x: Tensor, seen: list[Tensor]) -> None:
+    value = x.item()
+    assert value < 9
+    if seen:
+        raise Skip(value)
+
+
+def raises_always(x: Tensor, seen: list[Tensor]) -> None:
+    if x > 3:
+        raise Skip
+    raise KeyError
+
+
+def raises_at_last(x: Tensor, seen: list[Tensor]) -> None:
+    try:
+        if x > 3:
+            raise KeyError
+    finally:
+        if x > 3:
+            raise Skip
+
+
+@pytest.mark.parametrize("function", [skips, translates, carries, raises_always, raises_at_last])
+def test_exceptions_that_callers_catch(function: Callable[[Tensor, list[Tensor]], None]) -> None:
+    def step(x: Tensor) -> Tensor:
+        seen = [x * 2]
+        try:
+            function(x, seen)
+        except (Skip, KeyError) as error:
+            return x * len(error.args)
+        return seen[-1]
+
+    fast = graph_step(step, backend="tape")
+    with pytest.raises(HostSyncError, match="on the host"):
+        for _ in range(6):
+            fast(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    "step", [lambda x: sum(Halved(x), x), lambda x: sum(Multiples(x), x), lambda x: x + list(Multiples(x))[1]]
+)
+def test_exceptions_that_python_ends(step: Callable[[Tensor], Tensor]) -> None:
+    fast = graph_step(step, backend="tape")
+    with pytest.raises(HostSyncError, match="on the host"):
+        for _ in range(6):
+            fast(torch.tensor(1.0))
+
+
+def test_generators_give_their_values_away() -> None:
+    def values(x: Tensor) -> Iterator[Any]:
+        value = x.item()
+        yield True
+        yield value
+
+    def step(x: Tensor) -> Tensor:
+        both = values(x)
+        assert next(both)
+        return x * next(both)
+
+    fast = graph_step(step, backend="tape")
+    with pytest.raises(HostSyncError, match="on the host"):
         for _ in range(6):
             fast(torch.tensor(1.0))
 
@@ -392,6 +571,11 @@ def validated(x: Tensor) -> Tensor:
     return Normal(x.mean(), x.std(), validate_args=True).log_prob(x)
 
 
+def validated_in_contexts(x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu"), torch.autograd.profiler.record_function("validated"):
+        return Normal(x.mean(), x.std(), validate_args=True).log_prob(x)
+
+
 def recomputed(x: Tensor) -> Tensor:
     def block(y: Tensor) -> Tensor:
         assert y.isfinite().all(), y.max().item()
@@ -402,7 +586,7 @@ def recomputed(x: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("assertion", [validated, recomputed])
+@pytest.mark.parametrize("assertion", [validated, validated_in_contexts, recomputed])
 def test_libraries_that_assert(assertion: Callable[[Tensor], Tensor]) -> None:
     """torch's distributions validate what they are given; activation checkpointing asserts a second time."""
     step, _ = training(assertion)
