@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
@@ -214,6 +214,34 @@ def test_a_step_that_reads_the_trainers_state_is_eager(tmp_path: Path) -> None:
         trainer, found = train(other(Curriculum), tmp_path / "graphed")
     assert_same(expected, found)
     assert trainer.graphed.stats.replayed == 0
+
+
+class Likelihood(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        likelihood = torch.distributions.Normal(self.mean(x), 1.0, validate_args=True)
+        return {"loss": -likelihood.log_prob(labels).mean()}
+
+
+def test_validated_arguments(tmp_path: Path) -> None:
+    """The trainer computes losses within a context manager of its own."""
+    rows = [{"x": torch.randn(3), "labels": torch.randn(3)} for _ in range(ROWS)]
+    arguments = TrainingArguments(
+        str(tmp_path),
+        per_device_train_batch_size=BATCH,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Graphed(model=Likelihood(), args=arguments, train_dataset=rows)
+    trainer.train()
+    assert trainer.graphed is not None
+    assert trainer.graphed.stats.replayed > 0
+    assert "asserts a tensor's value" in trainer.graphed.report()
 
 
 def test_settings_of_another_trainer_are_guarded(tmp_path: Path) -> None:
