@@ -22,6 +22,7 @@ from graphplan.errors import (
     EffectError,
     FeedError,
     GuardError,
+    NotCapturedError,
     OptionError,
     PeerError,
     RefusalError,
@@ -218,7 +219,7 @@ class StateMachine:
         overdue = self.programs.check_due(call.feed)
         if overdue is not None:
             if self.options.on_failure == "raise":
-                raise overdue
+                raise NotCapturedError(f"{overdue}. Or pass on_failure='eager' to go on without replays")
             self.refusals.warn(f"graphplan runs this step eagerly: {overdue}")
             self.stand_down(SkipReason.SHAPE, str(overdue))
             return Skip(SkipReason.SHAPE, str(overdue), self._plainly)
