@@ -150,10 +150,9 @@ class Layout:
         leaves: list[Any] = []
         return leaves if all(map(take_leaves, args, self._shapes, repeat(leaves))) else None
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._shapes == other._shapes
-
-    __hash__ = object.__hash__
+    def is_like(self, other: Layout) -> bool:
+        """Whether both are of the same containers and records. Known layouts are told apart by identity."""
+        return self._shapes == other._shapes
 
 
 class KnownCall:
@@ -295,7 +294,7 @@ class FastPath:
     def _layout(self, args: Sequence[Any]) -> Layout:
         """The layout of ``args``, which is known from now on; as many are as there may be kinds of calls."""
         layout = Layout(args)
-        layout = next((known for known in self._layouts if known == layout), layout)
+        layout = next(filter(layout.is_like, self._layouts), layout)
         self._layouts = [layout, *(known for known in self._layouts if known is not layout)][:_KINDS]
         self._known = {key: calls for key, calls in self._known.items() if key[0] in self._layouts}
         return layout
