@@ -78,11 +78,9 @@ class Plan:
     Examples:
         >>> import torch
         >>> from graphplan import compile_plan
-        >>> model = torch.nn.Linear(4, 2)
-        >>> with torch.no_grad():
-        ...     plan = compile_plan(model, torch.randn(8, 4), owners={"model": model})
-        >>> [external.path for external in plan.params], plan.operators["aten.addmm.default"]
-        (['model.weight', 'model.bias'], 1)
+        >>> plan = compile_plan(lambda x: x.sin() + x.sin(), torch.ones(3))
+        >>> plan.launches, plan.operators["aten.sin.default"]
+        (3, 2)
 
     Attributes:
         name: the step function's qualified name.

@@ -164,8 +164,8 @@ class Program:
         *,
         is_settled: bool = False,
     ) -> Any:
-        """Copy in, launch, repeat effects, return results. Callers check guards first. ``is_settled``: nobody else
-        keeps gradients since :meth:`Bindings.settle_grads`.
+        """Copy in, launch, repeat effects, return results. Callers check guards first. ``is_settled``: since
+        :meth:`Bindings.settle_grads`, no other code has kept a reference to a gradient.
 
         Raises:
             ClosedError: after :meth:`close`.

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from graphplan import GraphPlanCallback
 from recipes.zoo.clock import Turns
 from recipes.zoo.registry import load_entries
-from recipes.zoo.training import Run, Wrapped
+from recipes.zoo.training import Run, module_of, trainer_of
 
 KINDS = ("traced", "captured", "verified")
 
@@ -62,17 +62,8 @@ def main() -> None:
     run = Run(load_entries()[args.entry], gpu=gpu, warm=0, steps=args.steps, turns=Turns(None))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     case, ours = run.make(), GraphPlanCallback(on_failure="eager")
-    module = case.model if isinstance(case.model, pl.LightningModule) else Wrapped(case)
-    clock = Clock(ours, run)
-    trainer = pl.Trainer(
-        **{
-            "accelerator": "gpu" if gpu else "cpu", "devices": 1, "max_epochs": 1, "logger": False,
-            "precision": "bf16-mixed" if gpu else "32-true", "enable_checkpointing": False,
-            "gradient_clip_val": case.clip if module.automatic_optimization else None,
-            "enable_progress_bar": False, "enable_model_summary": False, "callbacks": [ours, clock],
-            **dict(case.options),
-        }
-    )  # fmt: skip
+    module, clock = module_of(case), Clock(ours, run)
+    trainer = trainer_of(run, case, module, [ours, clock], logger=False)
     batches = [case.batches[index % len(case.batches)] for index in range(args.steps)]
     trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     eager = median(seconds for kind, seconds in clock.steps if kind == "eager")

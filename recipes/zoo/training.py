@@ -150,23 +150,35 @@ def state_of(model: nn.Module, metrics: Mapping[str, Any]) -> State:
     return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
+def module_of(case: Case) -> pl.LightningModule:
+    """A library's own, or one around its ``nn.Module``."""
+    return case.model if isinstance(case.model, pl.LightningModule) else Wrapped(case)
+
+
+def trainer_of(
+    run: Run, case: Case, module: pl.LightningModule, callbacks: Sequence[pl.Callback], *, logger: Any
+) -> pl.Trainer:
+    """A Trainer for one epoch, with nothing but its logger and ``callbacks``."""
+    return pl.Trainer(
+        **{
+            "accelerator": "gpu" if run.gpu else "cpu", "devices": 1, "max_epochs": 1,
+            "precision": "bf16-mixed" if run.gpu else "32-true",
+            "gradient_clip_val": case.clip if module.automatic_optimization else None,
+            "logger": logger, "enable_progress_bar": False, "enable_checkpointing": False,
+            "enable_model_summary": False, "callbacks": list(callbacks), **dict(case.options),
+        }
+    )  # fmt: skip
+
+
 def fit(run: Run, *callbacks: pl.Callback) -> tuple[dict[str, Any], State]:
     """Train in a ``Trainer``; what it took and what it left."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     case = run.make()
-    module = case.model if isinstance(case.model, pl.LightningModule) else Wrapped(case)
-    clip = case.clip if module.automatic_optimization else None
+    module = module_of(case)
     ours = [callback for callback in callbacks if isinstance(callback, GraphPlanCallback)]
     feed = run.feed(case, (lambda: sum(callback.stats.replayed for callback in ours)) if ours else None)
     with TemporaryDirectory() as folder:
-        trainer = pl.Trainer(
-            **{
-                "accelerator": "gpu" if run.gpu else "cpu", "devices": 1, "max_epochs": 1,
-                "precision": "bf16-mixed" if run.gpu else "32-true", "gradient_clip_val": clip,
-                "logger": pl.loggers.CSVLogger(folder), "enable_progress_bar": False, "enable_checkpointing": False,
-                "enable_model_summary": False, "callbacks": list(callbacks), **dict(case.options),
-            }
-        )  # fmt: skip
+        trainer = trainer_of(run, case, module, callbacks, logger=pl.loggers.CSVLogger(folder))
         trainer.fit(module, feed)
     facts = feed.facts()
     for callback in ours:

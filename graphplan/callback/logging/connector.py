@@ -144,7 +144,7 @@ class LazyConnector(_LoggerConnector):
             if metric.meta.prog_bar:
                 found["pbar"][forked_name] = value if value.numel() == 1 else convert_tensors_to_scalars(value)
         if getrefcount(vars(self)["_progress_bar_metrics"]) > _OWN_REFERENCES:
-            # Whoever holds it reads no property again.
+            # Code that keeps the dictionary does not ask for it again.
             found["pbar"] = convert_tensors_to_scalars(found["pbar"])
         return found
 
