@@ -242,8 +242,7 @@ class AdoptedTensors:
             if not TensorSpec.of(static).fits(TensorSpec.of(tensor)) or static.stride() != tensor.stride():
                 return (
                     f"{path} is {TensorSpec.of(tensor)} with strides {tensor.stride()}, expected "
-                    f"{TensorSpec.of(static)} "
-                    f"with {static.stride()}"
+                    f"{TensorSpec.of(static)} with {static.stride()}"
                 )
         if not same_value(_others(held), _others(slot.get())):
             return f"{path} holds other values beside its tensors"
