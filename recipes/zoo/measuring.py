@@ -88,7 +88,7 @@ def brief(run: Run) -> Run:
 def in_trainer(run: Run, row: Row) -> None:
     """A Trainer without and with the callback."""
     eager, state = fit(brief(run))
-    row["eager_us"] = eager["us"]
+    row |= {"eager_us": eager["us"], "eager_us_mean": eager["us_mean"]}
     facts, found = fit(run, GraphPlanCallback(on_failure="eager"))
     row |= facts
     train = lambda untimed, prepared: fit(untimed, *[Prepared()][:prepared])[1]  # noqa: E731
